@@ -1,0 +1,283 @@
+"""The messages between agent and service, version 1.
+
+The agent sends batches; the service answers each with an acknowledgement that carries commands. A batch is identified
+by (run, rank, boot, sequence): sending it twice changes nothing. JSON only; arrays travel as base64 of little-endian
+bytes, so that a NaN arrives as the same NaN; a non-finite scalar travels as a string ("NaN", "Infinity").
+"""
+
+import base64
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from foreshock.contract.slots import MODE_NAMES, SLOT_COUNT, Words
+
+WIRE_VERSION: Final = 1
+MAX_LAYERS: Final = 1024
+MAX_HEADS: Final = 1024
+MAX_EVENTS: Final = 512
+MAX_BATCH_BYTES: Final = 32 * 2**20
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+def _identifier(value: str) -> str:
+    if not _IDENTIFIER.fullmatch(value):
+        raise ValueError(f"{value[:140]!r} is not an identifier; allowed are 1 to 128 of A-Z a-z 0-9 _ . : / -")
+    return value
+
+
+Identifier = Annotated[str, AfterValidator(_identifier)]
+"""Names a run, a layer or a boot; safe as a label, never used as a path."""
+
+Step = Annotated[int, Field(ge=0, le=2**53)]
+ModeName = Annotated[str, Field(json_schema_extra={"enum": list(MODE_NAMES)})]
+Severity = Literal["info", "warning", "critical"]
+Cause = Literal["rounding", "score growth", "other"]
+Policy = Literal["observe", "approve", "auto"]
+
+
+class Message(BaseModel):
+    """Base of every message: frozen, no unknown fields, non-finite scalars as strings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Array(Message):
+    """A small numeric array, exact to the bit."""
+
+    dtype: Literal["<i8", "<f8", "<f4", "<i4"]
+    shape: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(max_length=4)
+    data: str = Field(max_length=MAX_BATCH_BYTES)
+
+    @model_validator(mode="after")
+    def _size_matches(self) -> Self:
+        want = math.prod(self.shape) * int(self.dtype[2])
+        padding = 2 if self.data.endswith("==") else 1 if self.data.endswith("=") else 0
+        have = len(self.data) // 4 * 3 - padding
+        if len(self.data) % 4 or have != want:
+            raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
+        try:
+            base64.b64decode(self.data, validate=True)
+        except ValueError as error:
+            raise ValueError(f"array data is not base64: {error}") from None
+        return self
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any]) -> Self:
+        """Encode an int64, float64, float32 or int32 array."""
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        dtype: Any = little.dtype.str
+        return cls(dtype=dtype, shape=values.shape, data=base64.b64encode(little.tobytes()).decode())
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Decode into a new writable array."""
+        return np.frombuffer(bytearray(base64.b64decode(self.data)), dtype=self.dtype).reshape(self.shape)
+
+
+class Layer(Message):
+    """One watched attention layer as this rank sees it. `layer` and `heads` are global numbers."""
+
+    layer: int = Field(ge=0, lt=100_000)
+    name: Identifier
+    heads: tuple[int, ...] = Field(min_length=1, max_length=MAX_HEADS)
+    kv_heads: int = Field(ge=1, le=MAX_HEADS)
+    head_dim: int = Field(ge=1, le=4096)
+    served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
+    sampled: bool = False
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_distinct(cls, heads: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(heads)) != len(heads) or min(heads) < 0:
+            raise ValueError("heads must be distinct numbers from 0 on")
+        return heads
+
+
+HeadRef = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+"""(layer, head), both global."""
+
+
+class Started(Message):
+    """First event of a boot: what is watched and how. A batch of a boot without it is still accepted."""
+
+    kind: Literal["started"] = "started"
+    step: Step
+    unix_seconds: float = Field(description="wall clock, a label only")
+    world_size: int = Field(default=1, ge=1, le=10**6)
+    layers: tuple[Layer, ...] = Field(max_length=MAX_LAYERS)
+    policy: Policy
+    numerics: str = Field(max_length=32)
+    mitigation: ModeName = "exact_delta"
+    labels: dict[Identifier, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=32)
+    versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
+
+
+class Sample(Message):
+    """Everything counted in the steps (since_step, step]. Heads stand in the order of the boot's layers, flattened."""
+
+    kind: Literal["sample"] = "sample"
+    step: Step
+    since_step: Step
+    unix_seconds: float
+    states: Array | None = Field(default=None, description="int64 words, [heads, SLOT_COUNT]")
+    modes: Array | None = Field(default=None, description="int32 mode flags, [heads]")
+    query_norm: Array | None = Field(default=None, description="spectral norm of W_Q per head, float32 [heads]")
+    key_norm: Array | None = Field(default=None, description="spectral norm of W_K per head, float32 [heads]")
+    query_key_norm: Array | None = Field(default=None, description="spectral norm of W_Q W_K^T, float32 [heads]")
+    loss: float | None = Field(default=None, description="mean raw loss over the steps that reported one")
+    loss_max: float | None = None
+    loss_nonfinite_steps: int = Field(default=0, ge=0)
+    grad_norm: float | None = Field(default=None, description="largest gradient norm of the steps")
+    grad_norm_nonfinite_steps: int = Field(default=0, ge=0)
+    learning_rate: float | None = None
+    step_seconds: float | None = Field(default=None, description="mean wall time of a step")
+    agent_seconds: float | None = Field(default=None, description="mean host time of the agent in a step")
+    risk: Array | None = Field(default=None, description="float32 in [0, 1], [heads]: how near a warning each head is")
+
+    @field_validator("states")
+    @classmethod
+    def _states_have_slots(cls, value: Array | None) -> Array | None:
+        if value is not None and (value.dtype != "<i8" or len(value.shape) != 2 or value.shape[1] != SLOT_COUNT):
+            raise ValueError(f"states must be int64 of shape [heads, {SLOT_COUNT}], got {value.dtype} {value.shape}")
+        return value
+
+    @model_validator(mode="after")
+    def _steps_and_heads_agree(self) -> Self:
+        if self.since_step > self.step:
+            raise ValueError(f"since_step {self.since_step} is after step {self.step}")
+        sizes = {a.shape[0] for a in (self.states, self.modes) if a is not None and a.shape}
+        sizes |= {a.shape[0] for a in (self.query_norm, self.key_norm, self.query_key_norm, self.risk) if a and a.shape}
+        if len(sizes) > 1:
+            raise ValueError(f"the arrays of one sample speak of different numbers of heads: {sorted(sizes)}")
+        return self
+
+    def words(self) -> Words | None:
+        """The head states, [heads, SLOT_COUNT], or None when this sample carries none."""
+        return None if self.states is None else self.states.numpy()
+
+
+class Verdict(Message):
+    """What the detectors say of one head (or of the run, when layer and head are None). Latched until cleared."""
+
+    kind: Literal["verdict"] = "verdict"
+    id: Identifier
+    step: Step
+    state: Literal["raised", "updated", "cleared"]
+    severity: Severity
+    layer: int | None = Field(default=None, ge=0)
+    head: int | None = Field(default=None, ge=0)
+    cause: Cause
+    signal: str = Field(max_length=64, description="the signal that tripped: offset, score, norm, ties, nonfinite")
+    evidence: dict[Identifier, float] = Field(default_factory=dict, max_length=32)
+    forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
+    forecast_low_steps: float | None = None
+    forecast_high_steps: float | None = None
+    sentence: str = Field(max_length=500, description="the verdict in words")
+
+
+Outcome = Literal["applied", "proposed", "refused", "expired", "dry_run"]
+
+
+class Switched(Message):
+    """The outcome of a command or of a local decision: which heads changed, from what to what.
+
+    A command is answered exactly once: `command` names it. A local decision has no command.
+    """
+
+    kind: Literal["switched"] = "switched"
+    id: Identifier
+    step: Step
+    command: Identifier | None = None
+    verdict: Identifier | None = None
+    outcome: Outcome
+    heads: tuple[HeadRef, ...] = Field(max_length=MAX_LAYERS * 64)
+    before: tuple[ModeName, ...]
+    after: tuple[ModeName, ...]
+    reason: str = Field(max_length=500)
+
+    @model_validator(mode="after")
+    def _one_mode_per_head(self) -> Self:
+        if not len(self.heads) == len(self.before) == len(self.after):
+            raise ValueError("heads, before and after must have the same length")
+        return self
+
+
+class AgentHealth(Message):
+    """The agent's own losses and faults since its boot. Totals, never differences."""
+
+    kind: Literal["health"] = "health"
+    step: Step
+    dropped: dict[Identifier, int] = Field(default_factory=dict, description="events lost, by reason")
+    faults: dict[Identifier, int] = Field(default_factory=dict, description="contained faults, by component")
+    retries: int = Field(default=0, ge=0)
+    spool_bytes: int = Field(default=0, ge=0)
+    oldest_unsent_seconds: float = Field(default=0.0, ge=0)
+
+
+class Finished(Message):
+    """Last event of a boot that ended in order."""
+
+    kind: Literal["finished"] = "finished"
+    step: Step
+    unix_seconds: float
+    status: Literal["completed", "failed", "stopped"]
+
+
+Event = Annotated[
+    Started | Sample | Verdict | Switched | AgentHealth | Finished,
+    Field(discriminator="kind"),
+]
+
+
+class Batch(Message):
+    """What the agent posts to /v1/batches. Written whole or not at all."""
+
+    wire: Literal[1] = 1
+    run: Identifier
+    rank: int = Field(ge=0, lt=10**6)
+    boot: Identifier = Field(description="new at every process start of a rank; sorts by start time")
+    sequence: int = Field(ge=1, le=2**53)
+    events: tuple[Event, ...] = Field(min_length=1, max_length=MAX_EVENTS)
+
+
+class Command(Message):
+    """An order to the agent. Delivered at least once; the agent applies an id once."""
+
+    id: Identifier
+    action: Literal["switch"] = "switch"
+    heads: tuple[HeadRef, ...] | None = Field(
+        default=None, max_length=MAX_LAYERS * 64, description="None means every head"
+    )
+    mode: ModeName
+    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    reason: str = Field(max_length=500)
+    issued_by: str = Field(max_length=128)
+    expires_unix_seconds: float | None = None
+    expires_step: Step | None = None
+    dry_run: bool = False
+
+    @field_validator("mode", "expect")
+    @classmethod
+    def _mode_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in MODE_NAMES:
+            raise ValueError(f"mode {value[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+        return value
+
+
+class Ack(Message):
+    """The service's answer to a batch: what of this boot is safely stored, and what is ordered."""
+
+    boot: Identifier
+    acknowledged: int = Field(ge=0, description="the batch sequence that is now stored")
+    commands: tuple[Command, ...] = Field(default=(), max_length=256)
+
+
+def head_refs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
+    """The (layer, head) of every row of a sample's arrays, in order."""
+    return [(layer.layer, head) for layer in layers for head in layer.heads]

@@ -1,0 +1,3 @@
+"""Early warning for loss explosions in low-precision attention."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+from foreshock.cli.main import app
+
+app()
