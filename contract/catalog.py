@@ -107,9 +107,7 @@ def offset_rms(words: Words) -> Floats:
 
 def delta_bias_z(words: Words) -> Floats:
     """Sum of delta_lp - delta_hp in units of its standard deviation if the rows were independent and unbiased."""
-    return ratio(
-        slot_values(words, Slot.DELTA_BIAS_SUM), np.sqrt(slot_values(words, Slot.DELTA_BIAS_SUMSQ))
-    )
+    return ratio(slot_values(words, Slot.DELTA_BIAS_SUM), np.sqrt(slot_values(words, Slot.DELTA_BIAS_SUMSQ)))
 
 
 HEAD_LABELS: Final = ("run", "layer", "head")
@@ -442,7 +440,7 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent drops events ({{ $labels.reason }})",
-                description="{{ $value | humanize }} events were lost in ten minutes. Detectors and switches still work.",
+                description="{{ $value | humanize }} events were lost in ten minutes. Detection goes on.",
                 action="Check the service's address, the spool's disk and the network.",
             ),
         ),
