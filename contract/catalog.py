@@ -84,7 +84,8 @@ def _share(part: Slot, whole: Slot = Slot.ROWS) -> Callable[[Words], Floats]:
 
 def ratio(part: Floats, whole: Floats) -> Floats:
     """part / whole, NaN where nothing was counted."""
-    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
+    result: Floats = np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
+    return result
 
 
 def _value(slot: Slot) -> Callable[[Words], Floats]:
