@@ -1,0 +1,52 @@
+# `make demo` and `make test` do all their own set-up from a bare clone.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+# -P: with the repository root on the path our kernels/ would shadow Hugging Face's package `kernels`.
+PY := $(BIN)/python -P
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test check format servers screenshots clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"foreshock needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv .venv || { echo "python3 has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
+
+.venv/.demo: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing foreshock[demo] into .venv (PyTorch is the large part; a few minutes)"
+	@$(INSTALL) --editable '.[demo]'
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing foreshock[dev] into .venv (PyTorch is the large part; a few minutes)"
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@ .venv/.demo
+
+demo: .venv/.demo ## watch a real training run being warned about and rescued (five minutes, two cores)
+	@$(PY) -m foreshock demo $(ARGS)
+
+servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages
+	@scripts/install-servers
+
+test: .venv/.dev servers ## every test, with the real servers
+	@$(PY) -m pytest $(ARGS)
+
+check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy tests
+	@$(BIN)/lint-imports
+	@$(PY) -m foreshock dashboards check
+
+format: .venv/.dev ## let the formatter write
+	@$(BIN)/ruff check --fix --exit-zero --quiet . && $(BIN)/ruff format .
+
+screenshots: .venv/.dev servers ## the pictures in README and docs
+	@$(PY) scripts/screenshots.py
+
+clean: ## remove what the build made
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

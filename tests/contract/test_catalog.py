@@ -1,0 +1,71 @@
+"""One metric, one entry; the names that people build on do not change by accident."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreshock.contract.catalog import BY_KEY, EXTRA_ALERTS, HEAD_METRICS, METRICS, Metric
+from foreshock.contract.slots import Slot, identity_row
+
+STABLE = Path(__file__).with_name("stable_metrics.txt")
+
+
+def rendered(metric: Metric) -> str:
+    names = [metric.name] + ([metric.layer_name] if metric.head else [])
+    return "\n".join(f"{name} {metric.kind} {','.join(metric.labels)}" for name in names)
+
+
+def test_names_labels_and_kinds_are_the_committed_ones() -> None:
+    assert STABLE.read_text() == "\n".join(rendered(metric) for metric in METRICS) + "\n", (
+        "a metric changed; users depend on these names. If it is meant, update stable_metrics.txt"
+    )
+
+
+def test_keys_and_names_are_unique() -> None:
+    assert len(BY_KEY) == len(METRICS)
+    names = [name for metric in METRICS for name in rendered(metric).splitlines()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
+def test_a_metric_follows_the_naming_rules_and_says_what_bad_looks_like(metric: Metric) -> None:
+    assert re.fullmatch(r"foreshock(_[a-z0-9]+)+", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert metric.help.rstrip().endswith((".", "(Unix time)."))
+    assert metric.bad.endswith(".")
+
+
+def test_alert_names_are_unique_and_each_says_what_to_do() -> None:
+    alerts = [alert for metric in METRICS for alert in metric.alerts] + list(EXTRA_ALERTS)
+    assert len({alert.name for alert in alerts}) == len(alerts)
+    assert all(alert.action and alert.summary and alert.description for alert in alerts)
+
+
+@pytest.mark.parametrize("metric", HEAD_METRICS, ids=lambda metric: metric.key)
+def test_a_head_that_counted_nothing_reads_as_unknown_never_as_zero(metric: Metric) -> None:
+    assert metric.head is not None
+    if metric.head.read is None:
+        assert metric.head.field is not None
+        return
+    value = metric.head.read(identity_row()[None])
+    counts = metric.key == "head.nonfinite_rows"
+    assert value.tolist() == [0.0] if counts else np.isnan(value).all()
+
+
+def test_offset_and_ties_are_ratios_of_what_was_counted() -> None:
+    words = identity_row()[None].copy()
+    words[0, Slot.ROWS] = 4
+    words[0, Slot.ROWS_TIED_BF16] = 1
+    words.view(np.float64)[0, Slot.OFFSET_SUM] = 6.0
+    words.view(np.float64)[0, Slot.OFFSET_SUMSQ] = 16.0
+    read = {m.key: m.head.read(words)[0] for m in HEAD_METRICS if m.head and m.head.read}
+    assert read["head.score_offset"] == 1.5
+    assert read["head.score_offset_rms"] == 2.0
+    assert read["head.tied_rows_bf16"] == 0.25
+
+
+def test_only_per_head_metrics_have_a_value_per_layer() -> None:
+    with pytest.raises(ValueError, match="not a per-head metric"):
+        _ = BY_KEY["run.loss"].layer_name

@@ -1,0 +1,87 @@
+"""What is sent is what arrives, to the bit; what is malformed is refused with a sentence."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from pydantic import ValidationError
+
+from foreshock.contract.slots import SLOT_COUNT, identity_row
+from foreshock.contract.wire import Array, Batch, Command, Layer, Sample, Switched, head_refs
+
+
+def sample(**fields: object) -> Sample:
+    return Sample.model_validate({"step": 3, "since_step": 1, "unix_seconds": 0.0, **fields})
+
+
+@given(hnp.arrays(np.float64, hnp.array_shapes(max_dims=3, max_side=4), elements=st.floats(width=64)))
+def test_an_array_arrives_with_the_same_bits(values: np.ndarray) -> None:
+    arrived = Array.model_validate_json(Array.of(values).model_dump_json()).numpy()
+    assert arrived.shape == values.shape
+    assert arrived.tobytes() == values.tobytes()
+
+
+@given(st.floats())
+def test_a_scalar_arrives_also_when_it_is_not_finite_and_the_json_stays_valid(loss: float) -> None:
+    text = Batch(run="r", rank=0, boot="b", sequence=1, events=(sample(loss=loss),)).model_dump_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    event = Batch.model_validate_json(text).events[0]
+    assert isinstance(event, Sample)
+    assert event.loss is not None
+    assert np.array(event.loss).tobytes() == np.array(loss).tobytes() or (np.isnan(loss) and np.isnan(event.loss))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"dtype": "<f8", "shape": [2], "data": "AAAA"}, "needs 16 bytes, got 3"),
+        ({"dtype": "<f8", "shape": [1], "data": "AAAAAAAAAA!="}, "not base64"),
+        ({"dtype": "<f2", "shape": [1], "data": "AAA="}, "Input should be"),
+        ({"dtype": "<f8", "shape": [-1], "data": ""}, "greater than or equal to 0"),
+    ],
+)
+def test_a_malformed_array_is_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        Array.model_validate(fields)
+
+
+def test_states_of_the_wrong_width_are_refused() -> None:
+    with pytest.raises(ValidationError, match=rf"must be int64 of shape \[heads, {SLOT_COUNT}\]"):
+        sample(states=Array.of(np.zeros((2, 3), np.int64)))
+
+
+def test_arrays_that_disagree_on_the_number_of_heads_are_refused() -> None:
+    with pytest.raises(ValidationError, match="different numbers of heads"):
+        sample(states=Array.of(np.stack([identity_row()] * 2)), modes=Array.of(np.zeros(3, np.int32)))
+
+
+def test_a_sample_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(ValidationError, match="since_step 5 is after step 3"):
+        sample(since_step=5)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "<b>", "x" * 129, "a\n", "é"])
+def test_a_name_that_is_not_an_identifier_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="is not an identifier"):
+        Batch(run=name, rank=0, boot="b", sequence=1, events=(sample(),))
+
+
+def test_a_command_for_a_mode_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValidationError, match="allowed are plain, exact_delta"):
+        Command(id="c", mode="fast", reason="", issued_by="x")
+
+
+def test_a_switch_names_one_mode_for_each_head() -> None:
+    with pytest.raises(ValidationError, match="same length"):
+        Switched(id="s", step=1, outcome="applied", heads=((0, 0),), before=(), after=("plain",), reason="")
+
+
+def test_head_refs_follow_the_order_of_the_arrays() -> None:
+    layers = [
+        Layer(layer=4, name="a", heads=(2, 3), kv_heads=1, head_dim=8, served_by="kernel"),
+        Layer(layer=5, name="b", heads=(0,), kv_heads=1, head_dim=8, served_by="kernel"),
+    ]
+    assert head_refs(layers) == [(4, 2), (4, 3), (5, 0)]
