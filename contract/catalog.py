@@ -21,7 +21,11 @@ Kind = Literal["gauge", "counter"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """A Prometheus rule. `{m}` in `expr` stands for the metric's own name."""
+    """A Prometheus rule. `{m}` in `expr` stands for the metric's own name.
+
+    A counter is born with its first event, which `increase` cannot see: rules on counters add `or ({m} > 0 unless {m}
+    offset 10m)`.
+    """
 
     name: str
     expr: str
@@ -210,7 +214,7 @@ HEAD_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockNonFiniteRows",
-                expr="max by (run, layer) ({m}) > 0",
+                expr="foreshock_layer_nonfinite_rows > 0",
                 for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: layer {{ $labels.layer }} computes NaN or infinite attention rows",
@@ -359,7 +363,7 @@ RUN_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockNonFiniteSteps",
-                expr="increase({m}[10m]) > 0",
+                expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
                 for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: steps with a non-finite loss or gradient",
@@ -391,10 +395,14 @@ RUN_METRICS: Final = (
                 severity="warning",
                 summary="Run {{ $labels.run }}: layer {{ $labels.layer }} head {{ $labels.head }} is on its way to a "
                 "loss explosion ({{ $labels.cause }})",
-                description="The signal {{ $labels.signal }} tripped. Largest |score| reaches 512 in about "
-                '{{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,head=%q}" $labels.run '
-                "$labels.layer $labels.head | query }}{{ . | first | value | humanize }}{{ else }}an unknown number of"
-                "{{ end }} steps.",
+                description="The signal {{ $labels.signal }} tripped. Score offset "
+                '{{ with printf "foreshock_head_score_offset{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
+                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}, "
+                'largest score {{ with printf "foreshock_head_score_max{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
+                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}. "
+                'Largest |score| reaches 512 in about {{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,'
+                'head=%q}" $labels.run $labels.layer $labels.head | query }}{{ . | first | value | humanize }}'
+                "{{ else }}an unknown number of{{ end }} steps.",
                 action="Switch the head to exact_delta, or let policy auto do it, and watch its offset stop growing.",
             ),
         ),
@@ -437,7 +445,7 @@ RUN_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockAgentDropping",
-                expr="increase({m}[10m]) > 0",
+                expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
                 for_="0s",
                 severity="warning",
                 summary="Run {{ $labels.run }}: the agent drops events ({{ $labels.reason }})",
@@ -469,7 +477,7 @@ SERVICE_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockBatchesRefused",
-                expr='increase({m}{result="refused"}[10m]) > 0',
+                expr='increase({m}{result="refused"}[10m]) > 0 or ({m}{result="refused"} > 0 unless {m} offset 10m)',
                 for_="0s",
                 severity="warning",
                 summary="The service refuses batches",

@@ -1,0 +1,102 @@
+"""Configuration files for Prometheus, Alertmanager and Grafana, as text."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from foreshock.contract.catalog import WATCHDOG
+from foreshock.dashboards.rules import JOB
+
+DATASOURCE_UID: Final = "foreshock-prometheus"
+FOLDER: Final = "foreshock"
+
+
+def to_yaml(data: dict[str, Any]) -> str:
+    """Plain data as YAML, keys in the order given."""
+    return yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
+
+
+def prometheus_config(
+    target: str,
+    rules: Path,
+    alertmanager: str,
+    *,
+    scrape_interval: str = "15s",
+    evaluation_interval: str = "15s",
+    token_file: Path | None = None,
+    remote_write_url: str | None = None,
+) -> str:
+    """A Prometheus configuration that scrapes one service, evaluates `rules` and sends alerts to one Alertmanager.
+
+    `target` and `alertmanager` are host:port. `token_file` holds the bearer token of the service's /metrics.
+    """
+    scrape: dict[str, Any] = {"job_name": JOB, "static_configs": [{"targets": [target]}]}
+    if token_file is not None:
+        scrape["authorization"] = {"type": "Bearer", "credentials_file": str(token_file)}
+    config: dict[str, Any] = {
+        "global": {
+            "scrape_interval": scrape_interval,
+            # Prometheus refuses a timeout longer than the interval; its default is 10s.
+            "scrape_timeout": scrape_interval if _seconds(scrape_interval) < 10 else "10s",
+            "evaluation_interval": evaluation_interval,
+        },
+        "rule_files": [str(rules)],
+        "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
+        "scrape_configs": [scrape],
+    }
+    if remote_write_url is not None:
+        config["remote_write"] = [{"url": remote_write_url}]
+    return to_yaml(config)
+
+
+def alertmanager_config(
+    webhook_url: str,
+    token_file: Path | None,
+    *,
+    group_wait: str = "5s",
+    group_interval: str = "1m",
+    repeat_interval: str = "4h",
+    watchdog_interval: str = "30s",
+) -> str:
+    """An Alertmanager configuration that sends everything to the service's webhook.
+
+    The service keeps the audit trail, acts under its policy and notifies people. `token_file` holds the bearer token.
+    The watchdog has a route of its own, since its silence is the alert; it repeats after one to two times
+    `watchdog_interval`.
+    """
+    webhook: dict[str, Any] = {"url": webhook_url, "send_resolved": True}
+    if token_file is not None:
+        webhook["http_config"] = {"authorization": {"type": "Bearer", "credentials_file": str(token_file)}}
+    return to_yaml(
+        {
+            "route": {
+                "receiver": "foreshock",
+                "group_by": ["alertname", "run"],
+                "group_wait": group_wait,
+                "group_interval": group_interval,
+                "repeat_interval": repeat_interval,
+                "routes": [
+                    {
+                        "receiver": "watchdog",
+                        "matchers": [f'alertname="{WATCHDOG.name}"'],
+                        "group_wait": "0s",
+                        "group_interval": watchdog_interval,
+                        "repeat_interval": watchdog_interval,
+                    }
+                ],
+            },
+            "receivers": [
+                {"name": "foreshock", "webhook_configs": [webhook]},
+                {"name": "watchdog", "webhook_configs": [dict(webhook)]},
+            ],
+        }
+    )
+
+
+def _seconds(duration: str) -> float:
+    """A Prometheus duration of one unit in seconds."""
+    for suffix, factor in (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
+        if duration.endswith(suffix) and duration.removesuffix(suffix).isdecimal():
+            return int(duration.removesuffix(suffix)) * factor
+    raise ValueError(f"{duration!r} is not a duration; write a whole number with ms, s, m or h, such as 15s")

@@ -1,0 +1,150 @@
+"""Alert rules from the catalogue: one list, written out for Prometheus and for Grafana's own alerting.
+
+Prometheus rules are the source of truth; Grafana-managed ones are generated beside them for installations without
+Alertmanager. Load one of the two, or every alert comes twice.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from foreshock.contract.catalog import EXTRA_ALERTS, METRICS, Alert, Metric
+
+JOB: Final = "foreshock"
+"""The scrape job of the service; ForeshockServiceDown watches it."""
+
+GROUP: Final = "foreshock"
+SCRAPE_INTERVAL_SECONDS: Final = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Where people find things; the defaults are the addresses of docker-compose.yml."""
+
+    grafana: str = "http://127.0.0.1:3000"
+    service: str = "http://127.0.0.1:8050"
+    runbooks: str = "docs/runbooks"
+    """Address of the folder with the runbook pages; by default their place in the source tree."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """An alert with its expression resolved."""
+
+    alert: Alert
+    expr: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+def alerts() -> Iterator[tuple[Metric | None, Alert]]:
+    """Every alert of the catalogue with the metric that it watches; None for those that belong to no metric of ours."""
+    for metric in METRICS:
+        for alert in metric.alerts:
+            yield metric, alert
+    for alert in EXTRA_ALERTS:
+        yield None, alert
+
+
+def rules(links: Links) -> list[Rule]:
+    """Every alert as a rule with labels and annotations."""
+    return [_rule(metric, alert, links) for metric, alert in alerts()]
+
+
+def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
+    expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
+    # A label of the rule would hide the series' own, and a warning knows best how severe it is.
+    own_severity = metric is not None and "severity" in metric.labels
+    of_run = metric is not None and "run" in metric.labels
+    run = "{{ $labels.run | urlquery }}"
+    annotations = {
+        "summary": alert.summary,
+        "description": alert.description,
+        "action": alert.action,
+        "runbook_url": f"{links.runbooks}/{alert.name}.md",
+        "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}"
+        if of_run
+        else f"{links.grafana}/d/foreshock-service",
+    }
+    if of_run:
+        annotations["page_url"] = f"{links.service}/runs/{run}"
+    return Rule(
+        alert=alert,
+        expr=expr,
+        labels={} if own_severity else {"severity": alert.severity},
+        annotations=annotations,
+    )
+
+
+def prometheus_rules(links: Links) -> dict[str, Any]:
+    """A Prometheus rule file as plain data."""
+    return {
+        "groups": [
+            {
+                "name": GROUP,
+                "rules": [
+                    {
+                        "alert": rule.alert.name,
+                        "expr": rule.expr,
+                        "for": rule.alert.for_,
+                        "labels": rule.labels,
+                        "annotations": rule.annotations,
+                    }
+                    for rule in rules(links)
+                ],
+            }
+        ]
+    }
+
+
+def grafana_rule_group(links: Links, *, datasource_uid: str, folder: str) -> dict[str, Any]:
+    """The same rules as one Grafana-managed group, in the form of Grafana's provisioning files."""
+    return {
+        "orgId": 1,
+        "name": GROUP,
+        "folder": folder,
+        "interval": "30s",
+        "rules": [_grafana_rule(rule, datasource_uid) for rule in rules(links)],
+    }
+
+
+_PROMETHEUS_QUERY_TEMPLATE = re.compile(r"\{\{ with printf (?:(?!\{\{ with).)*?\{\{ else \}\}(.*?)\{\{ ?end \}\}")
+
+
+def grafana_template(text: str) -> str:
+    """A Prometheus annotation as Grafana understands it.
+
+    Grafana's `$value` is a sentence about every query, its `$values.A` the number; it has no `query` function, so what
+    Prometheus looks up by a second query reads as its `else` branch.
+    """
+    return _PROMETHEUS_QUERY_TEMPLATE.sub(r"\1", text).replace("$value ", "$values.A.Value ")
+
+
+def _grafana_rule(rule: Rule, datasource_uid: str) -> dict[str, Any]:
+    return {
+        "uid": "foreshock-" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", rule.alert.name.removeprefix("Foreshock")).lower(),
+        "title": rule.alert.name,
+        "condition": "B",
+        "data": [
+            {
+                "refId": "A",
+                "relativeTimeRange": {"from": 600, "to": 0},
+                "datasourceUid": datasource_uid,
+                "model": {"refId": "A", "expr": rule.expr, "instant": True, "range": False},
+            },
+            {
+                # The expression has compared already: whatever series it returns is an alert, a NaN included.
+                "refId": "B",
+                "relativeTimeRange": {"from": 600, "to": 0},
+                "datasourceUid": "__expr__",
+                "model": {"refId": "B", "type": "math", "expression": "is_number($A) || is_nan($A) || is_inf($A)"},
+            },
+        ],
+        "noDataState": "OK",
+        "execErrState": "Error",
+        "for": rule.alert.for_,
+        "labels": rule.labels,
+        "annotations": {key: grafana_template(text) for key, text in rule.annotations.items()},
+        "isPaused": False,
+    }
