@@ -1,0 +1,335 @@
+"""What the API answers. The page, the command line and the tests read these; docs/api derives from them.
+
+Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times are
+Unix seconds by the service's clock unless a field says otherwise.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foreshock.contract.wire import (
+    MAX_LAYERS,
+    Cause,
+    HeadRef,
+    Identifier,
+    ModeName,
+    Outcome,
+    Policy,
+    Severity,
+    Step,
+    Switched,
+    Verdict,
+)
+
+RunStatus = Literal["active", "completed", "failed", "stopped"]
+CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
+"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
+Number = float | None
+
+
+class Response(BaseModel):
+    """Base of every answer."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+class ProblemItem(Response):
+    """One thing that is wrong with a request."""
+
+    where: str = Field(description="path into the request, as events.3.step")
+    message: str
+
+
+class Problem(Response):
+    """RFC 9457 problem details, sent as application/problem+json for every error."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[ProblemItem] = Field(default_factory=list, description="up to ten of them")
+
+
+class MetricInfo(Response):
+    """A metric of the catalogue, for labels, tooltips and choices."""
+
+    key: str
+    title: str
+    help: str
+    bad: str
+    unit: str
+    per_head: bool
+
+
+class Catalog(Response):
+    """Every metric that series and, where per_head, matrix can show."""
+
+    metrics: list[MetricInfo]
+
+
+class Session(Response):
+    """Who asks. `csrf_token` goes into the header X-CSRF-Token of every POST that is authenticated by the cookie."""
+
+    login_needed: bool
+    name: str | None = None
+    scopes: list[str]
+    csrf_token: str | None = None
+
+
+class Login(BaseModel):
+    """A token in exchange for a session cookie."""
+
+    model_config = ConfigDict(extra="forbid")
+    token: str = Field(max_length=512)
+
+
+class RunSummary(Response):
+    """One row of the list of runs."""
+
+    run: str
+    status: RunStatus
+    policy: Policy | None = Field(description="null until a boot has said what it watches")
+    numerics: str | None
+    mitigation: ModeName | None
+    world_size: int | None
+    ranks: int = Field(description="ranks that have sent something")
+    first_seen_unix_seconds: float
+    last_seen_unix_seconds: float
+    last_step: int | None
+    loss: Number
+    worst_risk: Number
+    active_warnings: int
+    labels: dict[str, str]
+
+
+class RunList(Response):
+    """Runs, the one heard from last first."""
+
+    runs: list[RunSummary]
+    next_cursor: str | None = Field(description="pass as ?cursor= for the next page; null on the last one")
+
+
+class LayerState(Response):
+    """One watched layer, all ranks together. `modes` and `risk` stand in the order of `heads`."""
+
+    layer: int
+    name: str
+    heads: list[int]
+    kv_heads: int
+    head_dim: int
+    served_by: str
+    sampled: bool
+    modes: list[ModeName | None]
+    risk: list[Number]
+
+
+class ActiveWarning(Response):
+    """A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run."""
+
+    id: str
+    rank: int
+    layer: int | None
+    head: int | None
+    severity: Severity
+    cause: Cause
+    signal: str
+    raised_step: int
+    step: int = Field(description="step of the latest update")
+    forecast_steps: Number
+    forecast_low_steps: Number
+    forecast_high_steps: Number
+    evidence: dict[str, float]
+    sentence: str
+
+
+class RunDetail(RunSummary):
+    """Everything known of one run at its last step."""
+
+    versions: dict[str, str]
+    layers: list[LayerState]
+    warnings: list[ActiveWarning]
+    latest: dict[str, Number] = Field(description="run-level metrics of the last sample, by catalogue key")
+    agent_dropped: dict[str, int]
+    agent_faults: dict[str, int]
+
+
+class Line(Response):
+    """One curve. The four lists have one entry per point; a point spans the steps since the one before."""
+
+    layer: int | None
+    head: int | None = Field(description="null for a run-level metric, and for the worst head of a layer")
+    steps: list[int]
+    low: list[Number]
+    high: list[Number]
+    last: list[Number]
+    worst_head: list[int | None] | None = Field(
+        default=None, description="for the worst head of a layer: which head it is"
+    )
+
+
+class Series(Response):
+    """One metric against the step, at most max_points points per curve, keeping each point's minimum and maximum.
+
+    A run-level metric gives one line. A per-head metric gives the line of `layer` and `head`; without `head` the worst
+    head of `layer` at each point; without both, that of every layer. Worst means largest in absolute value.
+    """
+
+    run: str
+    metric: str
+    unit: str
+    lines: list[Line]
+
+
+class Matrix(Response):
+    """One per-head metric at the newest step that is not after the one asked for."""
+
+    run: str
+    metric: str
+    unit: str
+    step: int | None = Field(description="the step shown; null when there is no sample at or before the one asked for")
+    layers: list[int]
+    heads: list[int]
+    values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")
+    steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")
+
+
+class CommandRequest(BaseModel):
+    """An order to switch heads."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: str = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
+    reason: str = Field(min_length=1, max_length=500)
+    heads: list[HeadRef] | None = Field(
+        default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
+    )
+    mode: ModeName
+    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
+    expires_step: Step | None = None
+    dry_run: bool = False
+
+
+class Decision(BaseModel):
+    """Approval or rejection of a proposed command."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: str = Field(min_length=1, max_length=128)
+    reason: str = Field(min_length=1, max_length=500)
+
+
+class RankAnswer(Response):
+    """Where a command stands with one rank."""
+
+    rank: int
+    deliveries: int
+    outcome: Outcome | None = Field(description="null until the rank has answered")
+    step: int | None
+    heads: list[HeadRef]
+    before: list[ModeName]
+    after: list[ModeName]
+    reason: str
+
+
+class CommandStatus(Response):
+    """A command and its way through the ranks."""
+
+    id: Identifier
+    run: str
+    state: CommandState
+    source: Literal["api", "alertmanager", "grafana", "agent", "rank"] = Field(
+        description="agent: proposed by the agent under policy approve; rank: a local switch passed on to other ranks"
+    )
+    issued_by: str
+    reason: str
+    heads: list[HeadRef] | None
+    mode: ModeName
+    expect: ModeName | None
+    dry_run: bool
+    created_unix_seconds: float
+    expires_unix_seconds: float | None
+    expires_step: int | None
+    ranks: list[RankAnswer]
+
+
+class CommandList(Response):
+    """Commands of a run, newest first."""
+
+    commands: list[CommandStatus]
+
+
+class CommandChange(Response):
+    """A transition of a command, as it stands in the event log and the stream."""
+
+    id: str
+    state: CommandState
+    source: str
+    issued_by: str
+    reason: str
+    heads: list[HeadRef] | None
+    mode: ModeName
+
+
+class RunEvent(Response):
+    """Something that happened. Exactly the field that `kind` names is set, except for started and finished."""
+
+    id: int
+    run: str
+    kind: Literal["started", "verdict", "switched", "command", "finished"]
+    rank: int | None = Field(description="null for what the service did itself")
+    step: int | None
+    unix_seconds: float
+    sentence: str = Field(description="the event in words")
+    verdict: Verdict | None = None
+    switched: Switched | None = None
+    command: CommandChange | None = None
+
+
+class EventList(Response):
+    """Events, newest first."""
+
+    events: list[RunEvent]
+    next_cursor: str | None
+
+
+class AuditRow(Response):
+    """One line of the append-only audit trail. `hash` is SHA-256 over `previous_hash` and the rest of the row."""
+
+    sequence: int
+    unix_seconds: float
+    actor: str
+    action: str
+    run: str | None
+    command: str | None
+    details: dict[str, Any]
+    previous_hash: str
+    hash: str
+
+
+class AuditPage(Response):
+    """The audit trail, newest first. `intact` says whether the hash chain of this page holds."""
+
+    rows: list[AuditRow]
+    next_cursor: str | None
+    intact: bool
+
+
+class WebhookResult(Response):
+    """What became of the alerts of one webhook delivery."""
+
+    results: list[str]
+
+
+class StreamSample(Response):
+    """Data of the stream's `sample` events: a run's newest numbers. They have no id and are not replayed."""
+
+    run: str
+    step: int
+    latest: dict[str, Number] = Field(description="run-level metrics by catalogue key")
+
+
+class Health(Response):
+    """The service's own state."""
+
+    status: Literal["ok", "degraded"]
+    checks: dict[str, str]

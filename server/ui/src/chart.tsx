@@ -1,0 +1,252 @@
+/** One quantity against step: lines, markers for warnings and switches, a legend that follows the cursor. */
+
+import { useEffect, useMemo, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import { type Ink } from "./colour";
+import { NOT_RECORDED, number, steps, tick } from "./format";
+
+export interface Line {
+  name: string;
+  colour: string;
+  steps: readonly number[];
+  /** null where nothing was recorded: a gap, never a zero. */
+  values: readonly (number | null)[];
+}
+
+export interface Marker {
+  step: number;
+  kind: "warning" | "switch";
+  colour: string;
+  text: string;
+}
+
+/** Steps shown by every chart of the page; null shows them all. */
+export type Range = readonly [number, number] | null;
+
+interface Props {
+  title: string;
+  help: string;
+  lines: readonly Line[];
+  markers: readonly Marker[];
+  logarithmic: boolean;
+  range: Range;
+  onRange: (range: Range) => void;
+  ink: Ink;
+  format?: (value: number | null | undefined) => string;
+}
+
+const HEIGHT = 196;
+
+export function Chart({ title, help, lines, markers, logarithmic, range, onRange, ink, format = number }: Props) {
+  const box = useRef<HTMLDivElement>(null);
+  const legend = useRef<HTMLUListElement>(null);
+  const caption = useRef<HTMLSpanElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const now = useRef({ markers, lines, format, onRange, ink });
+  now.current = { markers, lines, format, onRange, ink };
+
+  const data = useMemo(() => align(lines, logarithmic), [lines, logarithmic]);
+  const recorded = lines.some((line) => line.values.some((value) => value !== null));
+  const shape = JSON.stringify([lines.map((line) => [line.name, line.colour]), logarithmic, ink.axis, recorded]);
+
+  useEffect(() => {
+    if (!box.current || !recorded) return;
+    const readLegend = (u: uPlot) => writeLegend(legend.current, caption.current, u, now.current);
+    const u = new uPlot(options(now, logarithmic, box.current.clientWidth, readLegend), data, box.current);
+    plot.current = u;
+    const resize = new ResizeObserver(() => {
+      if (box.current) u.setSize({ width: box.current.clientWidth, height: HEIGHT });
+    });
+    resize.observe(box.current);
+    return () => {
+      resize.disconnect();
+      u.destroy();
+      plot.current = null;
+    };
+  }, [shape]);
+
+  useEffect(() => {
+    const u = plot.current;
+    if (!u) return;
+    u.setData(data, false);
+    const first = data[0][0] ?? 0;
+    const last = data[0][data[0].length - 1] ?? 1;
+    const [min, max] = range ?? [first, Math.max(last, first + 1)];
+    u.setScale("x", { min, max });
+    writeLegend(legend.current, caption.current, u, now.current);
+  }, [data, range, shape]);
+
+  useEffect(() => plot.current?.redraw(false), [markers]);
+
+  return (
+    <figure class="card chart">
+      <figcaption>
+        <h3 title={help}>{title}</h3>
+        <span class="at" ref={caption} />
+      </figcaption>
+      {recorded ? (
+        <div
+          class="plot"
+          ref={box}
+          role="img"
+          tabIndex={0}
+          aria-label={`${describe(title, lines, format)} Arrow keys move the cursor, Escape shows all steps.`}
+          onKeyDown={(event) => plot.current && key(event, plot.current, onRange)}
+        />
+      ) : (
+        <p class="empty plot">{NOT_RECORDED}</p>
+      )}
+      <ul class="legend" ref={legend}>
+        {lines.map((line) => (
+          <li key={line.name}>
+            <i style={{ background: line.colour }} />
+            <span class="name">{line.name}</span>
+            <output>{NOT_RECORDED}</output>
+          </li>
+        ))}
+      </ul>
+    </figure>
+  );
+}
+
+/** Puts lines of different steps into one table. A step that a line lacks is bridged; a null is a gap. */
+function align(lines: readonly Line[], logarithmic: boolean): uPlot.AlignedData {
+  const usable = (value: number | null) =>
+    value === null || !Number.isFinite(value) || (logarithmic && value <= 0) ? null : value;
+  const tables = lines.map((line): uPlot.AlignedData => [[...line.steps], line.values.map(usable)]);
+  return tables.length ? uPlot.join(tables) : [[]];
+}
+
+type Now = { readonly current: { markers: readonly Marker[]; lines: readonly Line[]; onRange: (r: Range) => void; ink: Ink; format: (value: number | null | undefined) => string } };
+
+function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uPlot) => void): uPlot.Options {
+  const { lines, ink } = now.current;
+  const font = "12px Inter, system-ui, sans-serif";
+  const axis = { stroke: ink.axis, font, grid: { stroke: ink.grid, width: 1 }, ticks: { show: false } };
+  return {
+    width,
+    height: HEIGHT,
+    padding: [14, 12, 0, 0],
+    legend: { show: false },
+    scales: {
+      x: { time: false },
+      y: logarithmic ? { distr: 3 } : { range: (_u, min, max) => spread(min, max) },
+    },
+    axes: [
+      { ...axis, size: 28, gap: 6, space: 72, values: (_u, at) => at.map((value) => tick(value)) },
+      {
+        ...axis,
+        size: 52,
+        gap: 8,
+        space: 36,
+        values: (_u, at) => at.map((value) => (value === null ? null : tick(value))),
+      },
+    ],
+    series: [
+      {},
+      ...lines.map((line) => ({ label: line.name, stroke: line.colour, width: 1.75, points: { show: false } })),
+    ],
+    cursor: {
+      sync: { key: "steps" },
+      y: false,
+      drag: { x: true, y: false, setScale: false },
+      points: { size: 7, fill: ink.surface, width: 2 },
+    },
+    hooks: {
+      setCursor: [onCursor],
+      setSelect: [
+        (u) => {
+          if (u.select.width < 4) return;
+          const from = u.posToVal(u.select.left, "x");
+          const to = u.posToVal(u.select.left + u.select.width, "x");
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          now.current.onRange([Math.floor(from), Math.ceil(to)]);
+        },
+      ],
+      ready: [(u) => u.over.addEventListener("dblclick", () => now.current.onRange(null))],
+      draw: [(u) => drawMarkers(u, now.current.markers)],
+    },
+  };
+}
+
+/** A linear axis with room above and below; a flat line stands in the middle. */
+function spread(min: number, max: number): uPlot.Range.MinMax {
+  if (min === null || max === null) return [0, 1];
+  const room = max > min ? (max - min) * 0.08 : Math.max(Math.abs(max) * 0.1, 1e-6);
+  return [min >= 0 && min - room < 0 ? 0 : min - room, max + room];
+}
+
+function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
+  const { ctx, bbox } = u;
+  const size = 5 * devicePixelRatio;
+  ctx.save();
+  for (const { step, kind, colour } of markers) {
+    const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
+    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
+    ctx.strokeStyle = ctx.fillStyle = colour;
+    ctx.lineWidth = 1.25 * devicePixelRatio;
+    ctx.setLineDash(kind === "warning" ? [4 * devicePixelRatio, 4 * devicePixelRatio] : []);
+    ctx.globalAlpha = 0.85;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.globalAlpha = 1;
+    ctx.beginPath();
+    if (kind === "warning") {
+      ctx.moveTo(x, bbox.top - 2 * size);
+      ctx.lineTo(x + size, bbox.top);
+      ctx.lineTo(x - size, bbox.top);
+    } else {
+      ctx.moveTo(x, bbox.top - 2 * size);
+      ctx.lineTo(x + size, bbox.top - size);
+      ctx.lineTo(x, bbox.top);
+      ctx.lineTo(x - size, bbox.top - size);
+    }
+    ctx.fill();
+  }
+  ctx.restore();
+}
+
+/** The values under the cursor, or the last ones; the marker beside the cursor in words. */
+function writeLegend(list: HTMLElement | null, at: HTMLElement | null, u: uPlot, now: Now["current"]): void {
+  if (!list || !at) return;
+  const index = u.cursor.idx ?? null;
+  const step = index === null ? null : (u.data[0][index] ?? null);
+  const near = step === null ? undefined : now.markers.find((marker) => Math.abs(u.valToPos(marker.step, "x") - u.valToPos(step, "x")) < 5);
+  at.textContent = step === null ? "" : near ? near.text : `step ${steps(step)}`;
+  list.querySelectorAll("output").forEach((output, i) => {
+    const line = now.lines[i];
+    if (line) output.textContent = now.format(valueAt(line, step));
+  });
+}
+
+/** A line's value at a step (the last one at or before it), or its newest. */
+function valueAt(line: Line, step: number | null): number | null {
+  let low = 0;
+  let high = line.steps.length;
+  if (step === null) low = high;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (line.steps[middle]! <= step!) low = middle + 1;
+    else high = middle;
+  }
+  return line.values[low - 1] ?? null;
+}
+
+function describe(title: string, lines: readonly Line[], format: (value: number | null | undefined) => string): string {
+  const last = lines.map((line) => `${line.name} ${format(valueAt(line, null))}`);
+  return `${title} against step. Newest values: ${last.join(", ")}.`;
+}
+
+function key(event: KeyboardEvent, u: uPlot, onRange: (range: Range) => void): void {
+  const length = u.data[0].length;
+  const moves: Record<string, number> = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -length, End: length };
+  const move = moves[event.key];
+  if (event.key === "Escape") onRange(null);
+  if (move === undefined) return;
+  event.preventDefault();
+  const from = u.cursor.idx ?? length - 1;
+  const step = u.data[0][Math.min(length - 1, Math.max(0, from + move))];
+  if (step !== undefined) u.setCursor({ left: u.valToPos(step, "x"), top: 0 });
+}

@@ -1,0 +1,61 @@
+/** How values read on the page. A value that was not recorded is never shown as zero. */
+
+export const NOT_RECORDED = "not recorded";
+
+/** About four significant digits, thousands separated, exponents only where digits would not fit. */
+export function number(value: number | null | undefined): string {
+  if (value === null || value === undefined) return NOT_RECORDED;
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "infinite" : "−infinite";
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e7 || size < 1e-4)) return minus(value.toExponential(2));
+  if (Number.isInteger(value) || size >= 10_000) return minus(Math.round(value).toLocaleString("en"));
+  return minus(String(Number(value.toPrecision(4))));
+}
+
+/** A share between 0 and 1, in percent. */
+export function percent(value: number | null | undefined): string {
+  if (value === null || value === undefined) return NOT_RECORDED;
+  if (!Number.isFinite(value)) return number(value);
+  const hundredfold = value * 100;
+  return `${hundredfold >= 10 || hundredfold === 0 ? hundredfold.toFixed(0) : Number(hundredfold.toPrecision(2))} %`;
+}
+
+/** A whole number of steps. */
+export function steps(value: number | null | undefined): string {
+  return value === null || value === undefined ? NOT_RECORDED : Math.round(value).toLocaleString("en");
+}
+
+/** Short axis label: 1200 becomes 1.2k. */
+export function tick(value: number): string {
+  const size = Math.abs(value);
+  if (size >= 1e6) return minus(`${Number((value / 1e6).toPrecision(4))}M`);
+  if (size >= 1e3) return minus(`${Number((value / 1e3).toPrecision(4))}k`);
+  if (size !== 0 && size < 1e-3) return minus(value.toExponential(0));
+  return minus(String(Number(value.toPrecision(6))));
+}
+
+/** How long ago a Unix time is, in words. */
+export function ago(unixSeconds: number | null | undefined, now = Date.now() / 1000): string {
+  if (unixSeconds === null || unixSeconds === undefined) return NOT_RECORDED;
+  const seconds = Math.max(0, now - unixSeconds);
+  if (seconds < 5) return "just now";
+  if (seconds < 90) return `${Math.round(seconds)} s ago`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
+  if (seconds < 129_600) return `${Math.round(seconds / 3600)} h ago`;
+  return `${Math.round(seconds / 86_400)} days ago`;
+}
+
+/** A moment as local date and time, for audit rows. */
+export function moment(unixSeconds: number): string {
+  return new Date(unixSeconds * 1000).toLocaleString("sv-SE");
+}
+
+/** A mode or cause name as people read it: exact_delta becomes exact delta. */
+export function words(name: string): string {
+  return name.replaceAll("_", " ").replaceAll("+", " + ");
+}
+
+function minus(text: string): string {
+  return text.replace(/^-/, "−").replace("e-", "e−").replace("e+", "e");
+}
