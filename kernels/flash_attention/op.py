@@ -1,0 +1,269 @@
+"""The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the function people call.
+
+The forward is functional. The backward counts the statistics into the layer's state, so that neither a recomputed
+forward nor a pass without backward counts anything (house decision 1).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import SLOT_COUNT
+from foreshock.kernels.flash_attention import reference
+from foreshock.kernels.flash_attention.spec import (
+    AttentionSpec,
+    CausalAlignment,
+    Numerics,
+    check_packed,
+    check_tensors,
+    compute_dtype,
+    operand_dtype,
+    residual_dtype,
+)
+
+
+def _implementation(query: Tensor, spec: AttentionSpec) -> Any:
+    """Who computes: an object with forward and backward, called as those of `reference` are."""
+    return reference
+
+
+@torch.library.custom_op("foreshock::attention_forward", mutates_args=())
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor | None,
+    modes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_seed: Tensor | None,
+    scale: float,
+    causal: str,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    numerics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
+
+    Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
+    backward, which counts into it. `modes` is int32 [H] (foreshock.contract.slots.Mode), None for plain. `dropout_seed`
+    is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
+    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
+
+    Returns out [B, H, Sq, D] in the inputs' dtype; what rounding took from it, [B, H, Sq, D] (`residual_dtype`); the
+    log-sum-exp and the row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
+    """
+    spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _implementation(query, spec).attention_forward(
+        query, key, value, modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, spec
+    )
+    return outputs
+
+
+@attention_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numerics: Numerics = arguments[-1]
+    rows = query.shape[:-1]
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(query.shape, dtype=residual_dtype(query.dtype, numerics)),
+        query.new_empty(rows, dtype=compute_dtype(numerics)),
+        query.new_empty(rows, dtype=compute_dtype(numerics)),
+    )
+
+
+@torch.library.custom_op("foreshock::attention_backward", mutates_args=("state",))
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    out_residual: Tensor,
+    lse: Tensor,
+    row_max: Tensor,
+    state: Tensor | None,
+    modes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_seed: Tensor | None,
+    scale: float,
+    causal: str,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    numerics: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous, in the inputs' dtype; counts the statistics into `state`.
+
+    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
+    """
+    spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
+    grads: tuple[Tensor, Tensor, Tensor] = _implementation(query, spec).attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        out_residual,
+        lse,
+        row_max,
+        state,
+        modes,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_seed,
+        spec,
+    )
+    return grads
+
+
+@attention_backward.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _spec(
+    scale: float, causal: str, window_left: int, window_right: int, softcap: float, dropout_p: float, numerics: str
+) -> AttentionSpec:
+    return AttentionSpec(
+        scale=scale,
+        causal=causal,  # type: ignore[arg-type]  # checked at run time
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        numerics=numerics,  # type: ignore[arg-type]  # checked at run time
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
+    # State and modes change between forward and backward by design, which save_for_backward would refuse.
+    ctx.state, ctx.modes = state, modes
+    ctx.max_seqlens, ctx.options = inputs[7:9], inputs[10:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
+    grads = attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        *output,
+        ctx.state,
+        ctx.modes,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *ctx.max_seqlens,
+        dropout_seed,
+        *ctx.options,
+    )
+    needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
+    return (*needed, *[None] * 14)
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool | CausalAlignment = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    numerics: Numerics = "kernel",
+    state: Tensor | None = None,
+    modes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention that watches itself: softmax(scale Q K^T) V, with statistics per head counted in the backward.
+
+    query is [B, H, Sq, D]; key and value are [B, Hkv, Sk, D], H a multiple of Hkv; bf16, fp16 or fp32 (float64 under
+    float64 numerics). Under `kernel` and `paper` numerics fp32 inputs are rounded to bf16 first. Output and gradients
+    have the inputs' dtype. Under autocast fp32 inputs take autocast's dtype, as in PyTorch's own attention.
+
+    causal: True needs Sq = Sk; otherwise name the alignment, "top_left" or "bottom_right" (`CausalAlignment`).
+    window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
+    state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
+    modes: int32 [H], foreshock.contract.slots.Mode; None means plain.
+    cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
+    return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable.
+    Raises ValueError with a sentence for anything else, additive masks included.
+    """
+    if attn_mask is not None:
+        raise ValueError("attn_mask (an additive bias or mask) is not served; use causal, window or cu_seqlens instead")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
+    check_tensors(query, key, value, numerics)
+    check_packed(query, cu_seqlens_q, cu_seqlens_k)
+    _check_state(query, state, modes)
+    if isinstance(causal, bool):
+        if causal and (query.shape[2] != key.shape[2] or cu_seqlens_q is not cu_seqlens_k):
+            raise ValueError(
+                f"causal=True is ambiguous when lengths differ ({query.shape[2]} queries, {key.shape[2]} keys); "
+                "use 'top_left' (PyTorch's SDPA) or 'bottom_right' (FlashAttention)"
+            )
+        causal = "top_left" if causal else "none"
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
+    # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.
+    seed = torch.randint(2**63 - 1, (), device=query.device) if dropout_p > 0 else None
+    dtype = query.dtype
+    if numerics in ("kernel", "paper"):
+        query, key, value = (x.to(operand_dtype(dtype)) for x in (query, key, value))
+    out, _, lse, _ = attention_forward(
+        query,
+        key,
+        value,
+        state,
+        modes,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        query.shape[2] if max_seqlen_q is None else max_seqlen_q,
+        key.shape[2] if max_seqlen_k is None else max_seqlen_k,
+        seed,
+        scale,
+        causal,
+        *window,
+        softcap,
+        dropout_p,
+        numerics,
+    )
+    out = out.to(dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:
+    heads = query.shape[1]
+    if state is not None and (state.dtype != torch.int64 or state.shape != (heads, SLOT_COUNT)):
+        raise ValueError(f"state is {state.dtype} {list(state.shape)}; give int64 [{heads}, {SLOT_COUNT}] (new_state)")
+    if modes is not None and (modes.dtype != torch.int32 or modes.shape != (heads,)):
+        raise ValueError(f"modes is {modes.dtype} {list(modes.shape)}; give int32 [{heads}], one flag per head")
+    for name, tensor in (("state", state), ("modes", modes)):
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} lies on {tensor.device}; move it to {query.device}, where the query is")

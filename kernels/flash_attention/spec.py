@@ -1,0 +1,123 @@
+"""What one call of attention computes, and the sentences that refuse what it does not."""
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Numerics = Literal["float64", "float32", "kernel", "paper"]
+"""How attention is rounded.
+
+- float64: the truth; everything in float64.
+- float32: everything in float32; the control arm.
+- kernel: a FlashAttention-2 kernel. Operands in bf16 or fp16; scores, row maximum, row sum and accumulator in fp32;
+  P rounded to the operand dtype for P V and P^T dO, dS rounded for dS K and dS^T Q; O rounded once.
+- paper: the reference code of arXiv 2510.04212. As kernel, but scores, row sum and O before its division are rounded
+  to the operand dtype too.
+"""
+
+CausalAlignment = Literal["none", "top_left", "bottom_right"]
+"""Where the causal diagonal starts when lengths differ: query i sees keys up to i (top_left, as PyTorch's SDPA) or up to
+i + Sk - Sq (bottom_right, as FlashAttention)."""
+
+NUMERICS: Final[tuple[str, ...]] = get_args(Numerics)
+CAUSAL_ALIGNMENTS: Final[tuple[str, ...]] = get_args(CausalAlignment)
+_INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one call of attention computes, apart from its tensors.
+
+    With off = Sk - Sq (0 under top_left alignment), query i sees the keys j with
+    i + off - window_left <= j <= i + off + window_right, and j <= i + off when causal.
+    """
+
+    scale: float
+    """Factor of the scores, usually 1 / sqrt(D)."""
+    causal: CausalAlignment = "none"
+    window_left: int = -1
+    """Keys visible before the diagonal; -1 means all."""
+    window_right: int = -1
+    """Keys visible after the diagonal; -1 means all."""
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0 means off."""
+    dropout_p: float = 0.0
+    """Probability of dropping an entry of P."""
+    numerics: Numerics = "kernel"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics {self.numerics!r} does not exist; use one of {', '.join(NUMERICS)}")
+        if self.causal not in CAUSAL_ALIGNMENTS:
+            raise ValueError(f"causal {self.causal!r} is unknown; use True, False, {', '.join(CAUSAL_ALIGNMENTS)}")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; give a finite number or None for 1 / sqrt(head_dim)")
+        if min(self.window_left, self.window_right) < -1:
+            window = (self.window_left, self.window_right)
+            raise ValueError(f"window is {window}; give (left, right) in keys, each 0 or more, or -1 for unlimited")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise ValueError(f"softcap is {self.softcap}; give a positive number, or 0 for none")
+        if not 0 <= self.dropout_p < 1:
+            raise ValueError(f"dropout_p is {self.dropout_p}; give a probability from 0 up to, not including, 1")
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type of the matrix products' operands: the input's own, or bf16 for wider inputs."""
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def compute_dtype(numerics: Numerics) -> torch.dtype:
+    """The type of scores, row maximum, row sum, accumulator, lse: float64 under float64, else float32."""
+    return torch.float64 if numerics == "float64" else torch.float32
+
+
+def residual_dtype(dtype: torch.dtype, numerics: Numerics) -> torch.dtype:
+    """The type of O's saved rounding residual: 2 bytes where O was rounded to 16 bits, else as wide as the work."""
+    return operand_dtype(dtype) if numerics in ("kernel", "paper") else compute_dtype(numerics)
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics) -> None:
+    """Raise ValueError with a sentence unless query [B, H, Sq, D] and key, value [B, Hkv, Sk, D] fit together."""
+    given = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(f"{given}: attention takes query [B, H, Sq, D] and key, value [B, Hkv, Sk, D]")
+    if key.shape != value.shape:
+        raise ValueError(f"{given}: key and value must have the same shape [B, Hkv, Sk, D]")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[3] == 0:
+        raise ValueError(f"{given}: batch size and head dim (1 or more) must be equal")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide into {kv_heads} key heads; give a multiple of {kv_heads}")
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    if len(dtypes) > 1 or query.dtype not in _INPUT_DTYPES:
+        names = ", ".join(sorted(str(d) for d in dtypes))
+        raise ValueError(f"inputs are {names}; query, key, value must share one of bfloat16, float16, float32, float64")
+    if query.dtype == torch.float64 and numerics != "float64":
+        raise ValueError(f"float64 inputs need numerics='float64', got {numerics!r}; cast them or change the numerics")
+    if not query.device == key.device == value.device:
+        raise ValueError(f"inputs lie on {query.device}, {key.device}, {value.device}; move them to one device")
+
+
+def check_packed(query: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    """Raise ValueError unless the cumulative lengths of packed sequences, int32 [N + 1], come in a fitting pair."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("only one of cu_seqlens_q and cu_seqlens_k was given; packed sequences need both")
+    if query.shape[0] != 1:
+        raise ValueError(f"packed sequences take tensors [1, H, total, D]; the batch size given is {query.shape[0]}")
+    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if (
+            lengths.dtype != torch.int32
+            or lengths.dim() != 1
+            or lengths.shape != cu_seqlens_q.shape
+            or not len(lengths)
+        ):
+            raise ValueError(
+                f"{name} is {lengths.dtype} {list(lengths.shape)}; give int32 [N + 1], starting at 0, for N sequences"
+            )
+        if lengths.device != query.device:
+            raise ValueError(f"{name} lies on {lengths.device}; move it to {query.device}, where the query is")
