@@ -6,7 +6,7 @@ BIN := .venv/bin
 PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check format servers screenshots clean
+.PHONY: help demo test check format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,9 +41,14 @@ check: .venv/.dev ## formatter, linter, strict types, import contracts, generate
 	@$(BIN)/mypy tests
 	@$(BIN)/lint-imports
 	@$(PY) -m foreshock dashboards check
+	@$(PY) scripts/generate_docs.py --check
 
 format: .venv/.dev ## let the formatter write
 	@$(BIN)/ruff check --fix --exit-zero --quiet . && $(BIN)/ruff format .
+
+docs: .venv/.dev ## the reference pages, boards and rules that are made from the code
+	@$(PY) scripts/generate_docs.py
+	@$(PY) -m foreshock dashboards generate
 
 screenshots: .venv/.dev servers ## the pictures in README and docs
 	@$(PY) scripts/screenshots.py

@@ -1,0 +1,121 @@
+"""`foreshock doctor`: what this machine can do, checked rather than assumed."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from foreshock import __version__
+
+State = Literal["ok", "absent", "wrong"]
+_MARKS: dict[State, str] = {"ok": "[green]ok[/green]", "absent": "[yellow]absent[/yellow]", "wrong": "[red]wrong[/red]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `absent` is a choice of the installation; `wrong` makes the doctor fail."""
+
+    what: str
+    state: State
+    detail: str
+
+
+def examine(url: str) -> Iterator[Finding]:
+    """Every finding, in the order in which a person would ask."""
+    yield Finding("foreshock", "ok", f"{__version__} on Python {platform.python_version()}, {platform.machine()}")
+    for extra, modules in (
+        ("agent", ("torch",)),
+        ("server", ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")),
+        ("demo", ("matplotlib",)),
+        ("grafana", ("grafana_api",)),
+    ):
+        yield _extra(extra, modules)
+    if importlib.util.find_spec("torch"):
+        yield from _attention()
+    for program in ("prometheus", "prometheus-alertmanager"):
+        path = shutil.which(program)
+        yield Finding(program, "ok" if path else "absent", path or "only needed for alerts and dashboards; not on PATH")
+    yield _service(url)
+
+
+def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        return Finding(f"extra [{extra}]", "absent", f"pip install 'foreshock[{extra}]' brings {', '.join(missing)}")
+    versions = [f"{module} {importlib.metadata.version(module.replace('_', '-'))}" for module in modules]
+    return Finding(f"extra [{extra}]", "ok", ", ".join(versions))
+
+
+def _attention() -> Iterator[Finding]:
+    import torch
+
+    from foreshock.kernels import self_check
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        yield Finding("GPU", "ok", name)
+    else:
+        yield Finding("GPU", "absent", "attention runs on the CPU reference; right, and slow")
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        yield _guarded(f"attention on {device}", lambda device=device: self_check.run(device))  # type: ignore[misc]
+
+
+def _guarded(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, "ok", check())
+    except Exception as error:
+        return Finding(what, "wrong", f"{type(error).__name__}: {error}")
+
+
+def _service(url: str) -> Finding:
+    try:
+        reply = httpx.get(f"{url}/healthz", timeout=2.0)
+    except httpx.HTTPError as error:
+        return Finding(
+            "service", "absent", f"none answers at {url} ({type(error).__name__}); start one: foreshock serve"
+        )
+    if reply.status_code != httpx.codes.OK:
+        return Finding("service", "wrong", f"{url}/healthz answered {reply.status_code}")
+    return Finding("service", "ok", f"{url} answers")
+
+
+def report(url: str, console: Console) -> bool:
+    """Print the findings as a table; True when nothing is wrong."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("what", "state", "detail"):
+        table.add_column(column, overflow="fold")
+    healthy = True
+    for finding in examine(url):
+        table.add_row(finding.what, _MARKS[finding.state], finding.detail)
+        healthy &= finding.state != "wrong"
+    console.print(table)
+    return healthy
+
+
+def report_model(path: str, console: Console) -> None:
+    """Print what attach() would watch in the model that `module:factory` builds, and how.
+
+    Raises ValueError when the path does not name a callable that returns a torch module.
+    """
+    from torch import nn
+
+    from foreshock.monitor import attach
+
+    module_name, _, factory_name = path.partition(":")
+    if not factory_name:
+        raise ValueError(f"{path!r} names no factory; write module:factory, such as my_package.model:build")
+    factory = getattr(importlib.import_module(module_name), factory_name, None)
+    model = factory() if callable(factory) else None
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
+    with attach(model, url=None, spool_directory=None) as agent:
+        console.print(agent.report())

@@ -1,0 +1,49 @@
+"""One way to end a command in error: a sentence on standard error and a non-zero exit code."""
+
+import sys
+from typing import Any
+
+import click
+from typer.core import TyperGroup
+
+_EXTRAS = {
+    "torch": "agent",
+    "triton": "agent",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "sqlalchemy": "server",
+    "prometheus_client": "server",
+    "structlog": "server",
+    "matplotlib": "demo",
+    "grafana_api": "grafana",
+    "grafana_foundation_sdk": "dev",
+    "transformers": "dev",
+    "yaml": "dev",
+}
+
+
+class CommandError(Exception):
+    """A command cannot go on; the message is the sentence that the person reads."""
+
+
+def sentence(error: Exception) -> str:
+    """What a person reads for an error of configuration, input or a missing extra."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        extra = _EXTRAS.get(error.name.partition(".")[0])
+        if extra:
+            return f"this command needs {error.name}, which is not installed: pip install 'foreshock[{extra}]'"
+    return str(error)
+
+
+class Commands(TyperGroup):
+    """A group whose commands end in a sentence instead of a traceback for what the person can mend."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; see the class."""
+        try:
+            return super().invoke(ctx)
+        except (CommandError, ModuleNotFoundError, ValueError, OSError) as error:
+            if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):
+                raise
+            print(f"foreshock: {sentence(error)}", file=sys.stderr)
+            sys.exit(1)

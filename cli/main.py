@@ -1,0 +1,156 @@
+"""The command line. Each command is thin: it reads its options, calls one room and turns errors into sentences.
+
+Rooms are imported inside the commands, so that a service without torch and a training environment without a web server
+both have the same command.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foreshock import __version__
+from foreshock.cli.errors import Commands
+from foreshock.cli.service_client import DEFAULT_URL
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Early warning for loss explosions: watches attention from inside a training run, warns before the loss "
+    "explodes, and switches the affected heads to a stable kernel while the run goes on.\n\n"
+    "Start with [bold]foreshock demo[/bold]; [bold]foreshock doctor[/bold] says what this machine can do.",
+)
+lab = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="The failure laboratory: make failures happen, score detectors."
+)
+bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Benchmarks, each with a peer in the same run.")
+dashboards = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Grafana boards and alert rules, made from the catalogue."
+)
+app.add_typer(lab, name="lab")
+app.add_typer(bench, name="bench")
+app.add_typer(dashboards, name="dashboards")
+
+Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
+Token = Annotated[
+    str | None, typer.Option(envvar="FORESHOCK_TOKEN", help="Token with the scope that the command needs.")
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"foreshock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """See the help of the application."""
+
+
+@app.command()
+def demo(
+    report: Annotated[Path | None, typer.Option(help="Write what happened as JSON.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches; the default was not used for tuning.")] = 7,
+    port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
+    picture: Annotated[Path, typer.Option(help="Where the closing picture goes.")] = Path("foreshock-demo.png"),
+) -> None:
+    """Train a small GPT three times - untreated, rescued, control - and watch the warning and the switch."""
+    from foreshock.lab import demo as lab_demo
+
+    lab_demo.main(report=report, seed=seed, port=port, picture=picture)
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to bind; any but loopback needs a token.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="sqlite+aiosqlite:///FILE or postgresql+asyncpg://...; see docs/service.md.")
+    ] = None,
+) -> None:
+    """Run the service: ingest, API, /metrics, the live page. Settings come from FORESHOCK_* too: docs/service.md."""
+    from foreshock.server.app import serve as serve_app
+    from foreshock.server.settings import Settings
+
+    given = {"host": host, "port": port, "database_url": database_url}
+    serve_app(Settings(**{name: value for name, value in given.items() if value is not None}))
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="module:factory; then what would be watched in that model is listed.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Say what this machine can do, and check attention against the truth."""
+    from rich.console import Console
+
+    from foreshock.cli import doctor as examination
+
+    console = Console()
+    if model is not None:
+        examination.report_model(model, console)
+    elif not examination.report(url, console):
+        raise typer.Exit(1)
+
+
+@app.command()
+def runs(
+    run: Annotated[str | None, typer.Argument(help="Show this run alone, with its layers and warnings.")] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """List the runs that the service knows."""
+    from rich.console import Console
+
+    from foreshock.cli import runs as text
+    from foreshock.cli.service_client import ServiceClient
+
+    with ServiceClient(url, token) as client:
+        if run is None:
+            text.list_runs(client, Console())
+        else:
+            text.show_run(client, run, Console())
+
+
+@app.command()
+def switch(
+    run: Annotated[str, typer.Argument(help="Run to switch.")],
+    mode: Annotated[str, typer.Option(help="plain, exact_delta, stable_softmax, paper_softmax, or two joined by +.")],
+    reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
+    layer: Annotated[int | None, typer.Option(help="Layer to switch; without it, all of them.")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Head of that layer; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do; change nothing.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Switch heads of a running training to another mode, and wait until the agent says that it did."""
+    from rich.console import Console
+
+    from foreshock.cli import runs as text
+    from foreshock.cli.service_client import ServiceClient
+
+    with ServiceClient(url, token) as client:
+        done = text.switch(
+            client,
+            Console(),
+            run=run,
+            layer=layer,
+            heads=head,
+            mode=mode,
+            reason=reason,
+            dry_run=dry_run,
+            wait_seconds=wait,
+        )
+    if not done:
+        raise typer.Exit(1)

@@ -1,0 +1,146 @@
+"""`foreshock runs` and `foreshock switch`: what the service knows, and an order to it, as text."""
+
+import getpass
+import time
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.cli.errors import CommandError
+from foreshock.cli.service_client import ServiceClient
+from foreshock.contract.slots import MODE_NAMES
+
+_FINAL_STATES: Final = {"applied", "refused", "expired", "dry_run", "rejected"}
+
+
+def list_runs(client: ServiceClient, console: Console) -> None:
+    """A table of every run, the one heard from last first."""
+    rows: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        page = client.get("/v1/runs", cursor=cursor)
+        rows += page["runs"]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    if not rows:
+        console.print("No run has sent anything yet. Attach one: docs/quickstart.md")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("run", "left"), ("status", "left"), ("step", "right"), ("loss", "right"), ("risk", "right"),
+                          ("warnings", "right"), ("policy", "left"), ("heard from", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    now = time.time()
+    for run in rows:
+        table.add_row(
+            run["run"],
+            run["status"],
+            _text(run["last_step"], "{}"),
+            _text(run["loss"], "{:.4f}"),
+            _text(run["worst_risk"], "{:.2f}"),
+            str(run["active_warnings"]),
+            run["policy"] or "-",
+            f"{max(now - run['last_seen_unix_seconds'], 0):.0f} s ago",
+        )
+    console.print(table)
+
+
+def show_run(client: ServiceClient, run: str, console: Console) -> None:
+    """One run: its layers, the modes of its heads, and its active warnings in words."""
+    detail = client.get(f"/v1/runs/{run}")
+    console.print(
+        f"[bold]{detail['run']}[/bold]  {detail['status']}  step {_text(detail['last_step'], '{}')}  "
+        f"loss {_text(detail['loss'], '{:.4f}')}  policy {detail['policy'] or '-'}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("layer", "name", "heads", "switched heads", "worst risk"):
+        table.add_column(name)
+    for layer in detail["layers"]:
+        switched = [
+            f"{h} {mode}" for h, mode in zip(layer["heads"], layer["modes"], strict=True) if mode not in (None, "plain")
+        ]
+        risks = [float(risk) for risk in layer["risk"] if risk is not None]
+        table.add_row(
+            str(layer["layer"]),
+            layer["name"],
+            str(len(layer["heads"])),
+            ", ".join(switched) or "-",
+            _text(max(risks, default=None), "{:.2f}"),
+        )
+    console.print(table)
+    for warning in detail["warnings"]:
+        console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {warning['sentence']}")
+    if not detail["warnings"]:
+        console.print("No active warning.")
+
+
+def _text(value: float | str | None, pattern: str) -> str:
+    return "-" if value is None else value if isinstance(value, str) else pattern.format(value)
+
+
+def switch(
+    client: ServiceClient,
+    console: Console,
+    *,
+    run: str,
+    layer: int | None,
+    heads: list[int] | None,
+    mode: str,
+    reason: str,
+    dry_run: bool,
+    wait_seconds: float,
+) -> bool:
+    """Order a switch and wait for the agent's answer; True when it was applied (or would be, in a dry run).
+
+    Without `layer` every head of the run is meant; with `layer` and no `heads`, every head of that layer.
+    Raises CommandError for an unknown mode, layer or head.
+    """
+    if mode not in MODE_NAMES:
+        raise CommandError(f"mode {mode!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+    refs = _head_refs(client, run, layer, heads)
+    command = client.post(
+        f"/v1/runs/{run}/commands",
+        {"who": getpass.getuser(), "reason": reason, "heads": refs, "mode": mode, "dry_run": dry_run},
+    )
+    deadline = time.monotonic() + wait_seconds
+    while command["state"] not in _FINAL_STATES and time.monotonic() < deadline:
+        time.sleep(0.2)
+        command = client.get(f"/v1/commands/{command['id']}")
+    console.print(f"command {command['id']}: {command['state']}")
+    for answer in command["ranks"]:
+        for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
+            console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
+        if answer["outcome"] not in (None, "applied"):
+            console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
+    if command["state"] not in _FINAL_STATES:
+        console.print(
+            f"No answer within {wait_seconds:g} s. The order stands and is delivered with the run's next batch; "
+            f"see `foreshock runs {run}`."
+        )
+    return command["state"] in ("applied", "dry_run")
+
+
+def _head_refs(
+    client: ServiceClient, run: str, layer: int | None, heads: list[int] | None
+) -> list[tuple[int, int]] | None:
+    if layer is None:
+        if heads:
+            raise CommandError("--head was given without --layer; a head is named by both")
+        return None
+    layers = {entry["layer"]: entry["heads"] for entry in client.get(f"/v1/runs/{run}")["layers"]}
+    if layer not in layers:
+        raise CommandError(f"run {run} has no layer {layer}; it has {_ranges(layers)}")
+    unknown = sorted(set(heads or []) - set(layers[layer]))
+    if unknown:
+        raise CommandError(f"layer {layer} has no head {unknown[0]}; it has {_ranges(layers[layer])}")
+    return [(layer, head) for head in heads or layers[layer]]
+
+
+def _ranges(numbers: Any) -> str:
+    ordered = sorted(numbers)
+    if not ordered:
+        return "none"
+    if ordered == list(range(ordered[0], ordered[-1] + 1)) and len(ordered) > 2:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered))
