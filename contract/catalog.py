@@ -397,8 +397,8 @@ RUN_METRICS: Final = (
                 "loss explosion ({{ $labels.cause }})",
                 description="The signal {{ $labels.signal }} tripped. Score offset "
                 '{{ with printf "foreshock_head_score_offset{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
-                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}, "
-                'largest score {{ with printf "foreshock_head_score_max{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
+                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}, largest "
+                'score {{ with printf "foreshock_head_score_max{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
                 "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}. "
                 'Largest |score| reaches 512 in about {{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,'
                 'head=%q}" $labels.run $labels.layer $labels.head | query }}{{ . | first | value | humanize }}'
@@ -462,6 +462,17 @@ RUN_METRICS: Final = (
         board="service",
         kind="counter",
         labels=("run", "component"),
+        alerts=(
+            Alert(
+                name="ForeshockAgentFault",
+                expr="increase({m}[10m]) > 0 or ({m} > 0 unless {m} offset 10m)",
+                for_="0s",
+                severity="warning",
+                summary="Run {{ $labels.run }}: the agent contained a fault in {{ $labels.component }}",
+                description="{{ $value | humanize }} faults in ten minutes. Training goes on; watching may have gaps.",
+                action="Run `foreshock doctor` on the training machine and read the training log for the first fault.",
+            ),
+        ),
     ),
 )
 
@@ -502,6 +513,17 @@ SERVICE_METRICS: Final = (
         bad="Stays above zero while the run is active.",
         board="service",
         labels=("run",),
+        alerts=(
+            Alert(
+                name="ForeshockCommandUnanswered",
+                expr="{m} > 0 and on (run) foreshock_run_active == 1",
+                for_="5m",
+                severity="warning",
+                summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
+                description="{{ $value }} commands have waited for five minutes on a run that is active.",
+                action="Look whether the run still sends samples; if it does, read the run's audit trail on its page.",
+            ),
+        ),
     ),
     Metric(
         key="service.webhooks",
@@ -520,6 +542,17 @@ SERVICE_METRICS: Final = (
         board="service",
         unit="timestamp_seconds",
         labels=(),
+        alerts=(
+            Alert(
+                name="ForeshockAlertPathBroken",
+                expr="time() - ({m} > 0) > 300",
+                for_="1m",
+                severity="warning",
+                summary="Alerts no longer reach the service",
+                description="The last watchdog arrived {{ $value | humanizeDuration }} ago; alerts switch nothing.",
+                action="Check Alertmanager, its webhook's address and its token.",
+            ),
+        ),
     ),
     Metric(
         key="service.series_dropped",
@@ -528,6 +561,17 @@ SERVICE_METRICS: Final = (
         bad="Above zero: raise the budget or end old runs.",
         board="service",
         labels=(),
+        alerts=(
+            Alert(
+                name="ForeshockSeriesDropped",
+                expr="{m} > 0",
+                for_="10m",
+                severity="info",
+                summary="The series budget leaves heads out of Prometheus",
+                description="{{ $value }} series were left out of the last scrape. The service's own page shows all.",
+                action="Raise the service's series budget or end old runs.",
+            ),
+        ),
     ),
     Metric(
         key="service.store",
