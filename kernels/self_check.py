@@ -1,0 +1,60 @@
+"""A small comparison with the truth, on the machine itself (promise K12: no guard can catch a wrong kernel later)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foreshock.contract.slots import COUNT_SLOTS, SLOT_COUNT, Slot, identity_row
+from foreshock.kernels.flash_attention import flash_attention
+
+_SHAPE = (2, 4, 96, 64)
+
+
+def _inputs(device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(_SHAPE, generator=generator).to(torch.bfloat16) for _ in range(4)]
+    return [tensor.to(device) for tensor in drawn]
+
+
+def _state(device: str) -> Tensor:
+    return torch.from_numpy(identity_row()).repeat(_SHAPE[1], 1).to(device)
+
+
+def _gradients(inputs: list[Tensor], attention: object) -> list[Tensor]:
+    query, key, value, grad = inputs
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+    out: Tensor = attention(*leaves)  # type: ignore[operator]
+    out.backward(grad.to(out.dtype))  # type: ignore[no-untyped-call]
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def run(device: str) -> str:
+    """Compare O, dQ, dK, dV and the counts on `device` with float64; what was found, in words.
+
+    The bound is the house's law for kernels: at most twice the error of PyTorch's own attention in bf16 (promise K1).
+    Raises RuntimeError with the figures when something is wrong.
+    """
+    inputs = _inputs(device)
+    wide = [tensor.cpu().double() for tensor in inputs]
+    truth = _gradients(wide, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    peer = _gradients(inputs, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    state = _state(device)
+    ours = _gradients(inputs, lambda q, k, v: flash_attention(q, k, v, causal=True, state=state))
+    worst = 0.0
+    for name, mine, theirs, true in zip(("O", "dQ", "dK", "dV"), ours, peer, truth, strict=True):
+        error = (mine.cpu().double() - true).abs().max().item()
+        bound = (theirs.cpu().double() - true).abs().max().item()
+        worst = max(worst, error / bound)
+        if not error <= 2 * bound:
+            raise RuntimeError(f"{name} is off by {error:.2e} from float64; PyTorch's own bf16 by {bound:.2e}")
+    rows = state[:, Slot.ROWS].tolist()
+    if state.shape != (_SHAPE[1], SLOT_COUNT) or rows != [_SHAPE[0] * _SHAPE[2]] * _SHAPE[1]:
+        raise RuntimeError(f"{rows} rows were counted per head instead of {_SHAPE[0] * _SHAPE[2]}")
+    if device != "cpu":
+        expected = _state("cpu")
+        _gradients([t.cpu() for t in inputs], lambda q, k, v: flash_attention(q, k, v, causal=True, state=expected))
+        # A tie is decided by the last bit of a score, which the order of a sum may move: allow one row in a hundred.
+        counts = list(COUNT_SLOTS)
+        if (state.cpu()[:, counts] - expected[:, counts]).abs().max().item() > _SHAPE[0] * _SHAPE[2] / 100:
+            raise RuntimeError("the counts of the kernel differ from the reference's")
+    return f"O, dQ, dK, dV within {worst:.2f} of PyTorch's own bf16 error (allowed 2); every row counted"
