@@ -1,34 +1,69 @@
 """Writes every generated file of this room, and compares the committed ones with what the catalogue says now."""
 
+import json
 from pathlib import Path
 from typing import Final
 
-from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config, to_yaml
+from foreshock.dashboards.boards import boards
+from foreshock.dashboards.metrics_table import metrics_page
+from foreshock.dashboards.provisioning import (
+    alertmanager_config,
+    boards_config,
+    datasource_config,
+    grafana_alerting_config,
+    prometheus_config,
+    to_yaml,
+)
 from foreshock.dashboards.rules import Links, prometheus_rules
 
 GENERATED: Final = Path("dashboards/generated")
-_YAML_NOTE: Final = "# Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this.\n"
+METRICS_PAGE: Final = Path("docs/metrics.md")
+_NOTE: Final = "Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this."
 
 # Addresses and paths inside docker-compose.yml.
 _SERVICE: Final = "foreshock:8050"
-_RULES: Final = Path("/etc/prometheus/rules.yml")
-_SCRAPE_TOKEN: Final = Path("/run/secrets/foreshock_read_token")
-_WEBHOOK_TOKEN: Final = Path("/run/secrets/foreshock_webhook_token")
+_SECRETS: Final = Path("/run/secrets")
 
 
 def files(links: Links) -> dict[Path, str]:
     """Every generated file: its path below the repository's root, and its text."""
-    prometheus = prometheus_config(_SERVICE, _RULES, "alertmanager:9093", token_file=_SCRAPE_TOKEN)
-    alertmanager = alertmanager_config(f"http://{_SERVICE}/v1/webhooks/alertmanager", _WEBHOOK_TOKEN)
+    scrape = {
+        name: prometheus_config(
+            _SERVICE,
+            Path("/etc/prometheus/prometheus-rules.yml"),
+            "alertmanager:9093",
+            token_file=_SECRETS / "foreshock_read_token",
+            remote_write_url=remote,
+        )
+        for name, remote in {
+            "prometheus.yml": None,
+            "prometheus-victoriametrics.yml": "http://victoriametrics:8428/api/v1/write",
+        }.items()
+    }
+    yaml_files = {
+        **scrape,
+        "prometheus-rules.yml": to_yaml(prometheus_rules(links)),
+        "alertmanager.yml": alertmanager_config(
+            f"http://{_SERVICE}/v1/webhooks/alertmanager", _SECRETS / "foreshock_webhook_token"
+        ),
+        "grafana/datasources/prometheus.yml": datasource_config("http://prometheus:9090"),
+        "grafana/dashboards/boards.yml": boards_config(Path("/var/lib/foreshock/boards")),
+        "grafana-alerting.yml": grafana_alerting_config(
+            links, f"http://{_SERVICE}/v1/webhooks/grafana", _SECRETS / "foreshock_webhook_secret"
+        ),
+    }
     return {
-        GENERATED / "prometheus-rules.yml": _YAML_NOTE + to_yaml(prometheus_rules(links)),
-        GENERATED / "prometheus.yml": _YAML_NOTE + prometheus,
-        GENERATED / "alertmanager.yml": _YAML_NOTE + alertmanager,
+        **{GENERATED / name: f"# {_NOTE}\n{text}" for name, text in yaml_files.items()},
+        **{
+            GENERATED / "boards" / name: json.dumps(board, indent=1, ensure_ascii=False) + "\n"
+            for name, board in boards(links).items()
+        },
+        METRICS_PAGE: f"<!-- {_NOTE} -->\n{metrics_page()}",
     }
 
 
 def generate(root: Path, links: Links | None = None) -> list[Path]:
-    """Write every generated file below `root`; returns their paths."""
+    """Write every generated file below `root`, the repository; returns their paths."""
     written = []
     for path, text in files(links or Links()).items():
         target = root / path
@@ -39,9 +74,10 @@ def generate(root: Path, links: Links | None = None) -> list[Path]:
 
 
 def check(root: Path) -> list[Path]:
-    """The generated files below `root` that are missing or differ from what the catalogue says; none is good."""
-    return [
-        path
-        for path, text in files(Links()).items()
-        if not (root / path).is_file() or (root / path).read_text() != text
+    """The generated files that differ from what the catalogue says, are missing, or are left over; none is good."""
+    expected = files(Links())
+    changed = [
+        path for path, text in expected.items() if not (root / path).is_file() or (root / path).read_text() != text
     ]
+    on_disk = {path.relative_to(root) for path in (root / GENERATED).rglob("*") if path.is_file()}
+    return sorted({*changed, *(on_disk - set(expected))})

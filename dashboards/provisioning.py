@@ -6,10 +6,11 @@ from typing import Any, Final
 import yaml
 
 from foreshock.contract.catalog import WATCHDOG
-from foreshock.dashboards.rules import JOB
+from foreshock.dashboards.rules import JOB, SCRAPE_INTERVAL_SECONDS, Links, grafana_rule_group
 
 DATASOURCE_UID: Final = "foreshock-prometheus"
 FOLDER: Final = "foreshock"
+"""The Grafana folder of the boards and rules."""
 
 
 def to_yaml(data: dict[str, Any]) -> str:
@@ -22,7 +23,7 @@ def prometheus_config(
     rules: Path,
     alertmanager: str,
     *,
-    scrape_interval: str = "15s",
+    scrape_interval: str = f"{SCRAPE_INTERVAL_SECONDS}s",
     evaluation_interval: str = "15s",
     token_file: Path | None = None,
     remote_write_url: str | None = None,
@@ -89,6 +90,85 @@ def alertmanager_config(
             "receivers": [
                 {"name": "foreshock", "webhook_configs": [webhook]},
                 {"name": "watchdog", "webhook_configs": [dict(webhook)]},
+            ],
+        }
+    )
+
+
+def datasource_config(prometheus_url: str) -> str:
+    """Grafana's provisioning file for the Prometheus data source."""
+    return to_yaml(
+        {
+            "apiVersion": 1,
+            "datasources": [
+                {
+                    "name": "foreshock",
+                    "uid": DATASOURCE_UID,
+                    "type": "prometheus",
+                    "access": "proxy",
+                    "url": prometheus_url,
+                    "isDefault": True,
+                    "editable": False,
+                    # $__rate_interval is four of these; it must be the interval that Prometheus scrapes with.
+                    "jsonData": {"httpMethod": "POST", "timeInterval": f"{SCRAPE_INTERVAL_SECONDS}s"},
+                }
+            ],
+        }
+    )
+
+
+def boards_config(folder: Path) -> str:
+    """Grafana's provisioning file that loads the boards from a folder of its own file system."""
+    return to_yaml(
+        {
+            "apiVersion": 1,
+            "providers": [
+                {
+                    "name": "foreshock",
+                    "folder": FOLDER,
+                    "type": "file",
+                    "disableDeletion": True,
+                    "allowUiUpdates": False,
+                    "options": {"path": str(folder)},
+                }
+            ],
+        }
+    )
+
+
+def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -> str:
+    """Grafana's provisioning file for the rules, a signed webhook to the service and the route to it.
+
+    For installations without Alertmanager: load either this or the Prometheus rules, never both. The `policies` part
+    replaces the whole tree of notification policies of the organisation.
+    """
+    receiver = {
+        "uid": "foreshock-webhook",
+        "type": "webhook",
+        "settings": {
+            "url": webhook_url,
+            "httpMethod": "POST",
+            "hmacConfig": {
+                "secret": f"$__file{{{secret_file}}}",
+                "header": "X-Grafana-Alerting-Signature",
+                "timestampHeader": "X-Grafana-Alerting-Signature-Timestamp",
+            },
+        },
+    }
+    return to_yaml(
+        {
+            "apiVersion": 1,
+            "groups": [grafana_rule_group(links, datasource_uid=DATASOURCE_UID, folder=FOLDER)],
+            "contactPoints": [{"orgId": 1, "name": "foreshock", "receivers": [receiver]}],
+            "policies": [
+                {
+                    "orgId": 1,
+                    "receiver": "foreshock",
+                    "group_by": ["alertname", "run"],
+                    "group_wait": "5s",
+                    "group_interval": "1m",
+                    "repeat_interval": "4h",
+                }
             ],
         }
     )

@@ -1,0 +1,304 @@
+"""The four boards, built from the catalogue: overview, run, layer by head, fleet and service health."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, Metric
+from foreshock.dashboards.panels import (
+    DATASOURCE,
+    Panel,
+    by_step,
+    describe,
+    layers_over_time,
+    matrix,
+    modes_over_time,
+    panel,
+    select,
+    stat,
+    table,
+    target,
+    time_series,
+)
+from foreshock.dashboards.rules import JOB, Links
+
+Board = dict[str, Any]
+
+SCHEMA_VERSION: Final = 42
+COLUMNS: Final = 24
+TAG: Final = "foreshock"
+
+Sized = tuple[Panel, int, int]
+"""A panel with its width (of 24 columns) and height (in grid units of 30 pixels)."""
+
+
+def boards(links: Links) -> dict[str, Board]:
+    """Every board by its file name."""
+    return {f"{name}.json": make(links) for name, make in _BOARDS.items()}
+
+
+def _overview(links: Links) -> Board:
+    run = ["run"]
+    active, risk, warning, forecast = (
+        BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast")
+    )
+    warnings = select(warning, run)
+    columns = [
+        ("active", _by_run("run.active"), "bool_yes_no"),
+        ("step", _by_run("run.step"), "short"),
+        ("last sample", f"time() - {_by_run('run.last_sample')}", "s"),
+        ("worst risk", _by_run("run.worst_risk"), "percentunit"),
+        ("warnings", f"sum by (run) ({warnings})", "short"),
+        ("steps left", f"min by (run) ({select(forecast, run)})", "short"),
+    ]
+    panels: list[Sized] = [
+        (stat(active, "Active runs", f"sum({select(active, run)})"), 6, 4),
+        (stat(warning, "Active warnings", f"sum({warnings}) or vector(0)", red_from=1), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, run)})", red_from=1), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, run)})", red_below=1000), 6, 4),
+        (
+            table(
+                "Runs",
+                "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for "
+                "its page. Bad: a warning, risk near 1, few steps left, or an active run whose last sample is old.",
+                columns,
+            ),
+            24,
+            8,
+        ),
+        (
+            table(
+                "Warnings that are raised now",
+                f"{describe(warning)} Click the run to see the evidence and to switch the head.",
+                [("raised", f"max by (run, layer, head, cause, signal, severity) ({warnings} == 1)", "bool_yes_no")],
+                hide=("raised",),
+            ),
+            24,
+            6,
+        ),
+        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], run, single_run=False),
+    ]
+    return _board("overview", "Overview", panels, links, variables=[_run_variable(many=True)])
+
+
+def _run(links: Links) -> Board:
+    variables = ["run", "layer"]
+    worst = "head.score_max"
+    step = f"max({select(BY_KEY['run.step'], variables)})"
+    warning, risk, forecast = (BY_KEY[key] for key in ("warning.active", "run.worst_risk", "warning.forecast"))
+    panels: list[Sized] = [
+        (stat(BY_KEY["run.step"], "Step", step), 6, 4),
+        (stat(warning, "Active warnings", f"sum({select(warning, ['run'])}) or vector(0)", red_from=1), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, variables)})", red_from=1), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, variables)})", red_below=1000), 6, 4),
+        *_grid([m.key for m in RUN_METRICS if m.board == "run"], variables, single_run=True),
+        *_grid([m.key for m in HEAD_METRICS if m.board == "run"], variables, single_run=True),
+        *_grid(["warning.forecast", "warning.raised", "switch.outcomes"], variables, single_run=True),
+        (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], variables)})"), 12, 8),
+        (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], variables)})"), 12, 8),
+    ]
+    return _board(
+        "run",
+        "Run",
+        panels,
+        links,
+        variables=[_run_variable(many=False), _layer_variable()],
+    )
+
+
+def _layers(links: Links) -> Board:
+    variables = ["run", "layer"]
+    quiet, watch, alarm = "transparent", "semi-dark-orange", "semi-dark-red"
+
+    def heads(key: str, fold: str = "max by (layer, head) ({})") -> tuple[Metric, str]:
+        return BY_KEY[key], fold.format(select(BY_KEY[key], variables))
+
+    def layers(key: str) -> tuple[Metric, str]:
+        metric = BY_KEY[key]
+        return metric, f"max by (layer) ({select(metric, variables, name=metric.layer_name, labels=('run', 'layer'))})"
+
+    panels: list[Sized] = [
+        (matrix(*heads("head.risk"), steps=[(quiet, None), (watch, 0.5), (alarm, 1.0)]), 12, 10),
+        (matrix(*heads("head.mode"), steps=[(quiet, None), ("semi-dark-blue", 1.0)]), 12, 10),
+        (matrix(*heads("head.score_offset"), steps=[(quiet, None), (watch, 3.0), (alarm, 10.0)]), 12, 10),
+        (matrix(*heads("head.score_max"), steps=[(quiet, None), (watch, 100.0), (alarm, 512.0)]), 12, 10),
+        (layers_over_time(*layers("head.risk")), 12, 9),
+        (layers_over_time(*layers("head.score_max")), 12, 9),
+        (modes_over_time(*heads("head.mode")), 24, 8),
+        *_grid(
+            [m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"], variables, single_run=True
+        ),
+    ]
+    return _board(
+        "layers",
+        "Layer by head",
+        panels,
+        links,
+        variables=[_run_variable(many=False), _layer_variable()],
+    )
+
+
+def _service(links: Links) -> Board:
+    run = ["run"]
+    up = panel(
+        "stat",
+        "Service",
+        "1 while Prometheus can scrape the service. Bad: 0; agents go on detecting, but nothing new is shown or sent.",
+        [target(f'max(up{{job="{JOB}"}})', legend_format="service")],
+        grafana_unit="bool_on_off",
+        options={"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value"},
+        defaults={"thresholds": {"mode": "absolute", "steps": [_red_step(), {"color": "green", "value": 1}]}},
+    )
+    watchdog, store, dropped = (BY_KEY[key] for key in ("service.watchdog", "service.store", "service.series_dropped"))
+    panels: list[Sized] = [
+        (up, 6, 4),
+        (stat(watchdog, "Since the last watchdog", f"time() - ({watchdog.name} > 0)", red_from=300), 6, 4),
+        (stat(store, "Store", store.name), 6, 4),
+        (stat(dropped, "Series left out", dropped.name, red_from=1), 6, 4),
+        *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], run, single_run=False),
+        *_grid(["run.step", "run.last_sample", "run.active"], run, single_run=False),
+    ]
+    return _board("service", "Fleet and service health", panels, links, variables=[_run_variable(many=True)])
+
+
+_BOARDS: Final[dict[str, Callable[[Links], Board]]] = {
+    "overview": _overview,
+    "run": _run,
+    "layers": _layers,
+    "service": _service,
+}
+
+
+def _by_run(key: str) -> str:
+    return f"max by (run) ({select(BY_KEY[key], ['run'])})"
+
+
+def _red_step() -> dict[str, Any]:
+    return {"color": "red", "value": None}
+
+
+def _grid(keys: Sequence[str], variables: Sequence[str], *, single_run: bool) -> list[Sized]:
+    """Time series panels of the given metrics, two abreast."""
+    return [(time_series(BY_KEY[key], variables, single_run=single_run), 12, 8) for key in keys]
+
+
+def _place(panels: Sequence[Sized]) -> list[Panel]:
+    """The panels with their places: left to right, a new line when one is full."""
+    placed, x, y, line_height = [], 0, 0, 0
+    for item, width, height in panels:
+        if x + width > COLUMNS:
+            x, y, line_height = 0, y + line_height, 0
+        placed.append({**item, "gridPos": {"x": x, "y": y, "w": width, "h": height}})
+        x, line_height = x + width, max(line_height, height)
+    return placed
+
+
+def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, variables: list[dict[str, Any]]) -> Board:
+    return {
+        "uid": f"foreshock-{name}",
+        "title": f"foreshock / {title}",
+        "description": "Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this.",
+        "tags": [TAG],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "timezone": "browser",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {"list": [_datasource_variable(), _service_variable(links), *variables]},
+        "annotations": {"list": [_warning_annotation(), _switch_annotation()]},
+        "links": [
+            {
+                "title": "Boards",
+                "type": "dashboards",
+                "tags": [TAG],
+                "asDropdown": True,
+                "includeVars": True,
+                "keepTime": True,
+                "targetBlank": False,
+            },
+            {
+                "title": "The service's page",
+                "type": "link",
+                "url": links.service,
+                "targetBlank": True,
+                "icon": "external link",
+            },
+        ],
+        "panels": _place(panels),
+    }
+
+
+def _datasource_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "label": "Data source", "query": "prometheus", "refresh": 1}
+
+
+def _service_variable(links: Links) -> dict[str, Any]:
+    """The service's address, for data links; hidden."""
+    return {"name": "service", "type": "constant", "label": "Service", "query": links.service, "hide": 2}
+
+
+def _run_variable(*, many: bool) -> dict[str, Any]:
+    return {
+        "name": "run",
+        "label": "Run",
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": f"label_values({BY_KEY['run.step'].name}, run)", "refId": "run"},
+        "refresh": 2,
+        "sort": 1,
+        **({"multi": True, "includeAll": True, "allValue": ".+", "current": _ALL} if many else {}),
+    }
+
+
+def _layer_variable() -> dict[str, Any]:
+    risk = BY_KEY["head.risk"]
+    return {
+        "name": "layer",
+        "label": "Layer",
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": f'label_values({risk.layer_name}{{run=~"$run"}}, layer)', "refId": "layer"},
+        "refresh": 2,
+        "sort": 3,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": _ALL,
+    }
+
+
+_ALL: Final = {"text": "All", "value": ["$__all"], "selected": True}
+
+
+def _warning_annotation() -> dict[str, Any]:
+    """A band for as long as a head is warned about: Grafana joins the samples that stand side by side."""
+    metric = BY_KEY["warning.active"]
+    return {
+        "name": "Warnings",
+        "datasource": DATASOURCE,
+        "enable": True,
+        "iconColor": "orange",
+        "expr": f"max by ({', '.join(metric.labels)}) ({select(metric, ['run'])} == 1)",
+        "step": "15s",
+        "titleFormat": "{{run}}: layer {{layer}} head {{head}} warned",
+        "textFormat": "{{signal}} tripped, cause: {{cause}}",
+        "tagKeys": "severity,cause",
+    }
+
+
+def _switch_annotation() -> dict[str, Any]:
+    """A mark at every switch decision; a counter is born with its first event, which `increase` cannot see."""
+    metric = BY_KEY["switch.outcomes"]
+    counter = select(metric, ["run"])
+    grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
+    return {
+        "name": "Switches",
+        "datasource": DATASOURCE,
+        "enable": True,
+        "iconColor": "blue",
+        "expr": f"sum by ({', '.join(metric.labels)}) ({grown})",
+        "step": "15s",
+        "titleFormat": "{{run}}: switch to {{mode}} {{outcome}}",
+        "textFormat": "The run's page has who, why, before and after.",
+        "tagKeys": "mode,outcome",
+    }

@@ -1,0 +1,46 @@
+"""The page of documentation that lists every metric and every alert of the catalogue."""
+
+from collections.abc import Iterable
+
+from foreshock.contract.catalog import HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, Metric
+from foreshock.dashboards.rules import alerts
+
+_SECTIONS = (
+    (
+        "Per head",
+        "Read from every head of every sample. Prometheus is given the worst heads of each run under a series budget "
+        "(`foreshock_head_*`, labels run, layer, head) and, for every layer, the value of its worst head "
+        "(`foreshock_layer_*`, labels run, layer); the service keeps every head.",
+        HEAD_METRICS,
+    ),
+    ("Per run", "What a run and its agents report.", RUN_METRICS),
+    ("Service", "What the service says about itself.", SERVICE_METRICS),
+)
+
+
+def metrics_page() -> str:
+    """docs/metrics.md as text."""
+    parts = ["# Metrics and alerts\n"]
+    for title, text, metrics in _SECTIONS:
+        parts += [f"\n## {title}\n\n{text}\n\n", *_table(metrics)]
+    parts.append("\n## Alerts\n\nEach has a page under [runbooks](runbooks/).\n\n")
+    parts.append(_row("Alert", "Severity", "Fires when", "For", "What to do"))
+    parts.append(_row(*["---"] * 5))
+    for metric, alert in alerts():
+        expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
+        severity = "the warning's own" if metric and "severity" in metric.labels else alert.severity
+        name = f"[{alert.name}](runbooks/{alert.name}.md)"
+        parts.append(_row(name, severity, f"`{expr}`", alert.for_, alert.action))
+    return "".join(parts)
+
+
+def _table(metrics: Iterable[Metric]) -> Iterable[str]:
+    yield _row("Metric", "Kind", "Labels", "What it is", "Bad")
+    yield _row(*["---"] * 5)
+    for metric in metrics:
+        names = f"`{metric.name}`" if metric.head is None else f"`{metric.name}`, `{metric.layer_name}`"
+        yield _row(names, metric.kind, ", ".join(metric.labels) or "none", metric.help, metric.bad)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

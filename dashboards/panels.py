@@ -1,0 +1,305 @@
+"""Grafana panels from catalogue entries, as the plain data of Grafana's classic dashboard JSON (schema version 42).
+
+A panel's place (`gridPos`) is left to the board. Its id is a hash of its title, so that links to a panel survive the
+coming and going of its neighbours.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from foreshock.contract.catalog import Metric
+from foreshock.contract.slots import MODE_NAMES
+
+Panel = dict[str, Any]
+
+DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+RUN_PAGE: Final = "${service}/#/runs/"
+"""The service's own page, where a switch is confirmed; a board carries no token and can switch nothing itself."""
+
+_UNITS: Final = {
+    "": "short",
+    "ratio": "percentunit",
+    "seconds": "s",
+    "bytes": "bytes",
+    "steps": "short",
+    "timestamp_seconds": "s",  # shown as the time since
+}
+_FILTERS: Final = {"run": 'run=~"$run"', "layer": 'layer=~"$layer"'}
+_LEGENDS: Final = {"layer": "layer {{layer}}", "head": "head {{head}}"}
+
+
+def unit(metric: Metric) -> str:
+    """Grafana's unit of a metric."""
+    return _UNITS[metric.unit]
+
+
+def describe(metric: Metric) -> str:
+    """What a panel says behind its information sign: what it is, and what bad looks like."""
+    return f"{metric.help} Bad: {metric.bad}"
+
+
+def select(metric: Metric, variables: Sequence[str], *, name: str | None = None, labels: Sequence[str] = ()) -> str:
+    """A metric's selector with the filters of the board's variables."""
+    chosen = labels or metric.labels
+    filters = ", ".join(_FILTERS[label] for label in chosen if label in variables and label in _FILTERS)
+    return f"{name or metric.name}{{{filters}}}" if filters else name or metric.name
+
+
+def query(metric: Metric, variables: Sequence[str]) -> str:
+    """What a metric's panel shows: a gauge as it is, a counter by its increase, a point in time by the time since."""
+    selector = select(metric, variables)
+    if metric.kind == "counter":
+        return f"increase({selector}[$__rate_interval])"
+    return f"time() - {selector}" if metric.unit == "timestamp_seconds" else selector
+
+
+def legend(labels: Sequence[str], *, fallback: str) -> str:
+    """A series' name on a panel from its labels; `fallback` where it has none."""
+    return " ".join(_LEGENDS.get(label, f"{{{{{label}}}}}") for label in labels) or fallback
+
+
+def target(expr: str, *, legend_format: str = "", ref: str = "A", table: bool = False) -> dict[str, Any]:
+    """One query of a panel; a table asks for the last value only."""
+    shape = (
+        {"format": "table", "instant": True, "range": False}
+        if table
+        else {"format": "time_series", "instant": False, "range": True}
+    )
+    return {"refId": ref, "datasource": DATASOURCE, "expr": expr, "legendFormat": legend_format, **shape}
+
+
+def page_link(label: str = "run") -> dict[str, Any]:
+    """A data link to the service's page of the run under the pointer."""
+    run = "${run:percentencode}" if label == "run" else "${__value.raw:percentencode}"
+    return {"title": "Open the run's page (evidence, switch)", "url": RUN_PAGE + run, "targetBlank": True}
+
+
+def panel(
+    kind: str,
+    title: str,
+    description: str,
+    targets: Sequence[dict[str, Any]],
+    *,
+    grafana_unit: str,
+    options: Mapping[str, Any],
+    custom: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    overrides: Sequence[dict[str, Any]] = (),
+    transformations: Sequence[dict[str, Any]] = (),
+) -> Panel:
+    """A panel of any kind with the parts that every panel has."""
+    return {
+        "id": 1 + zlib.crc32(title.encode()) % 1_000_000,
+        "type": kind,
+        "title": title,
+        "description": description,
+        "datasource": DATASOURCE,
+        "targets": list(targets),
+        "fieldConfig": {
+            "defaults": {"unit": grafana_unit, "custom": dict(custom or {}), **(defaults or {})},
+            "overrides": list(overrides),
+        },
+        "options": dict(options),
+        "transformations": list(transformations),
+    }
+
+
+_LEGEND: Final = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]}
+_TOOLTIP: Final = {"mode": "multi", "sort": "desc"}
+_LINE: Final = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 0, "showPoints": "auto", "spanNulls": False}
+_BARS: Final = {"drawStyle": "bars", "lineWidth": 1, "fillOpacity": 50, "showPoints": "never"}
+
+
+def time_series(metric: Metric, variables: Sequence[str], *, single_run: bool) -> Panel:
+    """A metric over time; counters as bars."""
+    labels = [label for label in metric.labels if not (single_run and label == "run")]
+    log = metric.key in ("head.score_max", "head.row_max_abs", "head.score_offset_rms")  # they grow by factors
+    return panel(
+        "timeseries",
+        metric.title,
+        describe(metric),
+        [target(query(metric, variables), legend_format=legend(labels, fallback=metric.title))],
+        grafana_unit=unit(metric),
+        options={"legend": _LEGEND, "tooltip": _TOOLTIP},
+        custom={
+            **(_BARS if metric.kind == "counter" else _LINE),
+            **({"scaleDistribution": {"type": "symlog", "log": 10, "linearThreshold": 1}} if log else {}),
+        },
+        defaults={"links": [page_link()]} if "run" in metric.labels and single_run else None,
+    )
+
+
+def stat(
+    metric: Metric, title: str, expr: str, *, red_from: float | None = None, red_below: float | None = None
+) -> Panel:
+    """One number, red from `red_from` on or below `red_below`."""
+    steps: list[dict[str, Any]] = [{"color": "text", "value": None}]
+    if red_from is not None:
+        steps.append({"color": "red", "value": red_from})
+    if red_below is not None:
+        steps = [{"color": "red", "value": None}, {"color": "text", "value": red_below}]
+    return panel(
+        "stat",
+        title,
+        describe(metric),
+        [target(expr, legend_format=title)],
+        grafana_unit=unit(metric),
+        options={
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "value",
+            "graphMode": "area",
+            "textMode": "value",
+        },
+        defaults={"thresholds": {"mode": "absolute", "steps": steps}, "noValue": "none"},
+    )
+
+
+def by_step(metric: Metric, step: str, expr: str) -> Panel:
+    """A metric against the optimizer step, for one run.
+
+    The trend panel refuses steps that do not ascend, as after a rollback; grouping and sorting by step mends that, and
+    of a step that was taken twice shows the later value. It shows no annotations: those are on the time axis.
+    """
+    return panel(
+        "trend",
+        f"{metric.title} by step",
+        f"{describe(metric)} Against the optimizer step; after a rollback the later value of a step is shown.",
+        [
+            target(step, legend_format="step") | {"format": "table"},
+            target(expr, legend_format=metric.title, ref="B") | {"format": "table"},
+        ],
+        grafana_unit=unit(metric),
+        options={"legend": _LEGEND, "tooltip": _TOOLTIP, "xField": "step"},
+        custom=_LINE,
+        overrides=[{"matcher": {"id": "byName", "options": "step"}, "properties": [{"id": "unit", "value": "short"}]}],
+        transformations=[
+            {"id": "merge", "options": {}},
+            {
+                "id": "groupBy",
+                "options": {
+                    "fields": {
+                        "Value #A": {"operation": "groupby", "aggregations": []},
+                        "Value #B": {"operation": "aggregate", "aggregations": ["lastNotNull"]},
+                    }
+                },
+            },
+            {"id": "sortBy", "options": {"sort": [{"field": "Value #A"}]}},
+            {
+                "id": "organize",
+                "options": {"renameByName": {"Value #A": "step", "Value #B (lastNotNull)": metric.title}},
+            },
+        ],
+    )
+
+
+def matrix(metric: Metric, expr: str, *, steps: Sequence[tuple[str, float | None]]) -> Panel:
+    """The last value of every head that Prometheus holds: a row for each layer, a column for each head."""
+    return panel(
+        "table",
+        f"{metric.title}: layer by head",
+        f"{describe(metric)} Rows are layers, columns heads; empty heads are not among the worst that Prometheus is "
+        "given (the service's page shows all).",
+        [target(expr, table=True)],
+        grafana_unit=unit(metric),
+        options={"showHeader": True, "cellHeight": "sm"},
+        custom={"align": "center", "cellOptions": {"type": "color-background", "mode": "basic"}},
+        defaults={
+            "thresholds": {"mode": "absolute", "steps": [{"color": color, "value": value} for color, value in steps]},
+            "links": [page_link()],
+        },
+        overrides=[
+            {
+                "matcher": {"id": "byName", "options": "layer\\head"},
+                "properties": [
+                    {"id": "custom.cellOptions", "value": {"type": "auto"}},
+                    {"id": "unit", "value": "string"},
+                ],
+            }
+        ],
+        transformations=[
+            {
+                "id": "groupingToMatrix",
+                "options": {"rowField": "layer", "columnField": "head", "valueField": "Value", "emptyValue": "null"},
+            }
+        ],
+    )
+
+
+def layers_over_time(metric: Metric, expr: str) -> Panel:
+    """The worst head of every layer over time, as a heat map with a row for each layer."""
+    return panel(
+        "heatmap",
+        f"{metric.title} by layer over time",
+        f"{describe(metric)} Each row is a layer, coloured by its worst head.",
+        [target(expr, legend_format="{{layer}}")],
+        grafana_unit=unit(metric),
+        options={
+            "calculate": False,
+            "rowsFrame": {"layout": "auto", "value": metric.title},
+            # A perceptually even scale that colour-blind people can read.
+            "color": {"mode": "scheme", "scheme": "Viridis", "steps": 64, "exponent": 0.5, "fill": "dark-orange"},
+            "cellGap": 0,
+            "yAxis": {"axisLabel": "layer", "axisPlacement": "left", "reverse": True},
+            "cellValues": {"unit": unit(metric)},
+            "legend": {"show": True},
+            "tooltip": {"mode": "single", "yHistogram": False, "showColorScale": True},
+            "showValue": "never",
+        },
+    )
+
+
+def modes_over_time(metric: Metric, expr: str) -> Panel:
+    """Which mode each head is in, over time."""
+    names = {str(int(mode)): {"text": name, "index": index} for index, (name, mode) in enumerate(MODE_NAMES.items())}
+    return panel(
+        "state-timeline",
+        "Modes over time",
+        describe(metric),
+        [target(expr, legend_format="layer {{layer}} head {{head}}")],
+        grafana_unit="short",
+        options={"showValue": "auto", "mergeValues": True, "rowHeight": 0.9, "legend": _LEGEND, "tooltip": _TOOLTIP},
+        custom={"lineWidth": 0, "fillOpacity": 70},
+        defaults={"mappings": [{"type": "value", "options": names}], "links": [page_link()]},
+    )
+
+
+def table(
+    title: str,
+    description: str,
+    columns: Sequence[tuple[str, str, str]],
+    *,
+    transformations: Sequence[dict[str, Any]] = (),
+    hide: Sequence[str] = (),
+) -> Panel:
+    """Rows that share labels, one column for each (name, expression, Grafana unit)."""
+    refs = [chr(ord("A") + index) for index in range(len(columns))]
+    overrides: list[dict[str, Any]] = [
+        {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": grafana_unit}]}
+        for name, _, grafana_unit in columns
+    ]
+    overrides.append(
+        {
+            "matcher": {"id": "byName", "options": "run"},
+            "properties": [{"id": "links", "value": [page_link("value")]}, {"id": "unit", "value": "string"}],
+        }
+    )
+    single = len(columns) == 1
+    rename = {"Value" if single else f"Value #{ref}": name for ref, (name, _, _) in zip(refs, columns, strict=True)}
+    return panel(
+        "table",
+        title,
+        description,
+        [target(expr, ref=ref, table=True) for ref, (_, expr, _) in zip(refs, columns, strict=True)],
+        grafana_unit="short",
+        options={"showHeader": True, "cellHeight": "sm"},
+        overrides=overrides,
+        transformations=[
+            *([] if single else [{"id": "merge", "options": {}}]),
+            {
+                "id": "organize",
+                "options": {"excludeByName": dict.fromkeys(("Time", *hide), True), "renameByName": rename},
+            },
+            *transformations,
+        ],
+    )
