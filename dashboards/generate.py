@@ -21,7 +21,7 @@ METRICS_PAGE: Final = Path("docs/metrics.md")
 _NOTE: Final = "Generated from contract/catalog.py by `foreshock dashboards generate`; change that, not this."
 
 # Addresses and paths inside docker-compose.yml.
-_SERVICE: Final = "foreshock:8050"
+_SERVICE: Final = "foreshock:8765"
 _SECRETS: Final = Path("/run/secrets")
 
 

@@ -14,7 +14,7 @@ from foreshock.contract.slots import MODE_NAMES
 Panel = dict[str, Any]
 
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-RUN_PAGE: Final = "${service}/#/runs/"
+RUN_PAGE: Final = "${service}/?runs="
 """The service's own page, where a switch is confirmed; a board carries no token and can switch nothing itself."""
 
 _UNITS: Final = {

@@ -23,7 +23,7 @@ class Links:
     """Where people find things; the defaults are the addresses of docker-compose.yml."""
 
     grafana: str = "http://127.0.0.1:3000"
-    service: str = "http://127.0.0.1:8050"
+    service: str = "http://127.0.0.1:8765"
     runbooks: str = "docs/runbooks"
     """Address of the folder with the runbook pages; by default their place in the source tree."""
 
@@ -68,7 +68,7 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         else f"{links.grafana}/d/foreshock-service",
     }
     if of_run:
-        annotations["page_url"] = f"{links.service}/runs/{run}"
+        annotations["page_url"] = f"{links.service}/?runs={run}"
     return Rule(
         alert=alert,
         expr=expr,

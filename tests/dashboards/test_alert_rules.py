@@ -1,0 +1,321 @@
+"""Every alert fires when it should, resolves, and stays silent when it should, as promtool evaluates it."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foreshock.contract.catalog import METRICS
+from foreshock.dashboards.provisioning import to_yaml
+from foreshock.dashboards.rules import Links, alerts, prometheus_rules
+
+Labels = dict[str, str]
+RUN: Labels = {"run": "a"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series sampled every minute, and the labels of what fires at some of those minutes."""
+
+    alert: str
+    story: str
+    series: dict[str, str]
+    firing: dict[int, list[Labels]]
+
+
+HEAD = {"run": "a", "layer": "0", "head": "2"}
+WARNED = HEAD | {"cause": "rounding", "signal": "score_offset"}
+
+
+def warned(severity: str) -> str:
+    """The series of one raised warning."""
+    return (
+        'foreshock_warning_active{run="a",layer="0",head="2",cause="rounding",signal="score_offset",'
+        f'severity="{severity}"}}'
+    )
+
+
+def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
+    """The three lives of a counter that should not grow."""
+    return [
+        Case(
+            alert,
+            "fires when the counter grows, resolves ten minutes later",
+            {series: "0x3 4x30"},
+            {3: [], 5: [labels], 30: []},
+        ),
+        Case(alert, "fires when the counter is born above zero", {series: "_x4 4x30"}, {3: [], 5: [labels], 30: []}),
+        Case(alert, "is silent while the counter stands still", {series: "7x40"}, {30: [], 40: []}),
+        Case(
+            alert, "is silent when the service restarts and counts from zero", {series: "7x20 0x20"}, {19: [], 22: []}
+        ),
+    ]
+
+
+CASES = [
+    Case(
+        "ForeshockNonFiniteRows",
+        "fires while a layer has non-finite rows",
+        {'foreshock_layer_nonfinite_rows{run="a",layer="3"}': "0 0 12 12 0 0"},
+        {1: [], 2: [RUN | {"layer": "3"}], 4: []},
+    ),
+    Case(
+        "ForeshockNonFiniteRows",
+        "is silent on zero rows and on a layer that has no sample",
+        {
+            'foreshock_layer_nonfinite_rows{run="a",layer="3"}': "0x5",
+            'foreshock_layer_nonfinite_rows{run="a",layer="4"}': "NaN NaN NaN NaN NaN NaN",
+        },
+        {5: []},
+    ),
+    Case(
+        "ForeshockRunStalled",
+        "fires when an active run has sent nothing for six minutes, resolves with the next sample",
+        {
+            'foreshock_run_last_sample_timestamp_seconds{run="a"}': "0+60x5 300x10 960+60x5",
+            'foreshock_run_active{run="a"}': "1x30",
+        },
+        {5: [], 10: [], 13: [RUN], 17: []},
+    ),
+    Case(
+        "ForeshockRunStalled",
+        "is silent when the run has finished, and about runs that still send",
+        {
+            'foreshock_run_last_sample_timestamp_seconds{run="a"}': "0x30",
+            'foreshock_run_active{run="a"}': "0x30",
+            'foreshock_run_last_sample_timestamp_seconds{run="b"}': "0+60x30",
+            'foreshock_run_active{run="b"}': "1x30",
+        },
+        {30: []},
+    ),
+    *(
+        Case(
+            "ForeshockLossNotFinite",
+            f"fires on a loss of {value} and resolves when it is finite again",
+            {'foreshock_run_loss{run="a"}': f"2.5x3 {value} {value} 2.4x5"},
+            {3: [], 4: [RUN], 7: []},
+        )
+        for value in ("NaN", "Inf", "-Inf")
+    ),
+    Case(
+        "ForeshockLossNotFinite",
+        "is silent on a large, a zero and a negative loss, and on a run that ends",
+        {
+            'foreshock_run_loss{run="a"}': "1e38 0 -3 stale",
+            'foreshock_run_loss{run="b"}': "2 stale",
+        },
+        {0: [], 1: [], 2: [], 4: []},
+    ),
+    *counter_cases("ForeshockNonFiniteSteps", 'foreshock_run_nonfinite_steps_total{run="a"}', RUN),
+    *counter_cases(
+        "ForeshockAgentDropping",
+        'foreshock_agent_dropped_total{run="a",reason="spool_full"}',
+        RUN | {"reason": "spool_full"},
+    ),
+    *counter_cases(
+        "ForeshockAgentFault",
+        'foreshock_agent_faults_total{run="a",component="collector"}',
+        RUN | {"component": "collector"},
+    ),
+    *counter_cases(
+        "ForeshockBatchesRefused", 'foreshock_service_batches_total{result="refused"}', {"result": "refused"}
+    ),
+    Case(
+        "ForeshockBatchesRefused",
+        "is silent about stored and repeated batches",
+        {
+            'foreshock_service_batches_total{result="stored"}': "0+60x30",
+            'foreshock_service_batches_total{result="duplicate"}': "0+5x30",
+        },
+        {30: []},
+    ),
+    Case(
+        "ForeshockHeadFailing",
+        "fires at once with the warning's own severity, for each head alone, and resolves when it is cleared",
+        {warned("warning"): "0 1x5 0x5", warned("critical").replace('head="2"', 'head="3"'): "0 0 1x9"},
+        {
+            0: [],
+            1: [WARNED | {"severity": "warning"}],
+            4: [WARNED | {"severity": "warning"}, WARNED | {"severity": "critical", "head": "3"}],
+            8: [WARNED | {"severity": "critical", "head": "3"}],
+        },
+    ),
+    Case(
+        "ForeshockHeadFailing",
+        "resolves when the warning's series disappears with its run",
+        {warned("warning"): "1x3 stale"},
+        {3: [WARNED | {"severity": "warning"}], 4: []},
+    ),
+    Case("ForeshockHeadFailing", "does not wake people for a hint", {warned("info"): "1x10"}, {10: []}),
+    Case(
+        "ForeshockCommandUnanswered",
+        "fires when a command waits for five minutes on an active run, resolves when it is answered",
+        {'foreshock_service_commands_pending{run="a"}': "0 1x8 0x5", 'foreshock_run_active{run="a"}': "1x20"},
+        {4: [], 7: [RUN], 10: []},
+    ),
+    Case(
+        "ForeshockCommandUnanswered",
+        "is silent when answers come soon, and on a run that has finished",
+        {
+            'foreshock_service_commands_pending{run="a"}': "0 1 0 1 0 1 0 1 0x5",
+            'foreshock_run_active{run="a"}': "1x20",
+            'foreshock_service_commands_pending{run="b"}': "1x20",
+            'foreshock_run_active{run="b"}': "0x20",
+        },
+        {7: [], 12: [], 20: []},
+    ),
+    Case(
+        "ForeshockAlertPathBroken",
+        "fires when the watchdog stops arriving, resolves when it is back",
+        {"foreshock_service_watchdog_timestamp_seconds": "60+60x5 360x10 1000+60x5"},
+        {5: [], 14: [{}], 18: []},
+    ),
+    Case(
+        "ForeshockAlertPathBroken",
+        "is silent while watchdogs arrive, and where no Alertmanager was ever set up",
+        {
+            'foreshock_service_watchdog_timestamp_seconds{job="one"}': "60+60x30",
+            'foreshock_service_watchdog_timestamp_seconds{job="two"}': "0x30",
+        },
+        {30: []},
+    ),
+    Case(
+        "ForeshockSeriesDropped",
+        "fires when series have been left out for ten minutes, resolves when they fit",
+        {"foreshock_service_series_dropped": "0 500x15 0x5"},
+        {5: [], 12: [{}], 18: []},
+    ),
+    Case(
+        "ForeshockSeriesDropped",
+        "is silent on a short excess",
+        {"foreshock_service_series_dropped": "0 9x5 0x9"},
+        {9: []},
+    ),
+    Case("ForeshockWatchdog", "fires always", {"unrelated": "1x5"}, {0: [{}], 5: [{}]}),
+    Case(
+        "ForeshockServiceDown",
+        "fires when a scrape has failed for two minutes, resolves with the next good one",
+        {'up{job="foreshock",instance="i"}': "1 1 0x5 1x5"},
+        {1: [], 3: [], 5: [{"job": "foreshock", "instance": "i"}], 8: []},
+    ),
+    Case(
+        "ForeshockServiceDown",
+        "fires when nothing scrapes the service at all",
+        {'up{job="other"}': "1x9"},
+        {1: [], 5: [{"job": "foreshock"}]},
+    ),
+    Case("ForeshockServiceDown", "is silent while scrapes succeed", {'up{job="foreshock"}': "1x9"}, {9: []}),
+]
+
+
+def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Run promtool's unit tests against the rules of the catalogue."""
+    (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links())))
+    (folder / "test.yml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}, sort_keys=False)
+    )
+    return subprocess.run(["promtool", "test", "rules", str(folder / "test.yml")], capture_output=True, text=True)
+
+
+def firing_series(alert: str, labels: Labels) -> str:
+    """How Prometheus itself records an alert that fires."""
+    pairs = {"alertname": alert, "alertstate": "firing", "severity": severity_of(alert)} | labels
+    return "ALERTS{" + ",".join(f'{name}="{value}"' for name, value in pairs.items() if value) + "}"
+
+
+def severity_of(alert: str) -> str:
+    """The severity label that the rule adds; nothing where the series brings its own."""
+    own = {a.name for m in METRICS for a in m.alerts if "severity" in m.labels}
+    return "" if alert in own else next(a.severity for _, a in alerts() if a.name == alert)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.alert} {case.story}")
+def test_an_alert_fires_only_when_it_should(case: Case, tmp_path: Path) -> None:
+    result = promtool(
+        tmp_path,
+        [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
+                        "eval_time": f"{minute}m",
+                        "exp_samples": [
+                            {"labels": firing_series(case.alert, labels), "value": 1} for labels in expected
+                        ],
+                    }
+                    for minute, expected in case.firing.items()
+                ],
+            }
+        ],
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_alert_has_a_case_that_fires_one_that_resolves_and_one_that_is_silent() -> None:
+    for _, alert in alerts():
+        cases = [case for case in CASES if case.alert == alert.name]
+        fires = [case for case in cases if any(case.firing.values())]
+        assert fires, f"{alert.name}: no case fires"
+        if alert.name == "ForeshockWatchdog":
+            continue  # never resolves and is never silent: that is its use
+        assert any(not list(case.firing.values())[-1] for case in fires), f"{alert.name}: no case resolves"
+        assert any(not any(case.firing.values()) for case in cases), f"{alert.name}: no case is silent throughout"
+
+
+@pytest.mark.servers
+def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> None:
+    series = {
+        warned("critical"): "1x5",
+        'foreshock_warning_forecast_steps{run="a",layer="0",head="2"}': "1800x5",
+        'foreshock_head_score_offset{run="a",layer="0",head="2"}': "7.25x5",
+        'foreshock_head_score_max{run="a",layer="0",head="2"}': "62x5",
+    }
+    expected = {
+        "summary": "Run a: layer 0 head 2 is on its way to a loss explosion (rounding)",
+        "description": "The signal score_offset tripped. Score offset 7.25, largest score 62. "
+        "Largest |score| reaches 512 in about 1.8k steps.",
+        "action": "Switch the head to exact_delta, or let policy auto do it, and watch its offset stop growing.",
+        "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
+        "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
+        "page_url": "http://127.0.0.1:8765/?runs=a",
+    }
+    result = promtool(tmp_path, [annotation_test(series, expected)])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.servers
+def test_the_warning_reads_well_when_nothing_but_the_warning_is_known(tmp_path: Path) -> None:
+    result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
+    assert "Score offset on the page, largest score on the page" in result.stdout + result.stderr
+    assert "in about an unknown number of steps." in result.stdout + result.stderr
+
+
+def annotation_test(series: dict[str, str], annotations: dict[str, str]) -> dict[str, Any]:
+    """A promtool case that compares every label and annotation of the warning of layer 0, head 2."""
+    labels = WARNED | {"severity": "critical"}
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {
+                "alertname": "ForeshockHeadFailing",
+                "eval_time": "2m",
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": annotations}],
+            }
+        ],
+    }
+
+
+@pytest.mark.servers
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yml"
+    rules.write_text(to_yaml(prometheus_rules(Links())))
+    result = subprocess.run(["promtool", "check", "rules", "--lint-fatal", str(rules)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{len(list(alerts()))} rules found" in result.stdout
