@@ -5,6 +5,10 @@ forward nor a pass without backward counts anything (house decision 1).
 """
 
 import math
+import os
+import warnings
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +28,23 @@ from foreshock.kernels.flash_attention.spec import (
 )
 
 
+@cache
+def _triton() -> Any:
+    """The Triton kernels, or None where there are none or FORESHOCK_KERNELS=reference asks for none."""
+    if os.environ.get("FORESHOCK_KERNELS") == "reference":
+        return None
+    try:
+        from foreshock.kernels.flash_attention import backward, forward
+    except ImportError as error:
+        warnings.warn(f"foreshock's Triton kernels are not available ({error}); attention is slow here", stacklevel=2)
+        return None
+    return SimpleNamespace(attention_forward=forward.attention_forward, attention_backward=backward.attention_backward)
+
+
 def _implementation(query: Tensor, spec: AttentionSpec) -> Any:
-    """Who computes: an object with forward and backward, called as those of `reference` are."""
-    return reference
+    """Who computes: something with attention_forward and attention_backward, called as those of `reference` are."""
+    kernels = _triton() if query.is_cuda and spec.numerics == "kernel" else None
+    return reference if kernels is None else kernels
 
 
 @torch.library.custom_op("foreshock::attention_forward", mutates_args=())

@@ -1,8 +1,27 @@
-"""Attention in plain PyTorch: the truth, and the path where there is no GPU (being written)."""
+"""Attention in plain PyTorch: the truth that every kernel is tested against, and the path where there is no kernel.
 
+Scores are materialised, so memory grows with Sq * Sk. Matrix products run in fp32 on values rounded as the numerics
+say (a bf16 product on a CPU rounds differently from a tensor core's). README.md derives what is computed here.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.contract.slots import Mode
+from foreshock.kernels.flash_attention.dropout import kept
+from foreshock.kernels.flash_attention.shift import row_shift
+from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype
+from foreshock.kernels.flash_attention.statistics import (
+    Rows,
+    accumulate,
+    bf16_tie_threshold,
+    one_tie_threshold,
+    several_at_least,
+)
+from foreshock.kernels.flash_attention.visibility import hidden_pairs, hidden_pairs_packed
 
 
 def attention_forward(
@@ -17,8 +36,48 @@ def attention_forward(
     dropout_seed: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns out, out_residual, lse, row_max."""
-    raise NotImplementedError
+    """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them."""
+    operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
+    if query.numel() == 0 or key.numel() == 0:
+        row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
+        return query.new_zeros(query.shape), query.new_zeros(query.shape, dtype=residual), row_max, row_max.clone()
+    scores = _scores(query, key, spec, cu_seqlens_q, cu_seqlens_k).scores
+    row_max = scores.amax(-1, keepdim=True)
+    shift = row_shift(scores, row_max, modes, operand)
+    subtracted = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key has weights 0, not NaN
+    if shift is not None:
+        subtracted = subtracted + shift.amount
+    weights = scores.sub_(subtracted).exp_()
+    row_sum = weights.sum(-1, keepdim=True)
+
+    values = _grouped(value, key.shape[1], weights.dtype)
+    keep = None if dropout_seed is None else kept(dropout_seed, weights.shape, spec.dropout_p)
+
+    def output(weights: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
+        dropped = weights if keep is None else weights * keep
+        product = _product(dropped.view(len(values), -1, key.shape[2]), values).view(query.shape)
+        divisor = row_sum.masked_fill(row_sum == 0, 1.0) * (1 - spec.dropout_p)
+        return _round(product, unnormalised_dtype) / divisor
+
+    wide = weights.dtype
+    if spec.numerics in ("float64", "float32"):
+        exact = output(weights, row_sum, wide)
+        out = exact.to(query.dtype)
+    elif spec.numerics == "kernel":
+        rounded, divisor = _round(weights, operand), row_sum
+        if shift is not None:
+            # A shifted row's largest weight is not 1: its rounding cancels only against a sum of the rounded weights.
+            divisor = torch.where(shift.stable, rounded.sum(-1, keepdim=True), row_sum)
+        exact = output(rounded, divisor, wide)
+        out = exact.to(operand)
+    else:
+        exact = output(weights, row_sum, wide)
+        rounded = _round(weights, operand)
+        row_sum = _round(rounded.sum(-1, keepdim=True), operand)
+        out = output(rounded, row_sum, operand).to(operand)
+    lse = subtracted + row_sum.log()
+    out_residual = (exact - _round(out.to(wide), operand)).to(residual)
+    return out.to(query.dtype), out_residual, lse.squeeze(-1), row_max.squeeze(-1)
 
 
 def attention_backward(
@@ -39,5 +98,149 @@ def attention_backward(
     dropout_seed: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key, value; counts into state."""
-    raise NotImplementedError
+    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
+    if query.numel() == 0 or key.numel() == 0:
+        if state is not None:
+            nothing, never = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)
+            keys = torch.zeros((), device=lse.device)
+            accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
+        return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    gradient = score_gradient(
+        grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
+        dropout_seed, spec,
+    )  # fmt: skip
+    weights, score_grad = gradient
+    if spec.numerics in ("kernel", "paper"):
+        operand = operand_dtype(query.dtype)
+        weights, score_grad = _round(weights, operand), _round(score_grad, operand)
+    kv_heads, wide = key.shape[1], lse.dtype
+    queries, keys, grads = (_grouped(x, kv_heads, wide) for x in (query, key, grad_out))
+    weights, score_grad = (x.view(len(keys), -1, key.shape[2]) for x in (weights, score_grad))
+    grad_query = _product(score_grad, keys, spec.scale)
+    grad_key = _product(score_grad.mT, queries, spec.scale)
+    grad_value = _product(weights.mT, grads, 1 / (1 - spec.dropout_p))
+    return (
+        grad_query.view(query.shape).to(query.dtype),
+        grad_key.view(key.shape).to(key.dtype),
+        grad_value.view(value.shape).to(value.dtype),
+    )
+
+
+class ScoreGradient(NamedTuple):
+    """Both [B, H, Sq, Sk], before any rounding to the operand dtype."""
+
+    weights: Tensor
+    """P recomputed from the log-sum-exp, dropped entries 0 (not yet divided by 1 - dropout_p)."""
+    score_grad: Tensor
+    """dS = P * (dP - delta), not yet scaled."""
+
+
+def score_gradient(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    out_residual: Tensor,
+    lse: Tensor,
+    row_max: Tensor,
+    state: Tensor | None,
+    modes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    dropout_seed: Tensor | None,
+    spec: AttentionSpec,
+) -> ScoreGradient:
+    """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
+    operand, kv_heads, wide = operand_dtype(query.dtype), key.shape[1], lse.dtype
+    grad = grad_out.to(wide)
+    delta_bias = -(grad * out_residual.to(wide)).sum(-1)
+    delta_lp = (grad * _round(out.to(wide), operand)).sum(-1)
+    delta_hp = delta_lp - delta_bias
+
+    scores, cap_slope, visible_keys = _scores(query, key, spec, cu_seqlens_q, cu_seqlens_k)
+    if state is not None:
+        maximum, scratch = row_max.unsqueeze(-1), torch.empty_like(scores)
+        tied_bf16 = several_at_least(scores, bf16_tie_threshold(maximum), scratch)
+        tied_one = several_at_least(scores, one_tie_threshold(maximum, operand), scratch)
+        shift = row_shift(scores, maximum, modes, operand)
+        shifted = torch.zeros_like(tied_one) if shift is None else shift.amount > 0
+        tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
+        accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
+
+    weights = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+    if spec.numerics in ("float64", "float32"):
+        delta = delta_hp
+    elif modes is None:
+        delta = delta_lp
+    else:
+        delta = torch.where((modes & Mode.EXACT_DELTA).bool().view(-1, 1), delta_hp, delta_lp)
+    grads, values = _grouped(grad, kv_heads, wide), _grouped(value, kv_heads, wide)
+    if dropout_seed is None:
+        score_grad = torch.baddbmm(-delta.view(*grads.shape[:2], 1), grads, values.mT).view(weights.shape)
+        score_grad.mul_(weights)
+        dropped = weights
+    else:
+        keep = kept(dropout_seed, weights.shape, spec.dropout_p)
+        weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p)).view(weights.shape)
+        score_grad = weights * (weight_grad * keep - delta.unsqueeze(-1))
+        dropped = weights * keep
+    if cap_slope is not None:
+        score_grad.mul_(cap_slope)
+    return ScoreGradient(dropped, score_grad)
+
+
+def row_sum_defect(score_grad: Tensor, operand: torch.dtype) -> tuple[float, float]:
+    """Root mean square of the row sums of dS, which are 0 in exact arithmetic: (as it is, rounded to `operand`)."""
+    before, after = (
+        x.to(torch.float64).sum(-1).square().mean().sqrt().item() for x in (score_grad, _round(score_grad, operand))
+    )
+    return before, after
+
+
+class _Scores(NamedTuple):
+    scores: Tensor
+    """What enters the softmax, [B, H, Sq, Sk]; -inf where a query does not see a key."""
+    cap_slope: Tensor | None
+    """Derivative of the soft cap at every score, [B, H, Sq, Sk]."""
+    visible_keys: Tensor
+    """Keys that each query sees, [Sq] or []."""
+
+
+def _scores(
+    query: Tensor, key: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> _Scores:
+    (batch, heads, rows, _), keys = query.shape, key.shape[2]
+    wide = compute_dtype(spec.numerics)
+    queries = _grouped(query, key.shape[1], wide)
+    scores = _product(queries, _grouped(key, key.shape[1], wide).mT, spec.scale).view(batch, heads, rows, keys)
+    cap_slope = None
+    if spec.softcap > 0:
+        squashed = scores.div_(spec.softcap).tanh_()
+        cap_slope = 1 - squashed.square()
+        scores = squashed * spec.softcap
+    if spec.numerics == "paper":
+        scores = _round(scores, operand_dtype(query.dtype))
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        hidden, visible_keys = hidden_pairs_packed(spec, rows, keys, cu_seqlens_q, cu_seqlens_k)
+        scores.masked_fill_(hidden, -math.inf)
+    else:
+        some_hidden, visible_keys = hidden_pairs(spec, rows, keys, query.device)
+        if some_hidden is not None:
+            scores.masked_fill_(some_hidden, -math.inf)
+    return _Scores(scores, cap_slope, visible_keys)
+
+
+def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, H, S, D] as contiguous [B * Hkv, H / Hkv * S, D]: query heads that share a key head become rows of it."""
+    return x.contiguous().to(dtype).view(x.shape[0] * kv_heads, -1, x.shape[3])
+
+
+def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * left @ right, batched, in one pass."""
+    return torch.baddbmm(left.new_zeros(1, 1, 1), left, right, beta=0, alpha=scale)
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to `dtype`, kept in its own."""
+    return x if x.dtype == dtype else x.to(dtype).to(x.dtype)

@@ -19,8 +19,8 @@ Numerics = Literal["float64", "float32", "kernel", "paper"]
 """
 
 CausalAlignment = Literal["none", "top_left", "bottom_right"]
-"""Where the causal diagonal starts when lengths differ: query i sees keys up to i (top_left, as PyTorch's SDPA) or up to
-i + Sk - Sq (bottom_right, as FlashAttention)."""
+"""Where the causal diagonal starts when lengths differ: query i sees keys up to i (top_left, as PyTorch's SDPA) or up
+to i + Sk - Sq (bottom_right, as FlashAttention)."""
 
 NUMERICS: Final[tuple[str, ...]] = get_args(Numerics)
 CAUSAL_ALIGNMENTS: Final[tuple[str, ...]] = get_args(CausalAlignment)

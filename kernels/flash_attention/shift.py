@@ -1,0 +1,72 @@
+"""The stabilised softmax: by how much a row with tied maxima is shifted, so that no weight of it is exactly 1.
+
+Softmax does not change when a row's scores are all shifted; its rounding does (paper, section 4). README.md says why
+the default rule is not the paper's.
+"""
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import Mode
+from foreshock.kernels.flash_attention.statistics import one_tie_threshold, paper_tie_threshold, several_at_least
+
+PAPER_BETA: Final = 2.0
+"""The paper's beta: the maximum m > 0 of a tied row is replaced by beta * m."""
+
+PAPER_SHIFT_CAP: Final = {torch.bfloat16: 60.0, torch.float16: 0.5}
+"""Largest shift under the paper's rule, by operand dtype. Uncapped, exp(-(beta - 1) * m) is 0 in fp32 once m passes 87,
+and fp16 has no normal numbers left at m = 10: there the shift stays inside one binade."""
+
+
+class Shift(NamedTuple):
+    """The shift of every row, both [B, H, Sq, 1]."""
+
+    amount: Tensor
+    """What is added to the row maximum before it is subtracted: 0 for a row left alone, else positive."""
+    stable: Tensor
+    """Rows that the default rule shifted; their row sum for O is taken from rounded weights."""
+
+
+def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dtype: torch.dtype) -> Shift | None:
+    """The shift that each head's mode asks of scores [B, H, Sq, Sk]; None when it is known that no head asks.
+
+    Only on a CPU are the modes looked at: on a device that would be a host synchronisation, so every rule is evaluated.
+    """
+    if modes is None:
+        return None
+    stable_heads, paper_heads = ((modes & flag).bool() for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
+    on_cpu = modes.device.type == "cpu"
+    want_stable, want_paper = (not on_cpu or bool(heads.any()) for heads in (stable_heads, paper_heads))
+    if not (want_stable or want_paper):
+        return None
+    amount = torch.zeros_like(row_max)
+    stable = torch.zeros_like(row_max, dtype=torch.bool)
+    scratch = torch.empty_like(scores)
+    if want_paper:
+        tied = several_at_least(scores, paper_tie_threshold(row_max), scratch)
+        amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
+    if want_stable:
+        tied = several_at_least(scores, one_tie_threshold(row_max, operand_dtype), scratch)
+        stable = tied & stable_heads.view(-1, 1, 1)
+        amount = torch.where(stable, stable_shift(row_max), amount)
+    return Shift(amount, stable)
+
+
+def stable_shift(row_max: Tensor) -> Tensor:
+    """ln 2 times a number in [1/4, 3/4) hashed from the bits of the row maximum, in row_max's dtype.
+
+    Less than a binade, so nothing underflows; never a power of two, which would leave P V as it was; not one constant,
+    which would round every tied row's weights the same way (paper, appendix C); as large at row_max = 0 as elsewhere.
+    """
+    bits = row_max.to(torch.float32).view(torch.int32).to(torch.int64)
+    fraction = (((bits * 0x9E3779B1) & 0xFFFFFFFF) >> 8).to(row_max.dtype) * 2.0**-24
+    return math.log(2) * (0.25 + 0.5 * fraction)
+
+
+def paper_shift(row_max: Tensor, operand_dtype: torch.dtype) -> Tensor:
+    """The paper's shift (algorithm 3), capped: m becomes beta * m when m > 0, and 0 when m < 0; at m = 0 none."""
+    amount = torch.where(row_max > 0, (PAPER_BETA - 1) * row_max, -row_max)
+    return amount.clamp(max=PAPER_SHIFT_CAP[operand_dtype])
