@@ -11,6 +11,9 @@ export interface Line {
   steps: readonly number[];
   /** null where nothing was recorded: a gap, never a zero. */
   values: readonly (number | null)[];
+  /** Extremes of the steps that a point stands for. */
+  low: readonly (number | null)[];
+  high: readonly (number | null)[];
 }
 
 export interface Marker {
@@ -29,6 +32,8 @@ interface Props {
   lines: readonly Line[];
   markers: readonly Marker[];
   logarithmic: boolean;
+  onLogarithmic: () => void;
+  loading: boolean;
   range: Range;
   onRange: (range: Range) => void;
   ink: Ink;
@@ -37,7 +42,7 @@ interface Props {
 
 const HEIGHT = 196;
 
-export function Chart({ title, help, lines, markers, logarithmic, range, onRange, ink, format = number }: Props) {
+export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic, loading, range, onRange, ink, format = number }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const legend = useRef<HTMLUListElement>(null);
   const caption = useRef<HTMLSpanElement>(null);
@@ -83,6 +88,9 @@ export function Chart({ title, help, lines, markers, logarithmic, range, onRange
       <figcaption>
         <h3 title={help}>{title}</h3>
         <span class="at" ref={caption} />
+        <button class="quiet" aria-pressed={logarithmic} title="logarithmic axis" onClick={onLogarithmic}>
+          log
+        </button>
       </figcaption>
       {recorded ? (
         <div
@@ -94,7 +102,7 @@ export function Chart({ title, help, lines, markers, logarithmic, range, onRange
           onKeyDown={(event) => plot.current && key(event, plot.current, onRange)}
         />
       ) : (
-        <p class="empty plot">{NOT_RECORDED}</p>
+        <p class="empty plot">{loading ? "loading" : NOT_RECORDED}</p>
       )}
       <ul class="legend" ref={legend}>
         {lines.map((line) => (
@@ -113,7 +121,12 @@ export function Chart({ title, help, lines, markers, logarithmic, range, onRange
 function align(lines: readonly Line[], logarithmic: boolean): uPlot.AlignedData {
   const usable = (value: number | null) =>
     value === null || !Number.isFinite(value) || (logarithmic && value <= 0) ? null : value;
-  const tables = lines.map((line): uPlot.AlignedData => [[...line.steps], line.values.map(usable)]);
+  const tables = lines.map(({ steps, low, high, values }): uPlot.AlignedData => [
+    [...steps],
+    low.map(usable),
+    high.map(usable),
+    values.map(usable),
+  ]);
   return tables.length ? uPlot.join(tables) : [[]];
 }
 
@@ -144,13 +157,18 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
     ],
     series: [
       {},
-      ...lines.map((line) => ({ label: line.name, stroke: line.colour, width: 1.75, points: { show: false } })),
+      ...lines.flatMap(({ name, colour }) => [
+        { points: { show: false } },
+        { points: { show: false } },
+        { label: name, stroke: colour, width: 1.75, points: { show: false } },
+      ]),
     ],
+    bands: lines.map(({ colour }, i) => ({ series: [3 * i + 2, 3 * i + 1], fill: `${colour}2e` })),
     cursor: {
       sync: { key: "steps" },
       y: false,
       drag: { x: true, y: false, setScale: false },
-      points: { size: 7, fill: ink.surface, width: 2 },
+      points: { size: (_u, i) => (i % 3 === 0 ? 7 : 0), fill: ink.surface, width: 2 },
     },
     hooks: {
       setCursor: [onCursor],

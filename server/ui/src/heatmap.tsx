@@ -3,24 +3,19 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Ink, ramp } from "./colour";
 import { number, steps as stepText } from "./format";
+import type { Frames } from "./frames";
 
 export interface Head {
   layer: number;
   head: number;
 }
 
-/** Values of one metric, `values[frame * rows * columns + row * columns + column]`; NaN where nothing was recorded. */
-export interface Frames {
-  layers: readonly number[];
-  heads: readonly number[];
-  steps: readonly number[];
-  values: Float32Array;
-  signed: boolean;
-}
-
 interface Props {
   title: string;
   frames: Frames;
+  /** Grows with every frame that is loaded. */
+  version: number;
+  signed: boolean;
   chosen: Head | null;
   warned: readonly Head[];
   switched: readonly Head[];
@@ -32,15 +27,16 @@ interface Props {
 const LEFT = 34;
 const BOTTOM = 24;
 
-export function HeatMap({ title, frames, chosen, warned, switched, ink, format = number, onChoose }: Props) {
+export function HeatMap({ title, frames, version, signed, chosen, warned, switched, ink, format = number, onChoose }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [scrubbed, setScrubbed] = useState<number | null>(null); // null follows the newest step
   const [hovered, setHovered] = useState<Head | null>(null);
   const [width, setWidth] = useState(600);
   const last = frames.steps.length - 1;
   const at = scrubbed === null ? last : nearest(frames.steps, scrubbed);
-  const colours = useMemo(() => ramp(frames.signed, ink), [frames.signed, ink]);
-  const scale = useMemo(() => scaleOf(frames), [frames]);
+  const frame = frames.at(frames.steps[at] ?? 0);
+  const colours = useMemo(() => ramp(signed, ink), [signed, ink]);
+  const scale = useMemo(() => scaleOf(frames, signed), [frames, version, signed]);
   const rows = frames.layers.length;
   const columns = frames.heads.length;
   const cell = Math.max(2, Math.min(44, (width - LEFT) / Math.max(1, columns)));
@@ -55,11 +51,11 @@ export function HeatMap({ title, frames, chosen, warned, switched, ink, format =
   }, []);
 
   useEffect(() => {
-    draw(canvas.current!, frames, at, { cell, cellHeight, colours, scale, ink, chosen, warned, switched });
+    draw(canvas.current!, frames, frame?.values ?? null, { cell, cellHeight, colours, scale, ink, chosen, warned, switched });
   });
 
   const shown = hovered ?? chosen;
-  const value = shown ? valueOf(frames, at, shown) : null;
+  const value = shown ? valueOf(frames, frame?.values ?? null, shown) : null;
   const find = (event: MouseEvent): Head | null => {
     const box = canvas.current!.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left - LEFT) / cell);
@@ -85,7 +81,7 @@ export function HeatMap({ title, frames, chosen, warned, switched, ink, format =
           ref={canvas}
           role="img"
           tabIndex={0}
-          aria-label={`${title} by layer and head at step ${stepText(frames.steps[at])}. Arrow keys choose a head.`}
+          aria-label={`${title} by layer and head at step ${stepText(frame?.step)}. Arrow keys choose a head.`}
           onMouseMove={(event) => setHovered(find(event))}
           onMouseLeave={() => setHovered(null)}
           onClick={(event) => {
@@ -115,9 +111,10 @@ export function HeatMap({ title, frames, chosen, warned, switched, ink, format =
           onInput={(event) => {
             const index = Number(event.currentTarget.value);
             setScrubbed(index >= last ? null : frames.steps[index]!);
+            frames.want(frames.steps[index]!);
           }}
         />
-        <output>{stepText(frames.steps[at])}</output>
+        <output>{stepText(frame?.step)}</output>
       </label>
     </div>
   );
@@ -140,14 +137,7 @@ interface Scale {
 }
 
 /** One scale for the whole run, so that a colour means the same at every step. */
-function scaleOf({ values, signed }: Frames): Scale {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const value of values) {
-    if (!Number.isFinite(value)) continue;
-    if (value < low) low = value;
-    if (value > high) high = value;
-  }
+function scaleOf({ low, high }: Frames, signed: boolean): Scale {
   if (low > high) return { low: 0, high: 1, logarithmic: false };
   if (signed) {
     const reach = Math.max(-low, high) || 1;
@@ -167,7 +157,7 @@ interface Drawing {
   switched: readonly Head[];
 }
 
-function draw(canvas: HTMLCanvasElement, frames: Frames, at: number, drawing: Drawing): void {
+function draw(canvas: HTMLCanvasElement, frames: Frames, values: Float32Array | null, drawing: Drawing): void {
   const { cell, cellHeight, colours, scale, ink } = drawing;
   const rows = frames.layers.length;
   const columns = frames.heads.length;
@@ -175,7 +165,7 @@ function draw(canvas: HTMLCanvasElement, frames: Frames, at: number, drawing: Dr
   const pixels = new Uint32Array(image.data.buffer);
   const [low, high] = scale.logarithmic ? [Math.log(scale.low), Math.log(scale.high)] : [scale.low, scale.high];
   for (let i = 0; i < rows * columns; i++) {
-    const value = frames.values[at * rows * columns + i]!;
+    const value = values?.[i] ?? NaN;
     if (Number.isNaN(value)) continue; // not recorded: left empty
     const position = ((scale.logarithmic ? Math.log(value) : value) - low) / (high - low);
     pixels[i] = colours[Math.max(0, Math.min(255, Math.round(position * 255)))]!;
@@ -236,11 +226,11 @@ function draw(canvas: HTMLCanvasElement, frames: Frames, at: number, drawing: Dr
   if (drawing.chosen) frame(drawing.chosen, ink.outline, 1);
 }
 
-function valueOf(frames: Frames, at: number, { layer, head }: Head): number | null {
+function valueOf(frames: Frames, values: Float32Array | null, { layer, head }: Head): number | null {
   const row = frames.layers.indexOf(layer);
   const column = frames.heads.indexOf(head);
   if (row < 0 || column < 0) return null;
-  const value = frames.values[(at * frames.layers.length + row) * frames.heads.length + column]!;
+  const value = values?.[row * frames.heads.length + column] ?? NaN;
   return Number.isNaN(value) ? null : value;
 }
 

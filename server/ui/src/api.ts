@@ -1,0 +1,231 @@
+/** The service's answers, as server/models.py states them, and the calls that fetch them. */
+
+/** JSON has no NaN: the service writes non-finite numbers as words. null means that nothing was counted. */
+type Wire = number | "NaN" | "Infinity" | "-Infinity" | null;
+type RunStatus = "active" | "completed" | "failed" | "stopped";
+export type HeadRef = [layer: number, head: number];
+
+export interface MetricInfo {
+  key: string;
+  title: string;
+  help: string;
+  bad: string;
+  unit: string;
+  per_head: boolean;
+}
+
+export interface Session {
+  login_needed: boolean;
+  name: string | null;
+  scopes: string[];
+  csrf_token: string | null;
+}
+
+export interface RunSummary {
+  run: string;
+  status: RunStatus;
+  policy: string | null;
+  numerics: string | null;
+  mitigation: string | null;
+  world_size: number | null;
+  ranks: number;
+  first_seen_unix_seconds: number;
+  last_seen_unix_seconds: number;
+  last_step: number | null;
+  loss: number | null;
+  worst_risk: number | null;
+  active_warnings: number;
+  labels: Record<string, string>;
+}
+
+export interface LayerState {
+  layer: number;
+  name: string;
+  heads: number[];
+  served_by: string;
+  sampled: boolean;
+  modes: (string | null)[];
+  risk: (number | null)[];
+}
+
+export interface ActiveWarning {
+  id: string;
+  rank: number;
+  layer: number | null;
+  head: number | null;
+  severity: "info" | "warning" | "critical";
+  cause: string;
+  signal: string;
+  raised_step: number;
+  step: number;
+  forecast_steps: number | null;
+  forecast_low_steps: number | null;
+  forecast_high_steps: number | null;
+  evidence: Record<string, number>;
+  sentence: string;
+}
+
+export interface RunDetail extends RunSummary {
+  versions: Record<string, string>;
+  layers: LayerState[];
+  warnings: ActiveWarning[];
+  latest: Record<string, number | null>;
+  agent_dropped: Record<string, number>;
+  agent_faults: Record<string, number>;
+}
+
+export interface SeriesLine {
+  layer: number | null;
+  head: number | null;
+  steps: number[];
+  low: (number | null)[];
+  high: (number | null)[];
+  last: (number | null)[];
+  worst_head: (number | null)[] | null;
+}
+
+export interface Series {
+  run: string;
+  metric: string;
+  unit: string;
+  lines: SeriesLine[];
+}
+
+export interface Matrix {
+  step: number | null;
+  layers: number[];
+  heads: number[];
+  values: (number | null)[][];
+  steps: number[];
+}
+
+export interface CommandRequest {
+  who: string;
+  reason: string;
+  heads: HeadRef[] | null;
+  mode: string;
+  dry_run: boolean;
+}
+
+export interface CommandStatus {
+  id: string;
+  run: string;
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
+  source: string;
+  issued_by: string;
+  reason: string;
+  heads: HeadRef[] | null;
+  mode: string;
+  dry_run: boolean;
+  created_unix_seconds: number;
+  ranks: { rank: number; outcome: string | null; step: number | null; reason: string }[];
+}
+
+export interface RunEvent {
+  id: number;
+  run: string;
+  kind: "started" | "verdict" | "switched" | "command" | "finished";
+  rank: number | null;
+  step: number | null;
+  unix_seconds: number;
+  sentence: string;
+  verdict: { id: string; state: "raised" | "updated" | "cleared"; severity: string; layer: number | null; head: number | null } | null;
+  switched: { outcome: string; heads: HeadRef[]; before: string[]; after: string[] } | null;
+}
+
+export interface AuditPage {
+  rows: {
+    sequence: number;
+    unix_seconds: number;
+    actor: string;
+    action: string;
+    run: string | null;
+    command: string | null;
+    details: Record<string, unknown>;
+    hash: string;
+  }[];
+  intact: boolean;
+}
+
+/** An error answer of the service, in its own words. */
+export class Problem extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+let csrfToken: string | null = null;
+
+async function call<T>(path: string, init: RequestInit = {}): Promise<T> {
+  const headers = new Headers(init.headers);
+  if (init.method === "POST") {
+    headers.set("Content-Type", "application/json");
+    if (csrfToken) headers.set("X-CSRF-Token", csrfToken);
+  }
+  const response = await fetch(new URL(path, document.baseURI), { ...init, headers, credentials: "same-origin" });
+  const text = await response.text();
+  if (!response.ok) throw new Problem(response.status, problemText(text, response));
+  return (text ? JSON.parse(text, finite) : null) as T;
+}
+
+/** Words that stand for non-finite numbers, back to numbers, in the places where numbers travel. */
+function finite(this: unknown, key: string, value: unknown): unknown {
+  if (key === "latest" || key === "evidence") {
+    return Object.fromEntries(Object.entries(value as object).map(([name, item]) => [name, toNumber(item as Wire)]));
+  }
+  return Array.isArray(this) || NUMERIC.has(key) ? toNumber(value as Wire) : value;
+}
+const NUMERIC = new Set(["loss", "worst_risk", "forecast_steps", "forecast_low_steps", "forecast_high_steps"]);
+
+function toNumber<T>(value: T | Wire): T | number | null {
+  if (value === "NaN") return NaN;
+  if (value === "Infinity") return Infinity;
+  return value === "-Infinity" ? -Infinity : (value as T | number | null);
+}
+
+function problemText(text: string, response: Response): string {
+  try {
+    const problem = JSON.parse(text) as { detail?: string; errors?: { where: string; message: string }[] };
+    const errors = (problem.errors ?? []).map((error) => `${error.where}: ${error.message}`);
+    return [problem.detail, ...errors].filter(Boolean).join(" — ") || response.statusText;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+function query(parameters: Record<string, string | number | null | undefined>): string {
+  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined);
+  return given.length ? `?${new URLSearchParams(given.map(([key, value]) => [key, String(value)]))}` : "";
+}
+
+/** A run's id may contain slashes; the service takes it percent-encoded. */
+const at = (run: string) => `v1/runs/${encodeURIComponent(run)}`;
+
+export const api = {
+  async session(): Promise<Session> {
+    const session = await call<Session>("v1/session");
+    csrfToken = session.csrf_token;
+    return session;
+  },
+  login: (token: string) => call<Session>("v1/session", { method: "POST", body: JSON.stringify({ token }) }),
+  catalog: async () => (await call<{ metrics: MetricInfo[] }>("v1/catalog")).metrics,
+  runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
+  run: (run: string) => call<RunDetail>(at(run)),
+  series: (run: string, of: { metric: string; layer?: number; head?: number; from_step?: number; to_step?: number; max_points: number }) =>
+    call<Series>(`${at(run)}/series${query(of)}`),
+  matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) => call<Matrix>(`${at(run)}/matrix${query(of)}`),
+  events: async (run: string) => (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 200 })}`)).events,
+  commands: async (run: string) => (await call<{ commands: CommandStatus[] }>(`${at(run)}/commands`)).commands,
+  command: (run: string, request: CommandRequest) =>
+    call<CommandStatus>(`${at(run)}/commands`, {
+      method: "POST",
+      body: JSON.stringify(request),
+      headers: { "Idempotency-Key": crypto.randomUUID() },
+    }),
+  decide: (run: string, id: string, decision: "approve" | "reject", body: { who: string; reason: string }) =>
+    call<CommandStatus>(`${at(run)}/commands/${encodeURIComponent(id)}/${decision}`, { method: "POST", body: JSON.stringify(body) }),
+  audit: (run: string) => call<AuditPage>(`v1/audit${query({ run, limit: 50 })}`),
+};

@@ -1,0 +1,150 @@
+/** The charts of a run or of several: which metrics, which heads, which markers. */
+
+import { useMemo, useState } from "preact/hooks";
+import { api, type MetricInfo, type SeriesLine } from "./api";
+import { Chart, type Line, type Marker, type Range } from "./chart";
+import type { Ink } from "./colour";
+import { number, percent } from "./format";
+import type { Head } from "./heatmap";
+import { useResource } from "./live";
+import type { Loaded } from "./view";
+
+const FIRST = [
+  "head.score_offset",
+  "head.score_max",
+  "run.loss",
+  "run.grad_norm",
+  "head.tied_rows_bf16",
+  "head.delta_bias",
+  "head.query_norm",
+  "head.risk",
+];
+const LOGARITHMIC = new Set(["head.score_max", "head.row_max_abs", "run.grad_norm"]);
+const ELSEWHERE = new Set(["run.active", "run.step", "run.last_sample", "run.worst_risk", "head.mode"]);
+const MAX_POINTS = 600;
+const OTHER_LAYERS = 4;
+
+interface Props {
+  views: readonly Loaded[];
+  catalog: readonly MetricInfo[];
+  head: Head | null;
+  ink: Ink;
+}
+
+export function Charts({ views, catalog, head, ink }: Props) {
+  const [range, setRange] = useState<Range>(null);
+  const [more, setMore] = useState(false);
+  const markers = useMemo(() => views.flatMap((view) => markersOf(view, views.length > 1, ink)), [views, ink]);
+  const plotted = catalog.filter(({ key, per_head }) => (per_head || key.startsWith("run.")) && !ELSEWHERE.has(key));
+  const first = FIRST.flatMap((key) => plotted.filter((metric) => metric.key === key));
+  const rest = plotted.filter((metric) => !FIRST.includes(metric.key));
+  const chart = (metric: MetricInfo) => (
+    <MetricChart
+      key={metric.key}
+      metric={metric}
+      views={views}
+      head={head}
+      markers={markers}
+      range={range}
+      onRange={setRange}
+      ink={ink}
+    />
+  );
+  return (
+    <section aria-label="Charts">
+      <header class="title">
+        <h2>Against step</h2>
+        <p class="key muted">
+          <span style={{ color: ink.warning }}>▲</span> warning <span style={{ color: ink.switched }}>◆</span> switch
+          {" · drag to zoom"}
+        </p>
+        {range && <button onClick={() => setRange(null)}>Show all steps</button>}
+      </header>
+      <div class="charts">{first.map(chart)}</div>
+      <details class="more" onToggle={(event) => setMore(event.currentTarget.open)}>
+        <summary>More measures</summary>
+        {more && <div class="charts">{rest.map(chart)}</div>}
+      </details>
+    </section>
+  );
+}
+
+interface MetricChartProps extends Omit<Props, "catalog"> {
+  metric: MetricInfo;
+  markers: readonly Marker[];
+  range: Range;
+  onRange: (range: Range) => void;
+}
+
+function MetricChart({ metric, views, head, markers, range, onRange, ink }: MetricChartProps) {
+  const [logarithmic, setLogarithmic] = useState(LOGARITHMIC.has(metric.key));
+  const runs = views.map((view) => view.detail.run);
+  const single = views.length === 1;
+  const span = range ? { from_step: Math.max(0, range[0]), to_step: range[1] } : {};
+  const ask = (run: string, where: Partial<Head>) =>
+    api.series(run, { metric: metric.key, ...where, ...span, max_points: MAX_POINTS });
+  const series = useResource(
+    async () => {
+      if (!metric.per_head || !single) return Promise.all(runs.map((run) => ask(run, metric.per_head ? (head ?? {}) : {})));
+      return Promise.all([...(head ? [ask(runs[0]!, head)] : []), ask(runs[0]!, {})]);
+    },
+    JSON.stringify([metric.key, runs, metric.per_head && head, range]),
+    { on: (wake) => wake.run === null || (wake.kind === "sample" && runs.includes(wake.run)), pause: 2000 },
+  );
+  const riskiest = useMemo(() => (single ? riskiestLayers(views[0]!) : []), [views, single]);
+  const lines = useMemo((): Line[] => {
+    const curves = (series.data ?? []).flatMap((answer, i) => answer.lines.map((line) => ({ line, i })));
+    if (!single) return curves.map(({ line, i }) => toLine(line, runs[i]!, views[i]!.colour));
+    if (!metric.per_head) return curves.map(({ line }) => toLine(line, metric.title, ink.lines[1]!));
+    return curves.flatMap(({ line, i }) => {
+      if (head && i === 0) return [toLine(line, `layer ${head.layer} head ${head.head}`, ink.lines[0]!)];
+      const place = riskiest.indexOf(line.layer ?? -1);
+      if (place < 0 || sameAsChosen(line, head)) return [];
+      return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!)];
+    });
+  }, [series.data, riskiest, ink, single]);
+  return (
+    <Chart
+      title={metric.title}
+      help={`${metric.help} Bad: ${metric.bad}`}
+      lines={lines}
+      markers={markers}
+      logarithmic={logarithmic}
+      onLogarithmic={() => setLogarithmic(!logarithmic)}
+      loading={series.data === null}
+      range={range}
+      onRange={onRange}
+      ink={ink}
+      format={metric.unit === "ratio" && metric.key !== "head.risk" ? percent : number}
+    />
+  );
+}
+
+function toLine({ steps, low, high, last }: SeriesLine, name: string, colour: string): Line {
+  return { name, colour, steps, low, high, values: last };
+}
+
+/** A layer's worst head needs no line of its own where it is the chosen head all along. */
+function sameAsChosen(line: SeriesLine, head: Head | null): boolean {
+  return head !== null && line.layer === head.layer && (line.worst_head ?? []).every((worst) => worst === head.head);
+}
+
+function riskiestLayers({ detail }: Loaded): number[] {
+  const risk = (layer: Loaded["detail"]["layers"][number]) => Math.max(0, ...layer.risk.map((value) => value ?? 0));
+  return [...detail.layers]
+    .sort((a, b) => risk(b) - risk(a) || a.layer - b.layer)
+    .slice(0, OTHER_LAYERS)
+    .map((layer) => layer.layer)
+    .sort((a, b) => a - b);
+}
+
+/** Raised warnings and applied switches, in the colour of their run where several are shown. */
+function markersOf({ detail, events, colour }: Loaded, compare: boolean, ink: Ink): Marker[] {
+  return events.flatMap((event): Marker[] => {
+    if (event.step === null) return [];
+    const text = `step ${event.step.toLocaleString("en")}: ${compare ? `${detail.run}: ` : ""}${event.sentence}`;
+    if (event.verdict?.state === "raised") return [{ step: event.step, kind: "warning", colour: compare ? colour : ink.warning, text }];
+    if (event.switched?.outcome === "applied") return [{ step: event.step, kind: "switch", colour: compare ? colour : ink.switched, text }];
+    return [];
+  });
+}

@@ -1,0 +1,100 @@
+/** The heat map's panel: which run, which metric, the head that is chosen and what can be done with it. */
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import type { MetricInfo } from "./api";
+import type { Ink } from "./colour";
+import { number, percent } from "./format";
+import { Frames } from "./frames";
+import { type Head, HeatMap } from "./heatmap";
+import { useWake } from "./live";
+import { Swatch } from "./parts";
+import type { SwitchTarget } from "./switch";
+import type { Loaded } from "./view";
+
+const SIGNED = new Set(["head.score_offset", "head.delta_bias", "head.delta_bias_z"]);
+
+interface Props {
+  views: readonly Loaded[];
+  catalog: readonly MetricInfo[];
+  head: Head | null;
+  onHead: (head: Head) => void;
+  onSwitch: (target: SwitchTarget) => void;
+  ink: Ink;
+}
+
+export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
+  const metrics = catalog.filter((metric) => metric.per_head);
+  const [key, setKey] = useState("head.score_offset");
+  const [shown, setShown] = useState(0);
+  const [version, setVersion] = useState(0);
+  const view = views[Math.min(shown, views.length - 1)]!;
+  const { run } = view.detail;
+  const metric = metrics.find((candidate) => candidate.key === key) ?? metrics[0];
+  const frames = useMemo(() => new Frames(run, key, () => setVersion((old) => old + 1)), [run, key]);
+
+  useEffect(() => {
+    frames.refresh();
+    return () => frames.end();
+  }, [frames]);
+  useWake((wake) => wake.run === null || wake.run === run, () => frames.refresh(), 2000);
+
+  const warned = view.detail.warnings.flatMap(({ layer, head }) => (layer === null || head === null ? [] : [{ layer, head }]));
+  const switched = view.detail.layers.flatMap(({ layer, heads, modes }) =>
+    heads.filter((_, i) => modes[i] !== null && modes[i] !== "plain").map((head) => ({ layer, head })),
+  );
+  if (!metric) return null;
+  return (
+    <section aria-label="Layer by head">
+      <header class="title">
+        <h2>Layer by head</h2>
+        {views.length > 1 && (
+          <div class="segments" role="group" aria-label="Run">
+            {views.map(({ detail, colour }, i) => (
+              <button key={detail.run} aria-pressed={i === shown} onClick={() => setShown(i)}>
+                <Swatch colour={colour} />
+                {detail.run}
+              </button>
+            ))}
+          </div>
+        )}
+        <label class="pick">
+          <span class="label">Measure</span>
+          <select value={key} onChange={(event) => setKey(event.currentTarget.value)}>
+            {metrics.map((choice) => <option key={choice.key} value={choice.key}>{choice.title}</option>)}
+          </select>
+        </label>
+      </header>
+      <div class="card pad">
+        <p class="muted">{metric.help}</p>
+        {frames.layers.length === 0 ? (
+          <p class="empty">{frames.failed?.message ?? (version ? "not recorded" : "loading")}</p>
+        ) : (
+          <HeatMap
+            title={metric.title}
+            frames={frames}
+            version={version}
+            signed={SIGNED.has(key)}
+            chosen={head}
+            warned={warned}
+            switched={switched}
+            ink={ink}
+            format={metric.unit === "ratio" && key !== "head.risk" ? percent : number}
+            onChoose={onHead}
+          />
+        )}
+        <footer class="keyed">
+          <p class="key muted">
+            <i class="box" style={{ borderColor: ink.warning }} /> warned
+            <span class="diamond" style={{ color: ink.switched }}>◆</span> switched
+            <i class="box" style={{ borderColor: ink.outline }} /> plotted above
+          </p>
+          {head && (
+            <button onClick={() => onSwitch({ run, head, mode: view.detail.mitigation })}>
+              Switch layer {head.layer} head {head.head}
+            </button>
+          )}
+        </footer>
+      </div>
+    </section>
+  );
+}

@@ -1,0 +1,67 @@
+/** What happened, in words, and the audit trail behind it. */
+
+import { useState } from "preact/hooks";
+import { api } from "./api";
+import { moment, steps } from "./format";
+import { useResource } from "./live";
+import { ErrorNote, Swatch } from "./parts";
+import type { Loaded } from "./view";
+
+export function History({ views }: { views: readonly Loaded[] }) {
+  const [open, setOpen] = useState(false);
+  const events = views
+    .flatMap(({ events, colour }) => events.map((event) => ({ event, colour })))
+    .sort((a, b) => b.event.id - a.event.id);
+  return (
+    <section aria-label="History">
+      <header class="title"><h2>What happened</h2></header>
+      <ol class="card events">
+        {events.map(({ event, colour }) => (
+          <li key={event.id} class={event.kind}>
+            <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
+            <span class="step">{event.step === null ? "" : `step ${steps(event.step)}`}</span>
+            <span>
+              {views.length > 1 && <><Swatch colour={colour} /><b>{event.run}</b> </>}
+              {event.sentence}
+            </span>
+          </li>
+        ))}
+        {events.length === 0 && <li class="empty">Nothing yet.</li>}
+      </ol>
+      <details class="more" onToggle={(event) => setOpen(event.currentTarget.open)}>
+        <summary>Audit trail</summary>
+        {open && views.map((view) => <Audit key={view.detail.run} run={view.detail.run} />)}
+      </details>
+    </section>
+  );
+}
+
+function Audit({ run }: { run: string }) {
+  const audit = useResource(() => api.audit(run), `audit ${run}`, { on: (wake) => wake.run === null || (wake.kind === "event" && wake.run === run) });
+  if (audit.error) return <ErrorNote error={audit.error} />;
+  if (!audit.data) return <p class="empty">loading</p>;
+  return (
+    <div class="card table">
+      <table>
+        <caption>
+          {run}: {audit.data.intact ? "the chain of hashes holds" : "the chain of hashes is BROKEN: rows were changed or removed"}
+        </caption>
+        <thead>
+          <tr><th>When</th><th>Who</th><th>What</th><th>Details</th><th>Hash</th></tr>
+        </thead>
+        <tbody>
+          {audit.data.rows.map((row) => (
+            <tr key={row.sequence}>
+              <td class="nowrap">{moment(row.unix_seconds)}</td>
+              <td>{row.actor}</td>
+              <td class="nowrap">{row.action}</td>
+              <td class="details">{Object.entries(row.details).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ")}</td>
+              <td><code title={row.hash}>{row.hash.slice(0, 8)}</code></td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {audit.data.rows.length === 0 && <p class="empty">No row.</p>}
+    </div>
+  );
+}

@@ -1,0 +1,31 @@
+/** Asks for a token where the service wants one; the service keeps it in a cookie that scripts cannot read. */
+
+import { useState } from "preact/hooks";
+import { api, type Session } from "./api";
+import { ErrorNote } from "./parts";
+
+export function Login({ onSession }: { onSession: (session: Session) => void }) {
+  const [error, setError] = useState<Error | null>(null);
+  const submit = async (event: SubmitEvent) => {
+    event.preventDefault();
+    const token = String(new FormData(event.currentTarget as HTMLFormElement).get("token"));
+    try {
+      await api.login(token);
+      onSession(await api.session());
+    } catch (failure) {
+      setError(failure as Error);
+    }
+  };
+  return (
+    <form class="card pad login" onSubmit={submit}>
+      <h1>Token</h1>
+      <p class="muted">This service asks for a token. Its administrator has one for you.</p>
+      <label class="field">
+        <span>Token</span>
+        <input name="token" type="password" required autocomplete="current-password" />
+      </label>
+      {error && <ErrorNote error={error} />}
+      <footer><button class="primary">Enter</button></footer>
+    </form>
+  );
+}

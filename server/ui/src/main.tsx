@@ -1,0 +1,83 @@
+/** The live page: what the service shows with no Grafana at all. */
+
+import "uplot/dist/uPlot.min.css";
+import "./style.css";
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { api, type MetricInfo, type Session } from "./api";
+import { connect, useConnection } from "./live";
+import { Login } from "./login";
+import { ErrorNote, Link } from "./parts";
+import { address, Runs } from "./runs";
+import { useTheme } from "./theme";
+import { View } from "./view";
+
+/** `/?runs=a,b,c` names the runs to show; without it the page lists them. */
+function runsOf(search: string): string[] {
+  const given = new URLSearchParams(search).get("runs") ?? "";
+  return [...new Set(given.split(",").filter(Boolean))];
+}
+
+function App() {
+  const [search, setSearch] = useState(location.search);
+  const [session, setSession] = useState<Session | Error | null>(null);
+  const [catalog, setCatalog] = useState<readonly MetricInfo[]>([]);
+  const [dark, toggleTheme] = useTheme();
+  const connection = useConnection();
+  const runs = runsOf(search);
+  const entered = session !== null && !(session instanceof Error) && !session.login_needed;
+  const go = (to: string) => {
+    history.pushState(null, "", to);
+    setSearch(location.search);
+    scrollTo(0, 0);
+  };
+
+  useEffect(() => {
+    const moved = () => setSearch(location.search);
+    addEventListener("popstate", moved);
+    return () => removeEventListener("popstate", moved);
+  }, []);
+  useEffect(() => {
+    api.session().then(setSession, setSession);
+  }, [connection === "lost"]);
+  useEffect(() => {
+    if (!entered) return;
+    connect();
+    api.catalog().then(setCatalog, setSession);
+  }, [entered]);
+  useEffect(() => {
+    document.title = runs.length ? `${runs.join(", ")} · foreshock` : "foreshock";
+  }, [search]);
+  useEffect(() => {
+    const press = (event: KeyboardEvent) => {
+      const typing = event.target instanceof Element && event.target.closest("input, select, textarea, dialog");
+      if (!typing && event.key === "t" && !event.ctrlKey && !event.metaKey && !event.altKey) toggleTheme();
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [toggleTheme]);
+
+  return (
+    <>
+      <header class="bar">
+        <Link class="brand" to={address([])} go={go}>
+          <img src="./icon.svg" alt="" width={24} height={24} />
+          foreshock
+        </Link>
+        <span class={`connection ${connection}`} role="status">
+          {{ connecting: "connecting", live: "live", lost: "connection lost, trying again" }[connection]}
+        </span>
+        <button class="quiet" onClick={toggleTheme} title="key t">
+          {dark ? "Light" : "Dark"}
+        </button>
+      </header>
+      <main>
+        {session instanceof Error && <ErrorNote error={session} />}
+        {session !== null && !(session instanceof Error) && session.login_needed && <Login onSession={setSession} />}
+        {entered && (runs.length ? <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} go={go} /> : <Runs go={go} />)}
+      </main>
+    </>
+  );
+}
+
+render(<App />, document.getElementById("page")!);

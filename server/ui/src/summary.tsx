@@ -1,0 +1,112 @@
+/** Where the runs stand now: tiles for one run, a table for several. */
+
+import { ago, number, steps, words } from "./format";
+import { Link, Risk, State, Swatch } from "./parts";
+import { address, Labels } from "./runs";
+import type { Loaded } from "./view";
+
+interface Props {
+  views: readonly Loaded[];
+  go: (address: string) => void;
+}
+
+export function Summary({ views, go }: Props) {
+  return views.length === 1 ? <Tiles view={views[0]!} /> : <Table views={views} go={go} />;
+}
+
+function Tiles({ view: { detail } }: { view: Loaded }) {
+  const tiles: readonly [string, preact.ComponentChildren][] = [
+    ["Step", steps(detail.last_step)],
+    ["Loss", number(detail.loss)],
+    ["Risk", <Risk value={detail.worst_risk} />],
+    ["Time left", timeLeft(detail.warnings)],
+    ["Switched heads", switchedHeads(detail.layers)],
+    ["Policy", detail.policy ?? "not recorded"],
+    ["Numerics", detail.numerics ?? "not recorded"],
+    ["Last heard", ago(detail.last_seen_unix_seconds)],
+  ];
+  return (
+    <section class="summary">
+      <header class="title">
+        <h1>{detail.run}</h1>
+        <State status={detail.status} />
+      </header>
+      <Labels labels={detail.labels} />
+      <dl class="tiles card">
+        {tiles.map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+    </section>
+  );
+}
+
+function Table({ views, go }: Props) {
+  return (
+    <section class="summary">
+      <header class="title"><h1>Side by side</h1></header>
+      <div class="card table">
+        <table>
+          <thead>
+            <tr>
+              <th>Run</th>
+              <th>State</th>
+              <th>Numerics</th>
+              <th>Policy</th>
+              <th class="right">Step</th>
+              <th class="right">Loss</th>
+              <th>Risk</th>
+              <th class="right">Time left</th>
+              <th class="right">Warnings</th>
+              <th class="right">Switched heads</th>
+            </tr>
+          </thead>
+          <tbody>
+            {views.map(({ detail, colour }) => (
+              <tr key={detail.run}>
+                <td>
+                  <Swatch colour={colour} />
+                  <Link class="run" to={address([detail.run])} go={go}>{detail.run}</Link>
+                </td>
+                <td><State status={detail.status} /></td>
+                <td>{detail.numerics ?? "not recorded"}</td>
+                <td>{detail.policy ?? "not recorded"}</td>
+                <td class="right">{steps(detail.last_step)}</td>
+                <td class="right">{number(detail.loss)}</td>
+                <td><Risk value={detail.worst_risk} /></td>
+                <td class="right">{timeLeft(detail.warnings)}</td>
+                <td class="right">{detail.warnings.length || "none"}</td>
+                <td class="right">{switchedHeads(detail.layers)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+/** The shortest forecast of the active warnings, in steps. */
+export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
+  const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
+  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))} steps`;
+  return warnings.length ? "no forecast" : "no warning";
+}
+
+/** A forecast is not known to the step: two significant digits. */
+export function roundTo2(value: number): number {
+  return Number(value.toPrecision(2));
+}
+
+function switchedHeads(layers: Loaded["detail"]["layers"]): string {
+  const modes = layers.flatMap((layer) => layer.modes);
+  const known = modes.filter((mode) => mode !== null);
+  if (!known.length) return "not recorded";
+  const switched = known.filter((mode) => mode !== "plain");
+  if (!switched.length) return "none";
+  const names = [...new Set(switched)].map(words).join(", ");
+  return `${switched.length} of ${known.length} (${names})`;
+}

@@ -1,0 +1,180 @@
+/** The hand on the switch: a form, a confirmation in words, and what became of every order. */
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { api, type CommandStatus, type HeadRef } from "./api";
+import { ago, moment, words } from "./format";
+import type { Head } from "./heatmap";
+import { useResource } from "./live";
+import { ErrorNote, Swatch } from "./parts";
+import type { Loaded } from "./view";
+
+const MODES = ["exact_delta", "stable_softmax", "exact_delta+stable_softmax", "paper_softmax", "exact_delta+paper_softmax", "plain"];
+
+export interface SwitchTarget {
+  run: string;
+  /** null means every head of the run. */
+  head: Head | null;
+  mode: string | null;
+  /** Approve or reject this order instead of giving a new one. */
+  decide?: { command: CommandStatus; decision: "approve" | "reject" };
+}
+
+/** Asks for a name and a reason, says in words what will happen, and does it only then. */
+export function SwitchDialog({ target, close }: { target: SwitchTarget; close: () => void }) {
+  const dialog = useRef<HTMLDialogElement>(null);
+  const [every, setEvery] = useState(target.head === null);
+  const [mode, setMode] = useState(target.mode ?? "exact_delta");
+  const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
+  const [reason, setReason] = useState("");
+  const [dryRun, setDryRun] = useState(false);
+  const [confirming, setConfirming] = useState(false);
+  const [state, setState] = useState<"open" | "sending" | Error>("open");
+  useEffect(() => dialog.current!.showModal(), []);
+
+  const { decide } = target;
+  const heads: HeadRef[] | null = decide ? decide.command.heads : every || !target.head ? null : [[target.head.layer, target.head.head]];
+  const wanted = decide ? decide.command.mode : mode;
+  const verb = decide ? { approve: "Approve", reject: "Reject" }[decide.decision] : dryRun ? "Try" : "Switch";
+  const sentence = decide
+    ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
+    : `${dryRun ? "Try, without changing anything, to switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
+
+  const send = async () => {
+    setState("sending");
+    localStorage.setItem("foreshock.who", who);
+    try {
+      if (decide) await api.decide(target.run, decide.command.id, decide.decision, { who, reason });
+      else await api.command(target.run, { who, reason, heads, mode, dry_run: dryRun });
+      close();
+    } catch (error) {
+      setState(error as Error);
+    }
+  };
+  const submit = (event: Event) => {
+    event.preventDefault();
+    if (confirming) void send();
+    else setConfirming(true);
+  };
+  return (
+    <dialog ref={dialog} onClose={close} aria-labelledby="switch-title">
+      <form onSubmit={submit}>
+        <h2 id="switch-title">{decide ? `${verb} a switch` : "Switch attention"}</h2>
+        {confirming ? (
+          <div class="confirm">
+            <p class="sentence">{sentence}</p>
+            <p class="muted">
+              Every mode computes the same attention and differs in rounding alone. The agent applies the order at its next
+              step boundary and answers here.
+            </p>
+            <p class="muted">{who}: {reason}</p>
+          </div>
+        ) : (
+          <>
+            {decide ? (
+              <p class="sentence">{sentence}</p>
+            ) : (
+              <>
+                <fieldset>
+                  <legend>Heads of {target.run}</legend>
+                  {target.head && (
+                    <label>
+                      <input type="radio" name="heads" checked={!every} onChange={() => setEvery(false)} />
+                      layer {target.head.layer} head {target.head.head}
+                    </label>
+                  )}
+                  <label>
+                    <input type="radio" name="heads" checked={every} onChange={() => setEvery(true)} />
+                    every head
+                  </label>
+                </fieldset>
+                <label class="field">
+                  <span>Mode</span>
+                  <select name="mode" value={mode} onChange={(event) => setMode(event.currentTarget.value)}>
+                    {MODES.map((choice) => <option key={choice} value={choice}>{words(choice)}{choice === "plain" ? " (undo)" : ""}</option>)}
+                  </select>
+                </label>
+              </>
+            )}
+            <label class="field">
+              <span>Your name</span>
+              <input name="who" required maxLength={128} autocomplete="name" value={who} onInput={(event) => setWho(event.currentTarget.value)} />
+            </label>
+            <label class="field">
+              <span>Reason</span>
+              <input name="reason" required maxLength={500} value={reason} onInput={(event) => setReason(event.currentTarget.value)} />
+            </label>
+            {!decide && (
+              <label class="inline">
+                <input type="checkbox" name="dry_run" checked={dryRun} onChange={(event) => setDryRun(event.currentTarget.checked)} />
+                dry run: answer, change nothing
+              </label>
+            )}
+          </>
+        )}
+        {state instanceof Error && <ErrorNote error={state} />}
+        <footer>
+          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>{confirming ? "Back" : "Cancel"}</button>
+          <button class="primary" disabled={state === "sending"}>{confirming ? `${verb} now` : "Continue"}</button>
+        </footer>
+      </form>
+    </dialog>
+  );
+}
+
+/** Orders and approvals that wait, and what became of the others. */
+export function Commands({ views, head, onSwitch }: { views: readonly Loaded[]; head: Head | null; onSwitch: (target: SwitchTarget) => void }) {
+  const runs = views.map((view) => view.detail.run);
+  const commands = useResource(
+    async () => (await Promise.all(runs.map(api.commands))).flat().sort((a, b) => b.created_unix_seconds - a.created_unix_seconds),
+    `commands ${runs.join()}`,
+    { on: (wake) => wake.run === null || (wake.kind === "event" && runs.includes(wake.run)) },
+  );
+  const colourOf = (run: string) => views.find((view) => view.detail.run === run)!.colour;
+  return (
+    <section aria-label="Switches">
+      <header class="title">
+        <h2>Switches</h2>
+        {views.length === 1 && <button onClick={() => onSwitch({ run: runs[0]!, head, mode: views[0]!.detail.mitigation })}>New order</button>}
+      </header>
+      {commands.error && <ErrorNote error={commands.error} />}
+      {commands.data?.length === 0 && <p class="note calm">No order was given and none waits for approval.</p>}
+      <ul class="commands">
+        {commands.data?.map((command) => (
+          <li key={command.id} class={`card command ${command.state}`}>
+            <span class="state">{words(command.state)}</span>
+            <div>
+              <p>
+                {views.length > 1 && <><Swatch colour={colourOf(command.run)} />{command.run}: </>}
+                {headNames(command.heads)} to <b>{words(command.mode)}</b>
+                {command.dry_run && " (dry run)"}
+              </p>
+              <p class="muted">
+                {command.issued_by} by {words(command.source)}, <time title={moment(command.created_unix_seconds)}>{ago(command.created_unix_seconds)}</time>: {command.reason}
+              </p>
+              {command.ranks.filter((rank) => rank.outcome).map((rank) => (
+                <p key={rank.rank} class="muted">
+                  rank {rank.rank}: {words(rank.outcome!)}{rank.step === null ? "" : ` at step ${rank.step.toLocaleString("en")}`}
+                  {rank.reason && `, ${rank.reason}`}
+                </p>
+              ))}
+            </div>
+            {command.state === "proposed" && (
+              <span class="buttons">
+                <button onClick={() => onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision: "reject" } })}>Reject</button>
+                <button class="primary" onClick={() => onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision: "approve" } })}>
+                  Approve
+                </button>
+              </span>
+            )}
+          </li>
+        ))}
+      </ul>
+    </section>
+  );
+}
+
+function headNames(heads: readonly HeadRef[] | null): string {
+  if (!heads) return "every head";
+  const names = heads.slice(0, 4).map(([layer, head]) => `layer ${layer} head ${head}`);
+  return heads.length > 4 ? `${names.join(", ")} and ${heads.length - 4} more` : names.join(", ");
+}

@@ -1,0 +1,25 @@
+/** Dark or light: what the system prefers, until the reader chooses. */
+
+import { useEffect, useState } from "preact/hooks";
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+export function useTheme(): [dark: boolean, toggle: () => void] {
+  const [chosen, setChosen] = useState(localStorage.getItem("foreshock.theme"));
+  const [preferred, setPreferred] = useState(system.matches);
+  const dark = chosen === null ? preferred : chosen === "dark";
+  useEffect(() => {
+    const changed = () => setPreferred(system.matches);
+    system.addEventListener("change", changed);
+    return () => system.removeEventListener("change", changed);
+  }, []);
+  useEffect(() => {
+    document.documentElement.dataset.theme = dark ? "dark" : "light";
+  }, [dark]);
+  const toggle = () => {
+    const next = dark ? "light" : "dark";
+    localStorage.setItem("foreshock.theme", next);
+    setChosen(next);
+  };
+  return [dark, toggle];
+}

@@ -1,0 +1,88 @@
+/** Warnings in words, with their evidence and forecast. */
+
+import type { ActiveWarning } from "./api";
+import { number, steps, words } from "./format";
+import type { Head } from "./heatmap";
+import { Swatch } from "./parts";
+import { roundTo2 } from "./summary";
+import type { SwitchTarget } from "./switch";
+import type { Loaded } from "./view";
+
+interface Props {
+  views: readonly Loaded[];
+  compare: boolean;
+  onShow: (head: Head) => void;
+  onSwitch: (target: SwitchTarget) => void;
+}
+
+export function Warnings({ views, compare, onShow, onSwitch }: Props) {
+  const all = views.flatMap((view) => view.detail.warnings.map((warning) => ({ view, warning })));
+  return (
+    <section aria-label="Warnings">
+      {all.length === 0 && <p class="note calm">No active warning.</p>}
+      <ul class="warnings">
+        {all.map(({ view, warning }) => (
+          <Warning
+            key={`${view.detail.run} ${warning.rank} ${warning.id}`}
+            warning={warning}
+            view={view}
+            compare={compare}
+            onShow={onShow}
+            onSwitch={onSwitch}
+          />
+        ))}
+      </ul>
+    </section>
+  );
+}
+
+interface WarningProps extends Omit<Props, "views"> {
+  warning: ActiveWarning;
+  view: Loaded;
+}
+
+function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
+  const { layer, head } = warning;
+  return (
+    <li class={`card warning ${warning.severity}`}>
+      <header>
+        <span class="severity">{warning.severity}</span>
+        {compare && <span class="run"><Swatch colour={view.colour} />{view.detail.run}</span>}
+        <span class="muted">
+          {layer === null ? "whole run" : `layer ${layer}${head === null ? "" : ` head ${head}`}`} · {warning.cause} · raised
+          at step {steps(warning.raised_step)}
+        </span>
+      </header>
+      <p class="sentence">{warning.sentence}</p>
+      <dl class="evidence">
+        <div>
+          <dt>time left</dt>
+          <dd>{forecast(warning)}</dd>
+        </div>
+        {Object.entries(warning.evidence).map(([name, value]) => (
+          <div key={name}>
+            <dt>{words(name)}</dt>
+            <dd>{number(value)}</dd>
+          </div>
+        ))}
+      </dl>
+      {layer !== null && head !== null && (
+        <footer>
+          <button onClick={() => onShow({ layer, head })}>Show this head</button>
+          <button
+            class="primary"
+            onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: view.detail.mitigation })}
+          >
+            Switch this head
+          </button>
+        </footer>
+      )}
+    </li>
+  );
+}
+
+function forecast({ forecast_steps: middle, forecast_low_steps: low, forecast_high_steps: high }: ActiveWarning): string {
+  if (middle === null) return "no forecast";
+  const range = low !== null && high !== null ? ` (${steps(roundTo2(low))} to ${steps(roundTo2(high))})` : "";
+  return `about ${steps(roundTo2(middle))} steps${range}`;
+}
