@@ -9,7 +9,7 @@ function licences(...packages: string[]): Plugin {
       const source = packages
         .map((name) => `${name}\n\n${readFileSync(`node_modules/${name}/LICENSE`, "utf8").trim()}\n`)
         .join(`\n${"-".repeat(72)}\n\n`);
-      this.emitFile({ type: "asset", fileName: "LICENSES.txt", source });
+      this.emitFile({ type: "asset", fileName: "assets/LICENSES.txt", source });
     },
   };
 }

@@ -210,7 +210,7 @@ export const api = {
     csrfToken = session.csrf_token;
     return session;
   },
-  login: (token: string) => call<Session>("v1/session", { method: "POST", body: JSON.stringify({ token }) }),
+  login: (token: string) => call<unknown>("v1/login", { method: "POST", body: JSON.stringify({ token }) }),
   catalog: async () => (await call<{ metrics: MetricInfo[] }>("v1/catalog")).metrics,
   runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
   run: (run: string) => call<RunDetail>(at(run)),

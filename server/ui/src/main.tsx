@@ -6,6 +6,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { api, type MetricInfo, type Session } from "./api";
 import { connect, useConnection } from "./live";
+import icon from "./icon.svg";
 import { Login } from "./login";
 import { ErrorNote, Link } from "./parts";
 import { address, Runs } from "./runs";
@@ -61,7 +62,7 @@ function App() {
     <>
       <header class="bar">
         <Link class="brand" to={address([])} go={go}>
-          <img src="./icon.svg" alt="" width={24} height={24} />
+          <img src={icon} alt="" width={24} height={24} />
           foreshock
         </Link>
         <span class={`connection ${connection}`} role="status">
