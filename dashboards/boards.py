@@ -13,6 +13,7 @@ from foreshock.dashboards.panels import (
     matrix,
     modes_over_time,
     panel,
+    query,
     select,
     stat,
     table,
@@ -151,7 +152,7 @@ def _service(links: Links) -> Board:
     watchdog, store, dropped = (BY_KEY[key] for key in ("service.watchdog", "service.store", "service.series_dropped"))
     panels: list[Sized] = [
         (up, 6, 4),
-        (stat(watchdog, "Since the last watchdog", f"time() - ({watchdog.name} > 0)", red_from=300), 6, 4),
+        (stat(watchdog, "Since the last watchdog", query(watchdog, run), red_from=300), 6, 4),
         (stat(store, "Store", store.name), 6, 4),
         (stat(dropped, "Series left out", dropped.name, red_from=1), 6, 4),
         *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], run, single_run=False),

@@ -51,7 +51,9 @@ def query(metric: Metric, variables: Sequence[str]) -> str:
     selector = select(metric, variables)
     if metric.kind == "counter":
         return f"increase({selector}[$__rate_interval])"
-    return f"time() - {selector}" if metric.unit == "timestamp_seconds" else selector
+    if metric.unit == "timestamp_seconds":
+        return f"time() - ({selector} > 0)"  # zero means never
+    return selector
 
 
 def legend(labels: Sequence[str], *, fallback: str) -> str:
@@ -114,10 +116,11 @@ _BARS: Final = {"drawStyle": "bars", "lineWidth": 1, "fillOpacity": 50, "showPoi
 def time_series(metric: Metric, variables: Sequence[str], *, single_run: bool) -> Panel:
     """A metric over time; counters as bars."""
     labels = [label for label in metric.labels if not (single_run and label == "run")]
+    title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
     log = metric.key in ("head.score_max", "head.row_max_abs", "head.score_offset_rms")  # they grow by factors
     return panel(
         "timeseries",
-        metric.title,
+        title,
         describe(metric),
         [target(query(metric, variables), legend_format=legend(labels, fallback=metric.title))],
         grafana_unit=unit(metric),

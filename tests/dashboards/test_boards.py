@@ -1,0 +1,254 @@
+"""The boards hold Grafana's own rules and ours: the linter's, the schema's, the catalogue's."""
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+from foreshock.contract.catalog import HEAD_METRICS, METRICS
+from foreshock.dashboards.boards import boards
+from foreshock.dashboards.live import Query, concrete, label_values, queries
+from foreshock.dashboards.rules import Links, rules
+
+with warnings.catch_warnings():
+    # The model points to its successor for schema version 2, which Grafana 13 cannot load from files.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+BOARDS = boards(Links())
+PANELS = [
+    pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in board["panels"]
+]
+QUERIES = [query for query in queries() if query.kind != "rule"] + [
+    Query(rule.alert.name, "rule", rule.expr) for rule in rules(Links())
+]
+LABELS = {
+    **{metric.name: set(metric.labels) for metric in METRICS},
+    **{metric.layer_name: {"run", "layer"} for metric in HEAD_METRICS},
+    "up": {"job"},
+}
+
+every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS.keys())
+every_panel = pytest.mark.parametrize("panel", PANELS)
+every_query = pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.where)
+
+
+def nodes(tree: Any) -> Iterator[Any]:
+    """Every node of a PromQL syntax tree, the root first."""
+    yield tree
+    for part in ("lhs", "rhs", "expr", "vector_selector"):
+        child = getattr(tree, part, None)
+        if hasattr(child, "prettify"):
+            yield from nodes(child)
+    for argument in getattr(tree, "args", None) or []:
+        yield from nodes(argument)
+
+
+def selectors(tree: Any) -> Iterator[Any]:
+    """Every vector selector of a syntax tree."""
+    return (node for node in nodes(tree) if type(node).__name__ == "VectorSelector")
+
+
+def grouping_labels(tree: Any) -> set[str]:
+    """Labels that the expression groups or matches by."""
+    labels: set[str] = set()
+    for node in nodes(tree):
+        modifier = getattr(node, "modifier", None)
+        grouping = modifier if type(node).__name__ == "AggregateExpr" else getattr(modifier, "matching", None)
+        labels |= set(grouping.labels) if grouping is not None else set()
+    return labels
+
+
+def parse(expr: str) -> Any:
+    """The syntax tree of a query with Grafana's variables filled in; raises ValueError on a mistake."""
+    return promql_parser.parse(concrete(expr))
+
+
+# What the catalogue promises
+
+
+@every_query
+def test_a_query_parses_and_reads_only_metrics_and_labels_of_the_catalogue(query: Query) -> None:
+    tree = parse(query.expr)
+    known: set[str] = set()
+    for selector in selectors(tree):
+        assert selector.name in LABELS, f"{query.where}: no metric {selector.name}"
+        filtered = {matcher.name for matcher in selector.matchers.matchers}
+        assert filtered <= LABELS[selector.name], f"{query.where}: {selector.name} has no label {filtered}"
+        known |= LABELS[selector.name]
+    assert grouping_labels(tree) <= known
+
+
+def test_every_metric_of_the_catalogue_is_on_a_board() -> None:
+    shown = {selector.name for query in QUERIES if query.kind == "panel" for selector in selectors(parse(query.expr))}
+    assert {metric.name for metric in METRICS} <= shown
+
+
+@every_board
+def test_a_legend_names_only_labels_that_its_series_keep(board: dict[str, Any]) -> None:
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            tree = parse(target["expr"])
+            names = [selector.name for selector in selectors(tree)]
+            kept = grouping_labels(tree) or set().union(*(LABELS[name] for name in names))
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+
+
+@every_panel
+def test_a_panel_says_what_bad_looks_like(panel: dict[str, Any]) -> None:
+    assert "Bad:" in panel["description"] or "Against the optimizer step" in panel["description"]
+
+
+# What Grafana's schema says
+
+
+def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Where `after` lacks or changes something of `before`."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key, value in before.items():
+            yield from lost(value, after[key], f"{path}/{key}") if key in after else [f"{path}/{key}"]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from lost(one, other, f"{path}/{index}")
+    elif before != after:
+        yield f"{path}: {before!r} became {after!r}"
+
+
+def round_trip(board: dict[str, Any]) -> dict[str, Any]:
+    """A board read and written again by Grafana's own typed model, which drops what it does not know."""
+    register_default_plugins()
+    copy = json.loads(json.dumps(board))
+    result: dict[str, Any] = json.loads(JSONEncoder().encode(Dashboard.from_json(copy)))
+    return result
+
+
+@every_board
+def test_grafanas_own_model_knows_every_key(board: dict[str, Any]) -> None:
+    assert not list(lost(board, round_trip(board)))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda board: board.update(tittle="x"),
+        lambda board: board["panels"][0].update(tittle="x"),
+        lambda board: board["panels"][-1]["options"]["legend"].update(calsc=[]),
+        lambda board: board["panels"][-1]["targets"][0].update(exprr="x"),
+    ],
+    ids=["board", "panel", "options", "target"],
+)
+def test_a_misspelt_key_is_found(spoil: Any) -> None:
+    board = json.loads(json.dumps(BOARDS["run.json"]))
+    spoil(board)
+    assert len(list(lost(board, round_trip(board)))) == 1
+
+
+@every_board
+def test_ids_and_places_are_sound(board: dict[str, Any]) -> None:
+    assert len(board["uid"]) <= 40
+    assert board["schemaVersion"] == 42
+    assert Counter(panel["id"] for panel in board["panels"]).most_common(1)[0][1] == 1
+    cells = [panel["gridPos"] for panel in board["panels"]]
+    assert all(cell["x"] >= 0 and cell["x"] + cell["w"] <= 24 for cell in cells)
+    for one, other in combinations(cells, 2):
+        apart_x = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        apart_y = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert apart_x or apart_y, (one, other)
+
+
+def test_a_panel_keeps_its_id_when_its_neighbours_change() -> None:
+    by_title = {panel["title"]: panel["id"] for panel in BOARDS["run.json"]["panels"]}
+    assert by_title["Loss"] == 223096
+
+
+@every_board
+def test_a_board_holds_no_credentials_and_links_to_the_page_for_a_switch(board: dict[str, Any]) -> None:
+    text = json.dumps(board)
+    assert not re.search(r"authorization|bearer|password|secret|api_?key", text, re.IGNORECASE)
+    assert '"type": "fetch"' not in text  # panel actions call from the browser without authentication
+    assert "${service}/?runs=" in text or board["uid"] == "foreshock-service"
+
+
+# The rules of Grafana's dashboard-linter, re-implemented: it comes on no package index.
+
+EXCLUDED = yaml.safe_load(Path("dashboards/.lint").read_text())["exclusions"]
+
+
+def variables(board: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The board's variables by name."""
+    return {variable["name"]: variable for variable in board["templating"]["list"]}
+
+
+def test_every_exclusion_from_the_linter_has_a_reason_and_is_needed() -> None:
+    assert all(entry["reason"] for entry in EXCLUDED.values())
+    assert set(EXCLUDED) == {f"{kind}-{name}-rule" for kind in ("template", "target") for name in ("job", "instance")}
+    for board in BOARDS.values():
+        assert not {"job", "instance"} & set(variables(board))
+
+
+@every_board
+def test_template_datasource_rule(board: dict[str, Any]) -> None:
+    sources = [variable for variable in variables(board).values() if variable["type"] == "datasource"]
+    assert [(v["name"], v["label"], v["query"]) for v in sources] == [("datasource", "Data source", "prometheus")]
+
+
+@every_board
+def test_template_label_promql_and_template_on_time_change_reload_rules(board: dict[str, Any]) -> None:
+    asked = [variable for variable in variables(board).values() if variable["type"] == "query"]
+    assert asked
+    for variable in asked:
+        selector, label = label_values(variable["query"]["query"])
+        names = [node.name for node in selectors(parse(selector))]
+        assert label in LABELS[names[0]]
+        assert variable["refresh"] == 2
+        assert not variable.get("includeAll") or variable["allValue"] == ".+"
+
+
+@every_panel
+def test_panel_datasource_rule(panel: dict[str, Any]) -> None:
+    assert panel["datasource"]["uid"] == "${datasource}"
+    assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+@every_panel
+def test_panel_title_description_and_panel_no_targets_rules(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert panel["description"]
+    assert panel["targets"]
+
+
+@every_panel
+def test_panel_units_rule(panel: dict[str, Any]) -> None:
+    known = {"short", "s", "bytes", "percentunit", "bool_on_off"}
+    assert panel["fieldConfig"]["defaults"]["unit"] in known
+
+
+@every_panel
+def test_target_promql_target_rate_interval_and_target_counter_agg_rules(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        tree = parse(target["expr"])
+        ranges = re.findall(r"\[([^\]]*)\]", target["expr"])
+        assert set(ranges) <= {"$__rate_interval"}
+        counters = [node.name for node in selectors(tree) if node.name.endswith("_total")]
+        inside = [
+            argument.vector_selector.name
+            for node in nodes(tree)
+            if type(node).__name__ == "Call" and node.func.name in ("rate", "irate", "increase")
+            for argument in node.args
+        ]
+        assert counters == inside
+
+
+@every_board
+def test_uneditable_dashboard_rule(board: dict[str, Any]) -> None:
+    assert board["editable"] is False
