@@ -17,11 +17,11 @@ from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype,
 from foreshock.kernels.flash_attention.statistics import (
     Rows,
     accumulate,
-    bf16_tie_threshold,
-    one_tie_threshold,
-    several_at_least,
+    one_margin,
+    several_in_bf16,
+    several_within,
 )
-from foreshock.kernels.flash_attention.visibility import hidden_pairs, hidden_pairs_packed
+from foreshock.kernels.flash_attention.visibility import hide
 
 
 def attention_forward(
@@ -41,25 +41,24 @@ def attention_forward(
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
         return query.new_zeros(query.shape), query.new_zeros(query.shape, dtype=residual), row_max, row_max.clone()
-    scores = _scores(query, key, spec, cu_seqlens_q, cu_seqlens_k).scores
+    wide, kv_heads = compute_dtype(spec.numerics), key.shape[1]
+    queries, keys, values = (_grouped(x, kv_heads, wide) for x in (query, key, value))
+    scores = _scores(queries, keys, query.shape, operand, spec, cu_seqlens_q, cu_seqlens_k).scores
     row_max = scores.amax(-1, keepdim=True)
     shift = row_shift(scores, row_max, modes, operand)
     subtracted = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key has weights 0, not NaN
     if shift is not None:
         subtracted = subtracted + shift.amount
-    weights = scores.sub_(subtracted).exp_()
+    weights = _exp(scores.sub_(subtracted))
     row_sum = weights.sum(-1, keepdim=True)
-
-    values = _grouped(value, key.shape[1], weights.dtype)
     keep = None if dropout_seed is None else kept(dropout_seed, weights.shape, spec.dropout_p)
 
     def output(weights: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
         dropped = weights if keep is None else weights * keep
-        product = _product(dropped.view(len(values), -1, key.shape[2]), values).view(query.shape)
+        product = _product(dropped.view(len(values), -1, values.shape[1]), values).view(query.shape)
         divisor = row_sum.masked_fill(row_sum == 0, 1.0) * (1 - spec.dropout_p)
         return _round(product, unnormalised_dtype) / divisor
 
-    wide = weights.dtype
     if spec.numerics in ("float64", "float32"):
         exact = output(weights, row_sum, wide)
         out = exact.to(query.dtype)
@@ -105,16 +104,13 @@ def attention_backward(
             keys = torch.zeros((), device=lse.device)
             accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    gradient = score_gradient(
+    weights, score_grad, queries, keys, grads = _score_gradient(
         grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
         dropout_seed, spec,
     )  # fmt: skip
-    weights, score_grad = gradient
     if spec.numerics in ("kernel", "paper"):
         operand = operand_dtype(query.dtype)
         weights, score_grad = _round(weights, operand), _round(score_grad, operand)
-    kv_heads, wide = key.shape[1], lse.dtype
-    queries, keys, grads = (_grouped(x, kv_heads, wide) for x in (query, key, grad_out))
     weights, score_grad = (x.view(len(keys), -1, key.shape[2]) for x in (weights, score_grad))
     grad_query = _product(score_grad, keys, spec.scale)
     grad_key = _product(score_grad.mT, queries, spec.scale)
@@ -126,16 +122,32 @@ def attention_backward(
     )
 
 
-class ScoreGradient(NamedTuple):
-    """Both [B, H, Sq, Sk], before any rounding to the operand dtype."""
+def row_sum_defect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, modes: Tensor | None, spec: AttentionSpec
+) -> tuple[float, float]:
+    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded."""
+    lengths = query.shape[2], key.shape[2]
+    outputs = attention_forward(query, key, value, modes, None, None, *lengths, None, spec)
+    score_grad = _score_gradient(grad_out, query, key, value, *outputs, None, modes, None, None, None, spec).score_grad
+    before, after = (
+        x.to(torch.float64).sum(-1).square().mean().sqrt().item()
+        for x in (score_grad, _round(score_grad, operand_dtype(query.dtype)))
+    )
+    return before, after
 
+
+class _ScoreGradient(NamedTuple):
     weights: Tensor
-    """P recomputed from the log-sum-exp, dropped entries 0 (not yet divided by 1 - dropout_p)."""
+    """P recomputed from the log-sum-exp, 0 where dropped (not yet divided by 1 - dropout_p), [B, H, Sq, Sk]."""
     score_grad: Tensor
-    """dS = P * (dP - delta), not yet scaled."""
+    """dS = P * (dP - delta), neither scaled nor rounded to the operand dtype, [B, H, Sq, Sk]."""
+    queries: Tensor
+    keys: Tensor
+    grads: Tensor
+    """The operands of what is left to do, as `_grouped` gives them."""
 
 
-def score_gradient(
+def _score_gradient(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -150,32 +162,32 @@ def score_gradient(
     cu_seqlens_k: Tensor | None,
     dropout_seed: Tensor | None,
     spec: AttentionSpec,
-) -> ScoreGradient:
+) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
     operand, kv_heads, wide = operand_dtype(query.dtype), key.shape[1], lse.dtype
-    grad = grad_out.to(wide)
+    grad = grad_out.contiguous().to(wide)
     delta_bias = -(grad * out_residual.to(wide)).sum(-1)
-    delta_lp = (grad * _round(out.to(wide), operand)).sum(-1)
+    delta_lp = (grad * _round(out, operand).to(wide)).sum(-1)
     delta_hp = delta_lp - delta_bias
 
-    scores, cap_slope, visible_keys = _scores(query, key, spec, cu_seqlens_q, cu_seqlens_k)
+    queries, keys, values, grads = (_grouped(x, kv_heads, wide) for x in (query, key, value, grad))
+    scores, cap_slope, visible_keys = _scores(queries, keys, query.shape, operand, spec, cu_seqlens_q, cu_seqlens_k)
     if state is not None:
         maximum, scratch = row_max.unsqueeze(-1), torch.empty_like(scores)
-        tied_bf16 = several_at_least(scores, bf16_tie_threshold(maximum), scratch)
-        tied_one = several_at_least(scores, one_tie_threshold(maximum, operand), scratch)
+        tied_bf16 = several_in_bf16(scores, maximum)
+        tied_one = several_within(scores, maximum, one_margin(operand), scratch)
         shift = row_shift(scores, maximum, modes, operand)
         shifted = torch.zeros_like(tied_one) if shift is None else shift.amount > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
         accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
 
-    weights = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+    weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     if spec.numerics in ("float64", "float32"):
         delta = delta_hp
     elif modes is None:
         delta = delta_lp
     else:
         delta = torch.where((modes & Mode.EXACT_DELTA).bool().view(-1, 1), delta_hp, delta_lp)
-    grads, values = _grouped(grad, kv_heads, wide), _grouped(value, kv_heads, wide)
     if dropout_seed is None:
         score_grad = torch.baddbmm(-delta.view(*grads.shape[:2], 1), grads, values.mT).view(weights.shape)
         score_grad.mul_(weights)
@@ -187,15 +199,7 @@ def score_gradient(
         dropped = weights * keep
     if cap_slope is not None:
         score_grad.mul_(cap_slope)
-    return ScoreGradient(dropped, score_grad)
-
-
-def row_sum_defect(score_grad: Tensor, operand: torch.dtype) -> tuple[float, float]:
-    """Root mean square of the row sums of dS, which are 0 in exact arithmetic: (as it is, rounded to `operand`)."""
-    before, after = (
-        x.to(torch.float64).sum(-1).square().mean().sqrt().item() for x in (score_grad, _round(score_grad, operand))
-    )
-    return before, after
+    return _ScoreGradient(dropped, score_grad, queries, keys, grads)
 
 
 class _Scores(NamedTuple):
@@ -208,32 +212,35 @@ class _Scores(NamedTuple):
 
 
 def _scores(
-    query: Tensor, key: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    query_shape: torch.Size,
+    operand: torch.dtype,
+    spec: AttentionSpec,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
 ) -> _Scores:
-    (batch, heads, rows, _), keys = query.shape, key.shape[2]
-    wide = compute_dtype(spec.numerics)
-    queries = _grouped(query, key.shape[1], wide)
-    scores = _product(queries, _grouped(key, key.shape[1], wide).mT, spec.scale).view(batch, heads, rows, keys)
+    scores = _product(queries, keys.mT, spec.scale).view(*query_shape[:3], keys.shape[1])
     cap_slope = None
     if spec.softcap > 0:
         squashed = scores.div_(spec.softcap).tanh_()
         cap_slope = 1 - squashed.square()
         scores = squashed * spec.softcap
     if spec.numerics == "paper":
-        scores = _round(scores, operand_dtype(query.dtype))
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        hidden, visible_keys = hidden_pairs_packed(spec, rows, keys, cu_seqlens_q, cu_seqlens_k)
-        scores.masked_fill_(hidden, -math.inf)
-    else:
-        some_hidden, visible_keys = hidden_pairs(spec, rows, keys, query.device)
-        if some_hidden is not None:
-            scores.masked_fill_(some_hidden, -math.inf)
+        scores = _round(scores, operand)
+    visible_keys = hide(scores, spec, cu_seqlens_q, cu_seqlens_k)
     return _Scores(scores, cap_slope, visible_keys)
 
 
 def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """[B, H, S, D] as contiguous [B * Hkv, H / Hkv * S, D]: query heads that share a key head become rows of it."""
     return x.contiguous().to(dtype).view(x.shape[0] * kv_heads, -1, x.shape[3])
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp of x, in place. In fp32 by way of exp2, as kernels do: on a CPU torch's exp slows down tenfold where it
+    underflows, and its exp2 does not."""
+    return x.exp_() if x.dtype == torch.float64 else x.mul_(math.log2(math.e)).exp2_()
 
 
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Mode
-from foreshock.kernels.flash_attention.statistics import one_tie_threshold, paper_tie_threshold, several_at_least
+from foreshock.kernels.flash_attention.statistics import one_margin, several_within
+
+PAPER_TOLERANCE: Final = 1e-3
+"""The paper's epsilon: scores this near the row's maximum are maxima too."""
 
 PAPER_BETA: Final = 2.0
 """The paper's beta: the maximum m > 0 of a tied row is replaced by beta * m."""
@@ -46,10 +49,10 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
     stable = torch.zeros_like(row_max, dtype=torch.bool)
     scratch = torch.empty_like(scores)
     if want_paper:
-        tied = several_at_least(scores, paper_tie_threshold(row_max), scratch)
+        tied = several_within(scores, row_max, PAPER_TOLERANCE, scratch)
         amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
     if want_stable:
-        tied = several_at_least(scores, one_tie_threshold(row_max, operand_dtype), scratch)
+        tied = several_within(scores, row_max, one_margin(operand_dtype), scratch)
         stable = tied & stable_heads.view(-1, 1, 1)
         amount = torch.where(stable, stable_shift(row_max), amount)
     return Shift(amount, stable)

@@ -1,7 +1,7 @@
 """The statistics of a head: what is asked of every row, and how it is added to the state.
 
 A row is one query position of one batch entry. Scores are what enters the softmax: scaled, soft-capped, and rounded
-where the numerics round them.
+where the numerics round them. README.md defines every statistic.
 """
 
 import math
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, SUM_SLOTS, identity_row
 
-PAPER_TOLERANCE = 1e-3
-"""Scores this near the row's maximum are ties to the paper's rule (its epsilon, section 4)."""
-
 _COUNTS, _MAXIMA, _SUMS = (slice(slots[0], slots[-1] + 1) for slots in (COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS))
 
 
@@ -23,43 +20,22 @@ def new_state(heads: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.from_numpy(identity_row()).to(device).expand(heads, SLOT_COUNT).clone()
 
 
-def bf16_tie_threshold(row_max: Tensor) -> Tensor:
-    """The least score that rounds to the same bf16 as its row's maximum does, in row_max's dtype.
+def one_margin(operand_dtype: torch.dtype) -> float:
+    """How far below its row's maximum m a score s may lie for exp(s - m) to round to 1 in `operand_dtype`.
 
-    Rounding never changes an order, so `scores >= threshold` is where the rounded score is the rounded maximum. It lies
-    half a bf16 step below the rounded maximum, and belongs to it when that maximum's last bit is even.
+    -ln(1 - eps / 4): half a step below 1, where the step is eps / 2, and 1 is even. 1.955e-3 in bf16, 2.442e-4 in fp16.
     """
-    rounded = row_max.to(torch.bfloat16).to(torch.float32)
-    bits = torch.where(rounded == 0, -0.0, rounded).view(torch.int32)
-    negative = bits < 0  # sign and magnitude: below a negative number the magnitude grows
-    middle = torch.where(negative, bits + 0x8000, bits - 0x8000).view(torch.float32).to(row_max.dtype)
-    odd = (bits >> 16) & 1 == 1
-    return torch.where(odd, torch.nextafter(middle, middle.new_tensor(math.inf)), middle)
+    return -math.log1p(-torch.finfo(operand_dtype).eps / 4)
 
 
-def one_tie_threshold(row_max: Tensor, operand_dtype: torch.dtype) -> Tensor:
-    """The least score whose exp(score - row_max) rounds to 1 in `operand_dtype`, in row_max's dtype.
-
-    That is exp(score - row_max) >= 1 - eps / 4: half a step below 1, where the step is eps / 2; 1 is even.
-    """
-    return _above(row_max, math.log1p(-torch.finfo(operand_dtype).eps / 4))
+def several_within(scores: Tensor, row_max: Tensor, margin: float, scratch: Tensor) -> Tensor:
+    """Rows with more than one score s such that row_max - s <= margin, bool [B, H, Sq, 1]. Overwrites `scratch`."""
+    return torch.sub(scores, row_max, out=scratch).ge_(-margin).sum(-1, keepdim=True) > 1
 
 
-def paper_tie_threshold(row_max: Tensor) -> Tensor:
-    """The least score that the paper's rule takes for a maximum: row_max - 1e-3 (paper, section 4)."""
-    return _above(row_max, -PAPER_TOLERANCE)
-
-
-def several_at_least(scores: Tensor, threshold: Tensor, scratch: Tensor) -> Tensor:
-    """Rows with more than one score at or above their threshold, bool [B, H, Sq, 1]. Overwrites `scratch`."""
-    return torch.ge(scores, threshold, out=scratch).sum(-1, keepdim=True) > 1
-
-
-def _above(row_max: Tensor, offset: float) -> Tensor:
-    """row_max + offset, rounded up: no score between the exact sum and the next number is left out or taken in."""
-    exact = row_max.to(torch.float64) + offset
-    near = exact.to(row_max.dtype)
-    return torch.where(near.to(torch.float64) < exact, torch.nextafter(near, near.new_tensor(math.inf)), near)
+def several_in_bf16(scores: Tensor, row_max: Tensor) -> Tensor:
+    """Rows with more than one score that rounds to the same bf16 as the row's maximum, bool [B, H, Sq, 1]."""
+    return scores.to(torch.bfloat16).eq_(row_max.to(torch.bfloat16)).sum(-1, keepdim=True) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +57,25 @@ class Rows:
 
 def accumulate(state: Tensor, rows: Rows) -> None:
     """Add the statistics of `rows` to `state`, int64 [H, SLOT_COUNT]. No host synchronisation; deterministic."""
-    shape = rows.row_max.shape
-    empty = (rows.visible_keys == 0).expand(shape)
-    finite = torch.isfinite(rows.row_max) & torch.isfinite(rows.lse)
-    finite = finite & torch.isfinite(rows.delta) & torch.isfinite(rows.delta_bias)
-    counted = finite & ~empty
-    nonfinite = ~(finite | empty)
-    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, empty, nonfinite])
+    if rows.row_max.numel() == 0:
+        return
+    seen = (rows.visible_keys > 0).expand_as(rows.row_max)
+    # A sum is finite only if all its parts are; abs() < inf is false for NaN too.
+    finite = (rows.row_max + rows.lse + rows.delta + rows.delta_bias).abs() < math.inf
+    counted = finite & seen
+    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite])
     counts[1:4] &= counted
+    counts[4:].logical_not_()  # empty; not finite
+    counts[5] &= seen
     state[:, _COUNTS] += counts.sum((1, 3)).T
 
-    floats = state.view(torch.float64)
-    maxima = torch.stack([rows.row_max, rows.row_max.abs()]).masked_fill_(~counted, -math.inf)
-    if maxima.numel():
-        largest = maxima.amax((1, 3)).to(torch.float64).T
-        floats[:, _MAXIMA] = torch.maximum(floats[:, _MAXIMA], largest)
+    floats, ignored = state.view(torch.float64), ~counted
+    maxima = torch.stack([rows.row_max, rows.row_max.abs()]).masked_fill_(ignored, -math.inf)
+    floats[:, _MAXIMA] = torch.maximum(floats[:, _MAXIMA], maxima.amax((1, 3)).T.to(torch.float64))
 
     values = torch.stack([rows.lse, rows.delta_bias]).to(torch.float64)
     values[0] -= rows.visible_keys.to(torch.float64).log()
-    values.masked_fill_(~counted, 0.0)
-    offset, bias = values.sum((1, 3))
-    squares = values.square().sum((1, 3))
-    floats[:, _SUMS] += torch.stack([offset, squares[0], bias, values[1].abs().sum((0, 2)), squares[1]], -1)
+    values.masked_fill_(ignored, 0.0)
+    offset, bias = values
+    sums = torch.stack([offset, offset.square(), bias, bias.abs(), bias.square()]).sum((1, 3))
+    floats[:, _SUMS] += sums.T

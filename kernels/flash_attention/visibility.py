@@ -1,5 +1,6 @@
 """Which keys a query sees: causal alignment, sliding window, packed sequences."""
 
+import math
 from functools import lru_cache
 
 import torch
@@ -8,53 +9,70 @@ from torch import Tensor
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
 
-def hidden_pairs(spec: AttentionSpec, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """The pairs that no query sees, bool [Sq, Sk] (None: every query sees every key), and the keys each sees, [Sq]."""
-    # A mask made while a CUDA graph is captured belongs to that graph; only the CPU's masks are kept for later calls.
-    build = _hidden_pairs if device.type == "cpu" else _hidden_pairs.__wrapped__
-    return build(queries, keys, spec.causal, spec.window_left, spec.window_right, device)
+def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+    """Set scores [B, H, Sq, Sk] to -inf, in place, where a query does not see a key, NaN or not.
+
+    Returns the number of keys that each query sees, [Sq] or [].
+    """
+    queries, keys = scores.shape[-2:]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        visible = _visible_packed(spec, queries, keys, cu_seqlens_q, cu_seqlens_k)
+        scores.masked_fill_(~visible, -math.inf)
+        return visible.sum(-1)
+    lower, upper = _diagonals(spec, keys - queries)
+    # tril_ and triu_ forget what a hidden score was, and are several times as fast on a CPU as masked_fill_.
+    if upper is not None:
+        scores.tril_(upper)
+    if lower is not None:
+        scores.triu_(lower)
+    # A mask made while a CUDA graph is captured belongs to that graph; only the CPU's are kept for later calls.
+    build = _barrier if scores.device.type == "cpu" else _barrier.__wrapped__
+    barrier, visible_keys = build(queries, keys, lower, upper, scores.dtype, scores.device)
+    if lower is not None or upper is not None:
+        scores.add_(barrier)
+    return visible_keys
+
+
+def _diagonals(spec: AttentionSpec, difference: int) -> tuple[int | None, int | None]:
+    """The lowest and highest j - i of a visible pair; None is no bound."""
+    offset = 0 if spec.causal == "top_left" else difference
+    right = [] if spec.window_right < 0 else [spec.window_right]
+    if spec.causal != "none":
+        right.append(0)
+    return offset - spec.window_left if spec.window_left >= 0 else None, offset + min(right) if right else None
 
 
 @lru_cache(maxsize=4)
-def _hidden_pairs(
-    queries: int, keys: int, causal: str, window_left: int, window_right: int, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    if causal == "none" and window_left < 0 and window_right < 0:
-        return None, torch.tensor(keys, device=device)
-    offset = 0 if causal == "top_left" else keys - queries
-    diagonal = torch.arange(queries, device=device).view(-1, 1) + offset
-    visible = _in_reach(diagonal, torch.arange(keys, device=device), causal, window_left, window_right)
-    return ~visible, visible.sum(-1)
-
-
-def hidden_pairs_packed(
-    spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+def _barrier(
+    queries: int, keys: int, lower: int | None, upper: int | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """As `hidden_pairs` for sequences packed end to end; tokens past the last sequence see nothing."""
+    """0 for a visible pair and -inf for a hidden one, [Sq, Sk]; keys that each query sees, [Sq]."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if upper is not None:
+        visible.tril_(upper)
+    if lower is not None:
+        visible.triu_(lower)
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -math.inf), visible.sum(-1)
+
+
+def _visible_packed(spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Visible pairs of sequences packed end to end, bool [total_q, total_k]; past the last sequence there are none."""
     sequence_q, position_q = _place(cu_seqlens_q, queries)
     sequence_k, position_k = _place(cu_seqlens_k, keys)
     difference = torch.nn.functional.pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))
     diagonal = position_q if spec.causal == "top_left" else position_q + difference[sequence_q]
-    visible = _in_reach(diagonal.view(-1, 1), position_k, spec.causal, spec.window_left, spec.window_right)
-    sequence_q = sequence_q.view(-1, 1)
-    visible &= (sequence_q == sequence_k) & (sequence_q < len(cu_seqlens_q) - 1)
-    return ~visible, visible.sum(-1)
+    distance = position_k - diagonal.view(-1, 1)
+    visible = (sequence_q.view(-1, 1) == sequence_k) & (sequence_q.view(-1, 1) < len(cu_seqlens_q) - 1)
+    lower, upper = _diagonals(spec, 0)
+    if upper is not None:
+        visible &= distance <= upper
+    if lower is not None:
+        visible &= distance >= lower
+    return visible
 
 
 def _place(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The sequence of every token (N past the last one) and its position there, [total]."""
-    token = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
+    """The sequence of every token (N past the last one) and its position there, both [total]."""
+    token = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return sequence, token - cu_seqlens[sequence]
-
-
-def _in_reach(diagonal: Tensor, key: Tensor, causal: str, window_left: int, window_right: int) -> Tensor:
-    """Pairs that alignment and window allow, bool [Sq, Sk]; `diagonal` [Sq, 1] is the key that faces each query."""
-    visible = torch.ones(len(diagonal), len(key), dtype=torch.bool, device=key.device)
-    if causal != "none":
-        visible &= key <= diagonal
-    if window_right >= 0:
-        visible &= key <= diagonal + window_right
-    if window_left >= 0:
-        visible &= key >= diagonal - window_left
-    return visible
