@@ -20,7 +20,7 @@ from foreshock.dashboards.panels import (
     target,
     time_series,
 )
-from foreshock.dashboards.rules import JOB, Links
+from foreshock.dashboards.rules import DATASOURCE_UID, JOB, Links
 
 Board = dict[str, Any]
 
@@ -230,7 +230,14 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, vari
 
 
 def _datasource_variable() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "label": "Data source", "query": "prometheus", "refresh": 1}
+    return {
+        "name": "datasource",
+        "type": "datasource",
+        "label": "Data source",
+        "query": "prometheus",
+        "current": {"text": "foreshock", "value": DATASOURCE_UID},
+        "refresh": 1,
+    }
 
 
 def _service_variable(links: Links) -> dict[str, Any]:

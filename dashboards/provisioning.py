@@ -1,16 +1,21 @@
 """Configuration files for Prometheus, Alertmanager and Grafana, as text."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
 from foreshock.contract.catalog import WATCHDOG
-from foreshock.dashboards.rules import JOB, SCRAPE_INTERVAL_SECONDS, Links, grafana_rule_group
-
-DATASOURCE_UID: Final = "foreshock-prometheus"
-FOLDER: Final = "foreshock"
-"""The Grafana folder of the boards and rules."""
+from foreshock.dashboards.rules import (
+    DATASOURCE_UID,
+    FOLDER,
+    GRAFANA_INTERVAL_SECONDS,
+    GROUP,
+    JOB,
+    SCRAPE_INTERVAL_SECONDS,
+    Links,
+    grafana_rules,
+)
 
 
 def to_yaml(data: dict[str, Any]) -> str:
@@ -158,7 +163,15 @@ def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -
     return to_yaml(
         {
             "apiVersion": 1,
-            "groups": [grafana_rule_group(links, datasource_uid=DATASOURCE_UID, folder=FOLDER)],
+            "groups": [
+                {
+                    "orgId": 1,
+                    "name": GROUP,
+                    "folder": FOLDER,
+                    "interval": f"{GRAFANA_INTERVAL_SECONDS}s",
+                    "rules": grafana_rules(links),
+                }
+            ],
             "contactPoints": [{"orgId": 1, "name": "foreshock", "receivers": [receiver]}],
             "policies": [
                 {

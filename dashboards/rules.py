@@ -15,7 +15,13 @@ JOB: Final = "foreshock"
 """The scrape job of the service; ForeshockServiceDown watches it."""
 
 GROUP: Final = "foreshock"
+FOLDER: Final = "foreshock"
+"""The Grafana folder of the boards and rules; its title and its uid."""
+
+DATASOURCE_UID: Final = "foreshock-prometheus"
 SCRAPE_INTERVAL_SECONDS: Final = 15
+GRAFANA_INTERVAL_SECONDS: Final = 30
+"""How often Grafana evaluates its rules; its scheduler works in steps of ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,15 +104,9 @@ def prometheus_rules(links: Links) -> dict[str, Any]:
     }
 
 
-def grafana_rule_group(links: Links, *, datasource_uid: str, folder: str) -> dict[str, Any]:
-    """The same rules as one Grafana-managed group, in the form of Grafana's provisioning files."""
-    return {
-        "orgId": 1,
-        "name": GROUP,
-        "folder": folder,
-        "interval": "30s",
-        "rules": [_grafana_rule(rule, datasource_uid) for rule in rules(links)],
-    }
+def grafana_rules(links: Links) -> list[dict[str, Any]]:
+    """The same rules as Grafana manages them, in the form that its provisioning files and its API share."""
+    return [_grafana_rule(rule) for rule in rules(links)]
 
 
 _PROMETHEUS_QUERY_TEMPLATE = re.compile(r"\{\{ with printf (?:(?!\{\{ with).)*?\{\{ else \}\}(.*?)\{\{ ?end \}\}")
@@ -121,7 +121,7 @@ def grafana_template(text: str) -> str:
     return _PROMETHEUS_QUERY_TEMPLATE.sub(r"\1", text).replace("$value ", "$values.A.Value ")
 
 
-def _grafana_rule(rule: Rule, datasource_uid: str) -> dict[str, Any]:
+def _grafana_rule(rule: Rule) -> dict[str, Any]:
     return {
         "uid": "foreshock-" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", rule.alert.name.removeprefix("Foreshock")).lower(),
         "title": rule.alert.name,
@@ -130,7 +130,7 @@ def _grafana_rule(rule: Rule, datasource_uid: str) -> dict[str, Any]:
             {
                 "refId": "A",
                 "relativeTimeRange": {"from": 600, "to": 0},
-                "datasourceUid": datasource_uid,
+                "datasourceUid": DATASOURCE_UID,
                 "model": {"refId": "A", "expr": rule.expr, "instant": True, "range": False},
             },
             {
