@@ -1,0 +1,154 @@
+"""`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.contract.slots import SLOT_COUNT, identity_row
+from foreshock.contract.wire import MAX_LAYERS, Layer
+from foreshock.monitor.agent import Agent, Instruments
+from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.discovery import Found, find_attention
+from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, logger, sdpa_rebinding, watch_module
+
+_NO_ATTENTION: Final = (
+    "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention or "
+    "transformers' attention interface; write it with one of them"
+)
+
+
+def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any) -> Agent:
+    """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
+
+    Call it when the model lies on its device and before torch.compile. `overrides` are fields of AgentConfig. Prints a
+    table of what was found to standard error. Raises ValueError with a sentence for a wrong setting, a model without
+    attention, a model that is compiled or watched already.
+    """
+    settings = make_config(config, overrides)
+    _refuse_unfit(model)
+    found = find_attention(model, settings.heads)
+    watched = [f for f in found if f.problem is None]
+    if not found:
+        raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
+    if not watched:
+        raise ValueError("; ".join(f"{f.name or 'the model'} cannot be watched: {f.problem}" for f in found))
+    if len(watched) > MAX_LAYERS:
+        raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
+    placed = _Buffers(watched, _device(watched[0].module, model))
+    undo = _install(model, watched, placed.layers(watched, settings.numerics))
+    try:
+        return Agent(settings, _instruments(settings, found, watched, placed), undo)
+    except BaseException:
+        undo()
+        raise
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("nn.DataParallel runs copies of the model in threads; use DistributedDataParallel")
+    for name, module in model.named_modules():
+        if LAYER_ATTRIBUTE in module.__dict__:
+            raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
+
+
+def _device(module: nn.Module, model: nn.Module) -> torch.device:
+    for parameter in (*module.parameters(), *model.parameters()):
+        return parameter.device
+    return torch.device("cpu")
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """State and modes of all layers, each one packed buffer (house decision 3)."""
+
+    state: Tensor
+    modes: Tensor
+
+    def __init__(self, watched: list[Found], device: torch.device) -> None:
+        total = sum(f.heads for f in watched)
+        self.state = torch.from_numpy(identity_row()).repeat(total, 1).to(device)
+        self.modes = torch.zeros(total, dtype=torch.int32, device=device)
+        assert self.state.shape[1] == SLOT_COUNT
+
+    def layers(self, watched: list[Found], numerics: str) -> list[WatchedLayer]:
+        sizes = [f.heads for f in watched]
+        views = zip(watched, torch.split(self.state, sizes), torch.split(self.modes, sizes), strict=True)
+        return [WatchedLayer(f.name, state, modes, numerics) for f, state, modes in views]
+
+
+def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer]) -> Callable[[], None]:
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        for found, layer in zip(watched, layers, strict=True):
+            undos.append(watch_module(found.module, layer))
+        routes = {found.route for found in watched}
+        if "transformers" in routes:
+            from foreshock.monitor.transformers_attention import dispatch_to_foreshock
+
+            undos.append(dispatch_to_foreshock(model))
+        if "scaled_dot_product_attention" in routes:
+            sdpa_rebinding.acquire()
+            undos.append(sdpa_rebinding.release)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers) -> Instruments:
+    served_by = "kernel" if placed.state.is_cuda else "reference"
+    layers = tuple(
+        Layer(
+            layer=settings.first_layer + index,
+            name=f.name or "model",
+            heads=tuple(range(settings.first_head, settings.first_head + f.heads)),
+            kv_heads=f.kv_heads,
+            head_dim=f.head_dim,
+            served_by=served_by,
+        )
+        for index, f in enumerate(watched)
+    )
+    for f in found:
+        if f.problem is not None:
+            logger.warning("foreshock: %s computes attention but is not watched: %s", f.name or "the model", f.problem)
+    report = _table(found, served_by)
+    if settings.rank == 0 and not settings.quiet:
+        print(report, file=sys.stderr)
+    return Instruments(
+        state=placed.state,
+        modes=placed.modes,
+        layers=layers,
+        watched=tuple(f.module for f in watched),
+        projections=tuple(f.projection for f in watched),
+        report=report,
+    )
+
+
+def _table(found: list[Found], served_by: str) -> str:
+    head = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "served by")
+    rows: list[tuple[str, ...]] = [head]
+    number = 0
+    for f in found:
+        sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
+        layout = f.projection.layout if f.projection else "not found: norms are not measured"
+        label = "-" if f.problem else str(number)
+        number += not f.problem
+        rows.append(
+            (label, f.name or "(the model)", *sizes, layout, f"NOTHING: {f.problem}" if f.problem else served_by)
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "foreshock watches:\n" + "\n".join(lines)

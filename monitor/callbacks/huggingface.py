@@ -1,0 +1,133 @@
+"""`ForeshockCallback`: one line in a program that uses the Trainer of transformers.
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[ForeshockCallback(run="my-run")])
+
+It attaches when training begins, steps at every optimizer step, and closes when training ends. Modes and detector state
+are saved in every checkpoint's trainer_state.json and are back when training resumes from it.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from foreshock.monitor.agent import Agent
+from foreshock.monitor.attach import attach
+
+
+class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Watches the Trainer's model. Arguments are fields of AgentConfig; give secrets as FORESHOCK_TOKEN.
+
+    Raises ValueError with a sentence when training begins, if a setting is wrong or the model cannot be watched.
+    """
+
+    def __init__(self, **overrides: Any) -> None:
+        self._overrides = overrides
+        self.agent: Agent | None = None
+        """The agent of the training under way, or of the last one."""
+        self.saved: dict[str, Any] | None = None
+        """The agent's state of the last checkpoint."""
+        self._hook: Any = None
+        self._micro_losses: list[Tensor] = []
+        self._summed = False
+        self._learning_rate: float | None = None
+        self._grad_norm: float | None = None
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach, and take up the state of the checkpoint that training resumes from."""
+        self._end("failed")  # a training that raised never reached on_train_end
+        if args.n_gpu > 1:
+            raise ValueError("the Trainer would use nn.DataParallel, which cannot be watched; start it with torchrun")
+        model: nn.Module = kwargs["model"]
+        self.agent = attach(model, **self._overrides)
+        saved = _saved_in(state, type(self).__name__) or self.saved
+        if saved is not None and saved["step"] == state.global_step:
+            self.agent.load_state_dict(saved)
+        self.agent.current_step = state.global_step
+        self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
+
+    def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # on_log's loss is filtered and rounded; the model's own output is the raw one
+        if not module.training or not torch.is_grad_enabled():
+            return
+        loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # given the token count of the whole step, each micro-batch brings its part of the step's mean
+            self._summed = kwargs.get("num_items_in_batch") is not None
+            self._micro_losses.append(loss.detach().reshape(()).clone())
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the learning rate of this step, before the scheduler moves on."""
+        optimizer = kwargs.get("optimizer")
+        if optimizer is not None:
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """One optimizer step is done."""
+        if self.agent is None:
+            return
+        loss = None
+        if self._micro_losses:
+            total = torch.stack(self._micro_losses)
+            loss = total.sum() * self._shares(args) if self._summed else total.mean()
+        self._micro_losses = []
+        self.agent.step(loss, self._grad_norm, self._learning_rate, step=state.global_step)
+        self._grad_norm = None
+
+    def _shares(self, args: TrainingArguments) -> int:
+        """By how much a rank's part of the loss falls short of its mean: the Trainer divides by all ranks' tokens."""
+        return args.world_size if args.average_tokens_across_devices else 1
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the gradient norm, which the Trainer shows nowhere else; it rides on the next step."""
+        norm = (kwargs.get("logs") or {}).get("grad_norm")
+        if norm is not None:
+            self._grad_norm = float(norm)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Send what is left, and give the model back as it was."""
+        self._end("completed")
+
+    def _end(self, status: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._micro_losses = []
+        if self.agent is not None:
+            self.agent.close(status)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into trainer_state.json with a checkpoint."""
+        if self.agent is not None:
+            self.saved = self.agent.state_dict()
+        settings = {name: value for name, value in self._overrides.items() if name != "token" and _is_json(value)}
+        return {"args": settings, "attributes": {"saved": self.saved}}
+
+
+def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
+    """The agent's state in a loaded checkpoint, whether or not the Trainer was told to restore callbacks."""
+    entry = (state.stateful_callbacks or {}).get(name)
+    entry = entry[0] if isinstance(entry, list) and entry else entry
+    saved: dict[str, Any] | None = entry["attributes"].get("saved") if isinstance(entry, dict) else None
+    return saved
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

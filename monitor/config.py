@@ -1,0 +1,143 @@
+"""What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.wire import Identifier, ModeName, Policy
+
+Numerics = Literal["kernel", "float32", "paper", "float64"]
+
+
+def _default_spool_directory() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "foreshock" / "spool"
+
+
+class AgentConfig(BaseSettings):
+    """Settings of one agent. A wrong one raises ValueError in `attach`, never later."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FORESHOCK_",
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        hide_input_in_errors=True,
+        env_ignore_empty=True,
+    )
+
+    run: Identifier = Field(default="", validate_default=False)
+    """Name of the run; every rank and every restart of one run must give the same. Made up for a single process."""
+    labels: dict[Identifier, str] = Field(default_factory=dict, max_length=32)
+    """Free text shown beside the run: {"team": "vision"}."""
+
+    url: str | None = None
+    """Address of the service, such as http://127.0.0.1:8470. None: detect and act locally, send nothing."""
+    token: SecretStr | None = None
+    """Bearer token of the service."""
+
+    rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("rank", "FORESHOCK_RANK", "RANK"))
+    """Number of this process among the run's processes."""
+    world_size: int = Field(
+        default=1, ge=1, le=10**6, validation_alias=AliasChoices("world_size", "FORESHOCK_WORLD_SIZE", "WORLD_SIZE")
+    )
+    """Processes of the run."""
+
+    policy: Policy = "observe"
+    """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
+    mitigation: ModeName = "exact_delta"
+    """The mode that a head is switched to."""
+    numerics: Numerics = "kernel"
+    """How attention is rounded: kernel (a real FlashAttention-2), float32, paper (arXiv 2510.04212) or float64."""
+
+    sample_every_steps: int = Field(default=10, ge=1, le=10**6)
+    """A sample is taken after this many steps, or after `sample_every_seconds`, whichever is later."""
+    sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
+    """See `sample_every_steps`."""
+    close_watch_steps: int = Field(default=200, ge=0, le=10**6)
+    """After a warning is raised every step is sampled for this many steps."""
+    norms_every_steps: int = Field(default=100, ge=0, le=10**6)
+    """Spectral norms of W_Q and W_K ride on the first sample after this many steps; 0 turns them off."""
+
+    first_layer: int = Field(default=0, ge=0)
+    """Global number of this rank's first attention layer (pipeline parallelism)."""
+    first_head: int = Field(default=0, ge=0)
+    """Global number of this rank's first head in every layer (tensor parallelism)."""
+    heads: dict[str, int] = Field(default_factory=dict)
+    """Heads of attention modules that do not tell how many they have, by module name: {"blocks.0.attn": 8}."""
+
+    spool_directory: Path | None = Field(default_factory=_default_spool_directory)
+    """Where unsent batches outlive the process; under the XDG cache by default. None: memory only."""
+    spool_bytes: int = Field(default=256 * 2**20, ge=2**16)
+    """Most bytes of unsent batches on disk, per process."""
+    queue_bytes: int = Field(default=8 * 2**20, ge=2**16)
+    """Most bytes of events waiting in memory; samples beyond it are dropped and counted."""
+    send_every_seconds: float = Field(default=0.5, gt=0, le=1)
+    """How often events are gathered into a batch, spooled and sent. A SIGKILL loses at most this much."""
+    heartbeat_seconds: float = Field(default=5.0, gt=0, le=3600)
+    """Without events the agent reports its health this often, and fetches commands with it."""
+    request_seconds: float = Field(default=10.0, gt=0, le=300)
+    """Total deadline of one request, from connecting to the last byte of the answer."""
+    close_seconds: float = Field(default=2.0, ge=0, le=60)
+    """Most seconds that `close` waits for unsent batches."""
+
+    quiet: bool = False
+    """Do not print the table of what was found."""
+    strict: bool = False
+    """Raise the agent's own faults instead of containing them. For tests."""
+
+    @field_validator("mitigation")
+    @classmethod
+    def _mitigation_is_known(cls, value: str) -> str:
+        if value not in MODE_NAMES or value == "plain":
+            allowed = ", ".join(name for name in MODE_NAMES if name != "plain")
+            raise ValueError(f"mitigation {value[:64]!r} does not exist; allowed are {allowed}")
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_http(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("url must start with http:// or https://, such as http://127.0.0.1:8470")
+        return value
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} needs a world_size of at least {self.rank + 1}, got {self.world_size}")
+        if not self.run and self.world_size > 1:
+            raise ValueError(
+                f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
+            )
+        return self
+
+
+_PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"
+
+
+def new_run_name() -> str:
+    """A name for a run that was given none, such as run-20260102-030405-9f3a."""
+    return time.strftime(_PLAIN_NAME, time.gmtime()) + secrets.token_hex(2)
+
+
+def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentConfig:
+    """`config` with `overrides` on top, both validated. Raises ValueError with one sentence per mistake."""
+    given = config.model_dump(include=config.model_fields_set) if config is not None else {}
+    try:
+        return AgentConfig(**{**given, **overrides})
+    except ValidationError as error:
+        raise ValueError("; ".join(_sentence(dict(e)) for e in error.errors(include_input=False))) from None
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where} is not a setting of the agent; settings are {', '.join(AgentConfig.model_fields)}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,123 @@
+"""Finds the attention modules of a model, and says what each one is and what can serve it."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from foreshock.monitor.layers import Projection, find_projection, query_width
+
+Route = Literal["transformers", "scaled_dot_product_attention"]
+
+SDPA_NAME: Final = "scaled_dot_product_attention"
+SDPA: Final = torch.nn.functional.scaled_dot_product_attention
+"""PyTorch's own function, whatever the name is bound to later."""
+
+_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "kv_heads")
+_HEAD_DIM: Final = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_k")
+_WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size")
+_CONFIGS: Final = ("config", "cfg", "args", "model_args")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One attention module. `problem` says why it cannot be watched; None when it can."""
+
+    name: str
+    module: nn.Module
+    route: Route
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    projection: Projection | None = None
+    problem: str | None = None
+
+
+def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
+    """Every module of `model` that computes attention, in the order of the model's own modules.
+
+    `told_heads` gives the number of heads, by module name, where no attribute of the module tells it.
+    """
+    parents = {f"{name}.{child}" if name else child: m for name, m in model.named_modules() for child in m._modules}
+    found = []
+    for name, module in model.named_modules():
+        route = _route(module)
+        if route is not None:
+            found.append(_describe(name, module, parents.get(name), route, told_heads.get(name)))
+    return found
+
+
+def _route(module: nn.Module) -> Route | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return "scaled_dot_product_attention"
+    names = {name for function in _functions(type(module)) for name in _called_names(function)}
+    if "ALL_ATTENTION_FUNCTIONS" in names:
+        return "transformers"
+    return "scaled_dot_product_attention" if SDPA_NAME in names else None
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    for base in kind.__mro__:
+        if base.__module__ in ("torch.nn.modules.module", "transformers.modeling_utils"):
+            continue
+        yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
+
+
+def _called_names(function: FunctionType) -> Iterator[str]:
+    for name in _names(function.__code__):
+        yield name
+        if function.__globals__.get(name) is SDPA:  # imported under another name
+            yield SDPA_NAME
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
+    # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
+    owner = module if parent is None or told or _number(module, _HEADS) else parent
+    heads = told or _number(owner, _HEADS)
+    if not heads:
+        hint = f'give heads={{"{name}": number of heads}}'
+        return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
+    kv_heads = _number(owner, _KV_HEADS) or heads
+    groups = _number(owner, ("num_key_value_groups",))
+    if kv_heads == heads and groups and heads % groups == 0:
+        kv_heads = heads // groups
+    head_dim = _number(owner, _HEAD_DIM) or (query_width(owner) or _number(owner, _WIDTH) or 0) // heads
+    if not head_dim:
+        return Found(name, module, route, heads, problem="neither an attribute nor a projection tells its head dim")
+    if heads % kv_heads:
+        return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
+    projection = find_projection(owner, heads, kv_heads, head_dim)
+    return Found(name, module, route, heads, kv_heads, head_dim, projection)
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The first positive integer among the module's attributes, then among its configuration's."""
+    holders: list[Any] = [module, *(c for c in (getattr(module, n, None) for n in _CONFIGS) if c is not None)]
+    for holder in holders:
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def modules_that_imported_sdpa() -> list[tuple[dict[str, Any], str]]:
+    """Every (module globals, name) that is bound to PyTorch's scaled_dot_product_attention, F's own included."""
+    places: list[tuple[dict[str, Any], str]] = []
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith("foreshock."):
+            places.extend((space, name) for name, value in list(space.items()) if value is SDPA)
+    return places

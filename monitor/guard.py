@@ -1,0 +1,62 @@
+"""Contains the agent's own faults, so that no bug of ours reaches the training loop (promise A15)."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+logger: Final = logging.getLogger("foreshock")
+
+FAULTS_IN_A_ROW: Final = 3
+LOG_EVERY_SECONDS: Final = 20.0
+
+
+class Guard:
+    """A context manager round one component: `with guard: ...`. Exceptions are counted and swallowed.
+
+    KeyboardInterrupt and SystemExit always pass. After three faults in a row the component is off (`guard.on`). With
+    `strict` nothing is swallowed.
+    """
+
+    def __init__(
+        self, site: str, counts: Counter[str], *, strict: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.site: Final = site
+        self.on = True
+        self._counts = counts
+        self._strict = strict
+        self._clock = clock
+        self._in_a_row = 0
+        self._last_log = -LOG_EVERY_SECONDS
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            self._in_a_row = 0
+            return False
+        if not isinstance(error, Exception):
+            return False
+        self._counts[self.site] += 1
+        self._in_a_row += 1
+        if self._in_a_row >= FAULTS_IN_A_ROW:
+            self.on = False
+        if self._strict:
+            return False
+        now = self._clock()
+        if now - self._last_log >= LOG_EVERY_SECONDS or not self.on:
+            self._last_log = now
+            after = "" if self.on else f"; {self.site} is off from now on"
+            logger.warning(
+                "foreshock: a fault in %s was contained, training goes on: %s: %s%s",
+                self.site,
+                type(error).__name__,
+                str(error)[:300],
+                after,
+            )
+        return True

@@ -1,0 +1,186 @@
+"""Puts the self-watching attention under an unchanged model, and takes it away again.
+
+Two ways in. transformers dispatches by name, and hands its function the module. Everything else calls
+`F.scaled_dot_product_attention`, which knows no module: hooks round each watched module's forward say whose call it is.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from foreshock.kernels.flash_attention import flash_attention
+from foreshock.monitor.discovery import SDPA, modules_that_imported_sdpa
+
+logger: Final = logging.getLogger("foreshock")
+
+LAYER_ATTRIBUTE: Final = "_foreshock_layer"
+
+
+class WatchedLayer:
+    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
+
+    It lives on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile.
+    """
+
+    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str) -> None:
+        self.name = name
+        self.state = state
+        self.modes = modes
+        self.numerics = numerics
+        self.unserved: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedLayer":
+        return self  # a copy of the model (an average of its weights, say) must not bring buffers of its own
+
+    def leave_alone(self, reason: str) -> None:
+        """Count a call that goes to the model's own attention, and say so once."""
+        if torch.compiler.is_compiling():
+            return  # the check after step 1 finds the layer that was never hit
+        self.unserved[reason] += 1
+        if self.unserved[reason] == 1:
+            logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
+
+    def problem(self, query: Tensor) -> str | None:
+        """Why a call with this query [B, H, S, D] cannot be counted into this layer."""
+        if query.dim() != 4:
+            return f"its query has shape {list(query.shape)}; [B, H, S, D] is served"
+        if query.shape[1] != self.state.shape[0]:
+            return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
+        if query.device != self.state.device:
+            return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
+        return None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
+        """The watched attention, [B, H, Sq, D], or None when this call cannot be served."""
+        if (reason := self.problem(query)) is not None:
+            self.leave_alone(reason)
+            return None
+        options |= {"numerics": self.numerics, "state": self.state, "modes": self.modes}
+        if torch.compiler.is_compiling():
+            return cast(Tensor, flash_attention(query, key, value, **options))
+        try:
+            return cast(Tensor, flash_attention(query, key, value, **options))
+        except (ValueError, NotImplementedError) as refusal:
+            self.leave_alone(str(refusal))
+            return None
+
+
+class _Current:
+    """The layer whose forward is running; process-wide, as torch.compile can follow it."""
+
+    layer: WatchedLayer | None = None
+    outside: int = 0
+    """Calls of attention outside every watched module."""
+
+
+current: Final = _Current()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    current.layer = getattr(module, LAYER_ATTRIBUTE, None)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    current.layer = None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
+    layer = current.layer
+    out = None
+    if layer is None:
+        if not torch.compiler.is_compiling():
+            current.outside += 1
+    elif attn_mask is not None:
+        layer.leave_alone("it passes attn_mask; only is_causal is served")
+    elif not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
+        layer.leave_alone("query and key differ in heads without enable_gqa")
+    else:
+        causal = "top_left" if is_causal else "none"
+        out = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+    if out is not None:
+        return out
+    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch.utils.checkpoint.checkpoint; round attention alone it takes the layer along into the recompute."""
+    layer = current.layer
+    if layer is None:
+        return _original_checkpoint(function, *args, **kwargs)
+
+    @functools.wraps(function)
+    def in_layer(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        before, current.layer = current.layer, layer
+        try:
+            return function(*inner_args, **inner_kwargs)
+        finally:
+            current.layer = before
+
+    return _original_checkpoint(in_layer, *args, **kwargs)
+
+
+_original_checkpoint: Final = torch.utils.checkpoint.checkpoint
+
+
+class SdpaRebinding:
+    """Rebinds every name of PyTorch's attention while at least one agent is attached."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+
+    def acquire(self) -> None:
+        """Rebind, unless another agent already did."""
+        self._users += 1
+        if self._users == 1:
+            current.layer, current.outside = None, 0
+            for space, name in modules_that_imported_sdpa():
+                self._bind(space, name, scaled_dot_product_attention)
+            checkpoints = vars(torch.utils.checkpoint)
+            self._bind(checkpoints, "checkpoint", _checkpoint)
+
+    def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
+        self._places.append((space, name, space[name]))
+        space[name] = value
+
+    def release(self) -> None:
+        """Put every name back when the last agent leaves, except those that somebody rebound since."""
+        self._users -= 1
+        if self._users == 0:
+            for space, name, before in reversed(self._places):
+                if space.get(name) in (scaled_dot_product_attention, _checkpoint):
+                    space[name] = before
+            self._places.clear()
+
+
+sdpa_rebinding: Final = SdpaRebinding()
+
+
+def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
+    """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
+    module.__dict__[LAYER_ATTRIBUTE] = layer
+    before = module.register_forward_pre_hook(_enter)
+    after = module.register_forward_hook(_leave, always_call=True)
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+        module.__dict__.pop(LAYER_ATTRIBUTE, None)
+
+    return undo

@@ -1,0 +1,133 @@
+"""W_Q and W_K of each head, as views into the module's own weights, in their many layouts.
+
+A spectral norm does not mind a transpose, so every layout becomes [heads, head_dim, E]: row d of head h is the weight
+vector of that head's d-th query (key) feature over the E inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+_SEPARATE: Final = (
+    ("q_proj", "k_proj"),
+    ("wq", "wk"),
+    ("query", "key"),
+    ("to_q", "to_k"),
+    ("q_lin", "k_lin"),
+    ("q", "k"),
+    ("linear_q", "linear_k"),
+    ("W_q", "W_k"),
+    ("w_q", "w_k"),
+    ("W_Q", "W_K"),
+    ("query_proj", "key_proj"),
+    ("q_linear", "k_linear"),
+)
+_FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
+_FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a layer's W_Q and W_K lie. `read` gives live views [H, D, E] and [Hkv, D, E], never copies."""
+
+    layout: str
+    read: Callable[[], tuple[Tensor, Tensor]]
+
+
+def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
+    """W_Q and W_K of an attention module, or None where they cannot be told."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_multihead_attention(module, heads, head_dim)
+    for query_name, key_name in _SEPARATE:
+        query = _child(module, query_name, heads * head_dim)
+        key = _child(module, key_name, kv_heads * head_dim)
+        if query is not None and key is not None:
+            return _separate(query, key, f"{query_name}, {key_name}", heads, kv_heads, head_dim)
+    fused_width = (heads + 2 * kv_heads) * head_dim
+    for name in _FUSED_PER_KEY_HEAD:
+        if (fused := _child(module, name, fused_width)) is not None:
+            return _interleaved(fused, name, heads, kv_heads, head_dim)
+    for name in _FUSED:
+        if (fused := _child(module, name, fused_width)) is not None:
+            return _concatenated(fused, name, heads, kv_heads, head_dim)
+    return None
+
+
+def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
+    """The projection of this name, if it is one and has this many outputs."""
+    child = getattr(module, name, None)
+    return child if isinstance(child, nn.Module) and _outputs(child) == outputs else None
+
+
+def query_width(module: nn.Module) -> int | None:
+    """heads * head_dim as the module's own projections tell it, or None."""
+    for query_name, _ in _SEPARATE:
+        if (width := _outputs(getattr(module, query_name, None))) is not None:
+            return width
+    return None
+
+
+def _outputs(module: object) -> int | None:
+    if not isinstance(module, nn.Module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
+        return None
+    return weight.shape[_output_dim(module)] if weight.dim() == 2 else None
+
+
+def _output_dim(module: nn.Module) -> int:
+    # transformers' Conv1D keeps its weight as [in, out], nn.Linear as [out, in]
+    return 1 if type(module).__name__ == "Conv1D" else 0
+
+
+def _rows(module: nn.Module) -> Tensor:
+    """The weight as [out, in], a view."""
+    weight = module.weight.detach()  # type: ignore[operator]
+    return weight.t() if _output_dim(module) else weight
+
+
+def _split_heads(rows: Tensor, heads: int, head_dim: int) -> Tensor:
+    return torch.unflatten(rows, 0, (heads, head_dim))
+
+
+def _separate(query: nn.Module, key: nn.Module, names: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
+    def read() -> tuple[Tensor, Tensor]:
+        return _split_heads(_rows(query), heads, head_dim), _split_heads(_rows(key), kv_heads, head_dim)
+
+    return Projection(f"separate ({names})", read)
+
+
+def _concatenated(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
+    def read() -> tuple[Tensor, Tensor]:
+        rows = _rows(child)
+        middle = heads * head_dim
+        key = rows[middle : middle + kv_heads * head_dim]
+        return _split_heads(rows[:middle], heads, head_dim), _split_heads(key, kv_heads, head_dim)
+
+    kind = "Conv1D" if _output_dim(child) else "Linear"
+    return Projection(f"fused Q, K, V ({name}, {kind})", read)
+
+
+def _interleaved(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
+    group = heads // kv_heads
+
+    def read() -> tuple[Tensor, Tensor]:
+        rows = torch.unflatten(_rows(child), 0, (kv_heads, group + 2, head_dim))  # each key head: its queries, K, V
+        return rows[:, :group].flatten(0, 1), rows[:, group]
+
+    return Projection(f"fused per key head ({name})", read)
+
+
+def _of_multihead_attention(module: nn.MultiheadAttention, heads: int, head_dim: int) -> Projection:
+    fused = getattr(module, "_qkv_same_embed_dim", True)
+
+    def read() -> tuple[Tensor, Tensor]:
+        if fused:
+            rows = module.in_proj_weight.detach()
+            query, key = rows[: module.embed_dim], rows[module.embed_dim : 2 * module.embed_dim]
+        else:
+            query, key = module.q_proj_weight.detach(), module.k_proj_weight.detach()
+        return _split_heads(query, heads, head_dim), _split_heads(key, heads, head_dim)
+
+    return Projection("fused Q, K, V (in_proj_weight)" if fused else "separate (q_proj_weight, k_proj_weight)", read)

@@ -1,0 +1,42 @@
+"""When a request is sent again: which answers deserve it, and how long to wait."""
+
+import email.utils
+import math
+import random
+import time
+from typing import Final
+
+FIRST_DELAY_SECONDS: Final = 1.0
+LONGEST_DELAY_SECONDS: Final = 60.0
+
+
+def is_retryable(status: int) -> bool:
+    """408, 429 and every 5xx; no other answer changes by asking again."""
+    return status in (408, 429) or 500 <= status < 600
+
+
+def retry_delay(failures: int, retry_after: str | None, random_unit: float | None = None) -> float:
+    """Seconds to wait after `failures` (1 or more) failures in a row, 1 to 60, spread out so that clients part ways.
+
+    A valid Retry-After lengthens the wait, up to the longest; it never shortens it.
+    """
+    unit = random.random() if random_unit is None else random_unit  # noqa: S311 - spreads load, guards nothing
+    ceiling = min(FIRST_DELAY_SECONDS * float(2 ** min(failures - 1, 16)), LONGEST_DELAY_SECONDS)
+    own = max(FIRST_DELAY_SECONDS, ceiling * (0.5 + 0.5 * unit))
+    asked = retry_after_seconds(retry_after)
+    return own if asked is None else min(max(own, asked * (1 + 0.25 * unit)), LONGEST_DELAY_SECONDS)
+
+
+def retry_after_seconds(header: str | None, *, now: float | None = None) -> float | None:
+    """Seconds asked for by a Retry-After header of either form; None when it is absent, past or senseless."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            moment = email.utils.parsedate_to_datetime(header)
+            seconds = moment.timestamp() - (time.time() if now is None else now)
+        except (ValueError, TypeError, OverflowError, IndexError):
+            return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None

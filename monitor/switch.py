@@ -1,0 +1,128 @@
+"""Changes the mode of heads: the one writer of the mode flags in device memory.
+
+A command from the service is delivered at least once and answered exactly once. Its values are checked again here,
+against this process's own heads, modes, clock and step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.contract.slots import MODE_NAMES, mode_name
+
+MAX_ANSWERED: Final = 4096
+"""Command ids remembered, so that a repeated delivery changes nothing."""
+
+
+class Switchboard:
+    """The modes of this process's heads: `modes` is int32 [N] in device memory, `heads` names its rows."""
+
+    def __init__(self, heads: Sequence[tuple[int, int]], modes: Tensor, new_id: Callable[[], str]) -> None:
+        self._rows: Final = {head: row for row, head in enumerate(heads)}
+        self._device_modes = modes
+        self._new_id = new_id
+        self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
+        """The same modes on the host, whose only writer is this class."""
+        self._answered: OrderedDict[str, None] = OrderedDict()
+
+    def modes(self) -> dict[tuple[int, int], int]:
+        """The present mode flags of every (layer, head)."""
+        return {head: int(self.host[row]) for head, row in self._rows.items()}
+
+    def switch(
+        self,
+        heads: Iterable[tuple[int, int]],
+        mode: str,
+        *,
+        step: int,
+        reason: str,
+        outcome: wire.Outcome = "applied",
+        command: str | None = None,
+        verdict: str | None = None,
+    ) -> wire.Switched:
+        """Give `heads` this mode; only outcome "applied" changes anything.
+
+        Raises ValueError for a mode or head that does not exist here.
+        """
+        wanted = list(heads)
+        if mode not in MODE_NAMES:
+            raise ValueError(f"mode {mode[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+        unknown = [head for head in wanted if head not in self._rows]
+        if unknown:
+            raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
+        rows = [self._rows[head] for head in wanted]
+        before = tuple(mode_name(int(self.host[row])) for row in rows)
+        if outcome == "applied":
+            self.host[rows] = int(MODE_NAMES[mode])
+            self._write()
+        return wire.Switched(
+            id=self._new_id(),
+            step=step,
+            command=command,
+            verdict=verdict,
+            outcome=outcome,
+            heads=tuple(wanted),
+            before=before,
+            after=tuple(mode if outcome in ("applied", "proposed", "dry_run") else name for name in before),
+            reason=reason[:500],
+        )
+
+    def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
+        """Carry out a command at the step boundary after `step`. None when this id was answered before."""
+        if command.id in self._answered:
+            return None
+        self._answered[command.id] = None
+        while len(self._answered) > MAX_ANSWERED:
+            self._answered.popitem(last=False)
+        heads = list(self._rows) if command.heads is None else list(command.heads)
+        # ranks hold different heads; a command for a layer speaks to those who have it
+        mine = [head for head in heads if head in self._rows]
+        outcome, reason = self._judge(command, mine, step, unix_seconds)
+        return self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
+
+    def _judge(
+        self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
+    ) -> tuple[wire.Outcome, str]:
+        if command.expires_step is not None and step >= command.expires_step:
+            return "expired", f"expired at step {command.expires_step}; this run is at step {step}"
+        if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
+            return "expired", "expired by the clock before it arrived"
+        if not mine:
+            return "refused", "none of the named heads is watched by this process"
+        if command.expect is not None:
+            expected = int(MODE_NAMES[command.expect])
+            other = [head for head in mine if self.host[self._rows[head]] != expected]
+            if other:
+                now = mode_name(int(self.host[self._rows[other[0]]]))
+                return "refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}"
+        if command.dry_run:
+            return "dry_run", f"dry run: {command.reason}"
+        return "applied", f"{command.issued_by}: {command.reason}"
+
+    def _write(self) -> None:
+        source = torch.from_numpy(self.host.copy())
+        if self._device_modes.is_cuda:
+            source = source.pin_memory()
+        self._device_modes.copy_(source, non_blocking=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Modes by head and the answered command ids, JSON-able."""
+        modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.modes().items() if mode]
+        return {"modes": modes, "answered": list(self._answered)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put modes and answered ids back. Raises ValueError when a saved mode does not exist; unknown heads stay."""
+        for layer, head, name in state["modes"]:
+            if name not in MODE_NAMES:
+                raise ValueError(f"saved mode {name!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+            row = self._rows.get((layer, head))
+            if row is not None:
+                self.host[row] = int(MODE_NAMES[name])
+        self._answered.update((str(command), None) for command in state["answered"])
+        self._write()

@@ -1,0 +1,162 @@
+"""The attention and mask functions that transformers dispatches to under the name "foreshock".
+
+The name also selects how masks are built: an unregistered name silently drops padding (masking_utils.py), so both are
+registered. Padding becomes packed sequences; a mask that is neither causal, windowed nor padding goes to PyTorch's
+attention, named and counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer
+
+NAME: Final = "foreshock"
+_STRUCTURE: Final = "_foreshock_structure"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskStructure:
+    """What a boolean mask [B, 1, S, S] says, when it says no more than this."""
+
+    causal: bool
+    padding: Tensor | None
+    """True for real tokens, bool [B, S]."""
+
+
+def foreshock_mask(**arguments: Any) -> Tensor | None:
+    """As transformers' sdpa_mask; a mask made only of causality, a window and padding carries its structure along."""
+    mask: Tensor | None = sdpa_mask(**arguments)
+    if mask is None:
+        return None
+    rule, padding = arguments.get("mask_function"), arguments.get("attention_mask")
+    causal = rule is causal_mask_function or _is_plain_window(arguments)
+    square = arguments["q_length"] == arguments["kv_length"] and arguments.get("kv_offset", 0) == 0
+    if square and (causal or rule is bidirectional_mask_function) and (padding is None or padding.dim() == 2):
+        setattr(mask, _STRUCTURE, MaskStructure(causal, padding))
+    return mask
+
+
+def _is_plain_window(arguments: dict[str, Any]) -> bool:
+    # transformers forbids the causal skip exactly when packing, blocks or a custom rule were mixed in
+    window = getattr(arguments.get("config"), "sliding_window", None)
+    return bool(window) and arguments.get("local_size") == window and bool(arguments.get("allow_is_causal_skip", True))
+
+
+def foreshock_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Watched attention of query [B, H, S, D], key and value [B, Hkv, S, D]; returns ([B, S, H, D], None)."""
+    layer: WatchedLayer | None = getattr(module, LAYER_ATTRIBUTE, None)
+    if layer is not None:
+        structure: MaskStructure | None = getattr(attention_mask, _STRUCTURE, None)
+        unknown = [name for name in ("s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+        if unknown:
+            layer.leave_alone(f"it passes {', '.join(unknown)}, which no kernel of foreshock serves")
+        elif attention_mask is not None and structure is None:
+            layer.leave_alone("its mask is more than causality, a window and padding")
+        else:
+            out = _attend(
+                layer, module, query, key, value, structure, dropout, scaling, is_causal, sliding_window, softcap
+            )
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+    softcap_given = {} if softcap is None else {"softcap": softcap}
+    result: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **softcap_given, **kwargs
+    )
+    return result
+
+
+def _attend(
+    layer: WatchedLayer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: MaskStructure | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor | None:
+    if structure is not None:
+        causal = structure.causal
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    options = {
+        "causal": "top_left" if causal else "none",
+        "scale": scaling,
+        "dropout_p": dropout,
+        "softcap": softcap or 0.0,
+        "window": (sliding_window - 1, -1) if sliding_window and causal else (-1, -1),
+    }
+    if structure is None or structure.padding is None:
+        return layer.attend(query, key, value, **options)
+    return _attend_packed(layer, query, key, value, structure.padding, options)
+
+
+def _attend_packed(
+    layer: WatchedLayer, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, options: dict[str, Any]
+) -> Tensor | None:
+    """Attention over the real tokens alone; padding rows come out as zero. The read of the lengths waits for the
+    device, as transformers' own flash path does."""
+    batch, _, length, _ = query.shape
+    real = padding[:, :length].to(query.device).flatten().nonzero().squeeze(1)  # [total]
+    lengths = padding[:, :length].sum(1, dtype=torch.int32).to(query.device)
+    bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
+    packed = (x.transpose(1, 2).flatten(0, 1)[real].transpose(0, 1)[None] for x in (query, key, value))
+    longest = int(lengths.max())
+    out = layer.attend(
+        *packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest, **options
+    )
+    if out is None:
+        return None
+    rows: Tensor = out.new_zeros(batch * length, *out.shape[1::2]).index_copy(0, real, out[0].transpose(0, 1))
+    return rows.view(batch, length, *rows.shape[1:]).transpose(1, 2)
+
+
+def dispatch_to_foreshock(model: nn.Module) -> Callable[[], None]:
+    """Let every transformers model inside `model` dispatch to foreshock; returns the undoing.
+
+    Raises ValueError for a model that does not follow transformers' attention interface.
+    """
+    AttentionInterface.register(NAME, foreshock_attention)
+    AttentionMaskInterface.register(NAME, foreshock_mask)
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    before = {id(m.config): (m.config, m.config._attn_implementation) for m in models}
+    nested = {id(child) for m in models for child in m.modules() if child is not m}
+    for root in (m for m in models if id(m) not in nested):
+        root.set_attn_implementation(NAME)
+        if root.config._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(root).__name__} does not let its attention be set; use one that follows AttentionInterface"
+            )
+
+    def undo() -> None:
+        for config, name in before.values():
+            config._attn_implementation_internal = name
+
+    return undo
