@@ -1,7 +1,7 @@
 """What the API answers. The page, the command line and the tests read these; docs/api derives from them.
 
-Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times are
-Unix seconds by the service's clock unless a field says otherwise.
+Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` means that nothing was counted. Times
+are Unix seconds by the service's clock unless a field says otherwise.
 """
 
 from typing import Any, Literal

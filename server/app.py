@@ -1,0 +1,154 @@
+"""The service put together, and served."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import FileResponse
+from starlette.staticfiles import StaticFiles
+
+import foreshock
+from foreshock.server import commands, ingest, problems, routes, stream, webhooks
+from foreshock.server.auth import Gate, Keyring
+from foreshock.server.counters import Counters
+from foreshock.server.ingest import Writer
+from foreshock.server.limits import Buckets
+from foreshock.server.logs import configure_logs
+from foreshock.server.retention import delete_old_runs
+from foreshock.server.settings import Settings
+from foreshock.server.store import Store
+from foreshock.server.stream import Broadcaster
+
+log = structlog.get_logger()
+_CHORES_SECONDS: Final = 10.0
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service as an ASGI application. Its store is opened, and migrated where settings say so, at startup."""
+    store = Store(settings.database_url)
+    counters = Counters()
+    keyring = Keyring(settings)
+    broadcaster = Broadcaster(store, settings)
+    writer = Writer(settings, store, counters, broadcaster)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if store.sqlite if settings.migrate is None else settings.migrate:
+            await store.migrate()
+        await store.check_schema()
+        writing = asyncio.create_task(writer.run())
+        others = [asyncio.create_task(broadcaster.run()), asyncio.create_task(_chores(settings, store, broadcaster))]
+        try:
+            yield
+        finally:
+            broadcaster.close()
+            writer.close()
+            await writing
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await store.close()
+
+    app = FastAPI(
+        title="foreshock",
+        version=foreshock.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        max_body_size=settings.max_body_bytes,
+    )
+    app.state.settings, app.state.store, app.state.counters = settings, store, counters
+    app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
+    app.state.buckets = Buckets(settings.run_batches_per_second)
+    problems.install(app)
+    for router in (ingest.router, stream.router, webhooks.router, routes.router):
+        app.include_router(router)
+    _serve_page(app)
+    app.add_middleware(Gate, settings=settings, keyring=keyring)
+    return app
+
+
+def _serve_page(app: FastAPI) -> None:
+    """The page at /, its files under /assets; without a built page the service is an API alone."""
+    dist = Path(str(files("foreshock.server") / "ui" / "dist"))
+    if not (dist / "index.html").is_file():
+        log.warning("the page is not built; the service answers as an API alone", looked_in=dist.name)
+        return
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(dist / "index.html", headers={"cache-control": "no-cache"})
+
+    if (dist / "assets").is_dir():
+        app.mount("/assets", StaticFiles(directory=dist / "assets"))
+
+
+async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster) -> None:
+    """Expire commands and delete old runs, for ever."""
+    while True:
+        await asyncio.sleep(_CHORES_SECONDS)
+        try:
+            async with store.write() as connection:
+                await commands.expire(store, connection)
+            await delete_old_runs(store, settings.retention_seconds, time.time())
+            broadcaster.wake()
+        except Exception:
+            log.exception("a chore failed; it is tried again")
+
+
+def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
+    """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens."""
+    configure_logs(settings.log_level)
+    asyncio.run(_serve(settings, ready))
+
+
+async def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
+    config = uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,
+        limit_concurrency=2000,
+        h11_max_incomplete_event_size=65_536,
+    )
+    server = Server(config, ready)
+    await server.serve()
+    if not server.started:
+        raise SystemExit(1)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that says where it listens, and ends open streams when told to stop."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self.address = ""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then tell."""
+        await super().startup(sockets)
+        if self.started and self.servers:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            self._ready(f"foreshock is listening on {self.address}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams first: they would never end by themselves."""
+        app = self.config.app
+        if isinstance(app, FastAPI):
+            app.state.broadcaster.close()
+        await super().shutdown(sockets)

@@ -1,0 +1,13 @@
+"""What the process counts about itself since its start."""
+
+from collections import Counter
+
+
+class Counters:
+    """Mutable totals that /metrics shows."""
+
+    def __init__(self) -> None:
+        self.batches: Counter[str] = Counter(stored=0, duplicate=0, refused=0)
+        self.webhooks: Counter[tuple[str, str]] = Counter()
+        self.commit_seconds = 0.0
+        self.series_dropped = 0

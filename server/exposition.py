@@ -1,0 +1,203 @@
+"""GET /metrics, derived from the catalogue: the worst heads, one value per layer, runs, and the service itself.
+
+Labels come from identifiers that the wire format has checked, and the number of series is bounded: what does not fit
+into the budget is left out, the oldest runs first, and counted.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from sqlalchemy import Row, desc, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, Metric
+from foreshock.server import commands
+from foreshock.server.counters import Counters
+from foreshock.server.merging import Axis, Reading, axis_of
+from foreshock.server.models import ActiveWarning
+from foreshock.server.runs import active_warnings, health_totals, newest_boots, newest_reading, status_of
+from foreshock.server.schema import boots, events, runs, service_state, warnings
+from foreshock.server.settings import Settings
+from foreshock.server.store import Store
+
+Labels = tuple[str, ...]
+
+
+@dataclass
+class Exposition:
+    """Values by metric name, filled run by run until the budget is spent."""
+
+    budget: int
+    values: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    dropped: int = 0
+    used: int = 0
+
+    def add(self, name: str, labels: Labels, value: float | None) -> None:
+        """Add one series, or count it as dropped. None and series that are there already are left out."""
+        if value is None or labels in self.values.setdefault(name, {}):
+            return
+        if self.used >= self.budget:
+            self.dropped += 1
+            return
+        self.used += 1
+        self.values[name][labels] = value
+
+
+class _Snapshot(Collector):
+    """Hands an exposition to prometheus_client."""
+
+    def __init__(self, exposition: Exposition) -> None:
+        self._exposition = exposition
+
+    def collect(self) -> Iterable[Family]:
+        for metric in METRICS:
+            yield from self._families(metric, metric.name, metric.help, metric.labels)
+            if metric.head is not None:
+                text = f"{metric.help} Value of the layer's worst head."
+                yield from self._families(metric, metric.layer_name, text, ("run", "layer"))
+
+    def _families(self, metric: Metric, name: str, text: str, labels: Labels) -> Iterator[Family]:
+        values = self._exposition.values.get(name)
+        if not values:
+            return
+        family: GaugeMetricFamily | CounterMetricFamily
+        if metric.kind == "counter":
+            family = CounterMetricFamily(name.removesuffix("_total"), text, labels=labels)
+        else:
+            family = GaugeMetricFamily(name, text, labels=labels)
+        for label_values, value in sorted(values.items()):
+            family.add_metric(label_values, value)
+        yield family
+
+
+async def expose(store: Store, settings: Settings, counters: Counters, accept: str, prefix: str) -> tuple[bytes, str]:
+    """The body of /metrics and its content type, for the Accept header of the scraper."""
+    exposition = Exposition(settings.max_series)
+    async with store.read() as connection:
+        await _add_service(connection, exposition, store, counters)
+        await _add_runs(connection, exposition, settings, prefix)
+    counters.series_dropped = exposition.dropped
+    exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(exposition))
+    encoder, content_type = choose_encoder(accept)
+    return encoder(registry), content_type
+
+
+async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
+    def add(key: str, labels: Labels, value: float | None) -> None:
+        exposition.add(BY_KEY[key].name, labels, value)
+
+    for result, count in sorted(counters.batches.items()):
+        add("service.batches", (result,), count)
+    for (sender, result), count in sorted(counters.webhooks.items()):
+        add("service.webhooks", (sender, result), count)
+    add("service.commit", (), counters.commit_seconds)
+    add("service.store", (), await store.size_bytes(connection))
+    watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
+    add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
+
+
+async def _add_runs(connection: AsyncConnection, exposition: Exposition, settings: Settings, prefix: str) -> None:
+    since = time.time() - max(settings.finished_run_seconds, settings.silent_run_seconds)
+    query = select(runs).where(runs.c.last_seen >= since).order_by(desc(runs.c.last_seen), runs.c.id)
+    rows = [row for row in await connection.execute(query) if row.name.startswith(prefix)]
+    found: dict[int, list[Row[Any]]] = {row.id: [] for row in rows}
+    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(found))):
+        found[boot.run_id].append(boot)
+    pending = await commands.pending_by_run(connection)
+    raised = await active_warnings(connection, list(found))
+    for row in rows:
+        finished = status_of(found[row.id]) != "active"
+        life = settings.finished_run_seconds if finished else settings.silent_run_seconds
+        if time.time() - row.last_seen > life:
+            continue
+        axis = await axis_of(connection, row.id)
+        reading = await newest_reading(connection, row.id, axis)
+        _add_run(exposition, row, found[row.id], reading, raised.get(row.id, []), pending.get(row.id, 0))
+        await _add_counts(connection, exposition, row)
+        if reading is not None:
+            _add_heads(exposition, row.name, axis, reading, settings.worst_heads)
+
+
+def _add_run(
+    exposition: Exposition,
+    row: Row[Any],
+    known: list[Row[Any]],
+    reading: Reading | None,
+    raised: list[ActiveWarning],
+    pending: int,
+) -> None:
+    def add(key: str, value: float | None, *labels: str) -> None:
+        exposition.add(BY_KEY[key].name, (row.name, *labels), value)
+
+    add("run.active", float(status_of(known) == "active"))
+    add("service.commands_pending", float(pending))
+    by_rank: Counter[int] = Counter()
+    for boot in known:
+        by_rank[boot.rank] += boot.nonfinite_steps
+    add("run.nonfinite_steps", float(max(by_rank.values(), default=0)))
+    dropped, faults = health_totals(known)
+    for reason, count in dropped.items():
+        add("agent.dropped", float(count), reason)
+    for component, count in faults.items():
+        add("agent.faults", float(count), component)
+    if reading is not None:
+        add("run.step", float(reading.step))
+        add("run.last_sample", max(boot.last_seen for boot in newest_boots(known)))
+        for key, value in reading.latest().items():
+            add(key, value)
+    for warning in raised:
+        layer, head = _text(warning.layer), _text(warning.head)
+        add("warning.active", 1.0, layer, head, warning.cause, warning.signal, warning.severity)
+        add("warning.forecast", warning.forecast_steps, layer, head)
+
+
+async def _add_counts(connection: AsyncConnection, exposition: Exposition, row: Row[Any]) -> None:
+    causes = select(warnings.c.cause, func.count()).where(warnings.c.run_id == row.id).group_by(warnings.c.cause)
+    for cause, count in (await connection.execute(causes)).all():
+        exposition.add(BY_KEY["warning.raised"].name, (row.name, cause), float(count))
+    outcomes = (
+        select(events.c.mode, events.c.outcome, func.count())
+        .where(events.c.run_id == row.id, events.c.kind == "switched")
+        .group_by(events.c.mode, events.c.outcome)
+    )
+    for mode, outcome, count in (await connection.execute(outcomes)).all():
+        exposition.add(BY_KEY["switch.outcomes"].name, (row.name, mode or "", outcome), float(count))
+
+
+def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Reading, worst_heads: int) -> None:
+    values = {metric: reading.head_values(metric) for metric in HEAD_METRICS}
+    layers = np.array([layer for layer, _ in axis.heads])
+    for metric, of_heads in values.items():
+        for layer in axis.layers:
+            own = of_heads[layers == layer]
+            own = own[~np.isnan(own)]
+            if own.size:
+                worst = own[np.argmax(np.abs(own))]
+                exposition.add(metric.layer_name, (run, str(layer)), float(worst))
+    for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
+        layer, head = axis.heads[i]
+        for metric, of_heads in values.items():
+            if not math.isnan(of_heads[i]):
+                exposition.add(metric.name, (run, str(layer), str(head)), float(of_heads[i]))
+
+
+def worst_first(risk: Any, size: Any) -> list[int]:
+    """Heads by risk, then by their largest |row maximum|, then by number; those with neither are left out."""
+    known = [i for i in range(len(risk)) if not (math.isnan(risk[i]) and math.isnan(size[i]))]
+    return sorted(known, key=lambda i: (-np.nan_to_num(risk[i], nan=-1.0), -np.nan_to_num(size[i], nan=-1.0), i))
+
+
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,146 @@
+"""POST /v1/batches: one writer commits groups of batches; nothing is acknowledged before its commit."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.responses import Response
+
+from foreshock.contract.wire import Ack, Batch
+from foreshock.server import commands
+from foreshock.server.auth import Sender, check_run
+from foreshock.server.counters import Counters
+from foreshock.server.limits import Buckets, retry_after
+from foreshock.server.models import Problem
+from foreshock.server.problems import ProblemError, items
+from foreshock.server.recorder import key_of, record
+from foreshock.server.settings import Settings
+from foreshock.server.store import Store
+from foreshock.server.stream import Broadcaster
+
+log = structlog.get_logger()
+router = APIRouter()
+RESERVED: Final = ("series", "matrix", "events", "commands")
+"""Last words of an address under /v1/runs/{run}; a run may not end in /word."""
+
+
+@dataclass
+class _Item:
+    batch: Batch
+    size: int
+    done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Writer:
+    """The one task that writes. Requests wait in a bounded queue; what comes in during a commit goes into the next."""
+
+    def __init__(self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster) -> None:
+        self._settings, self._store, self._counters, self._broadcaster = settings, store, counters, broadcaster
+        self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
+        self._bytes = 0
+        self._closed = False
+
+    async def submit(self, batch: Batch, size: int) -> Ack:
+        """Store a batch; returns after the commit. Raises ProblemError 429 when the queue is full, 503 on a fault."""
+        full = self._waiting.qsize() >= self._settings.ingest_queue_batches
+        if full or (self._bytes and self._bytes + size > self._settings.ingest_queue_bytes):
+            raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
+        if self._closed:
+            raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
+        item = _Item(batch, size)
+        self._bytes += size
+        self._waiting.put_nowait(item)
+        try:
+            return await asyncio.shield(item.done)
+        finally:
+            self._bytes -= size
+
+    @property
+    def depth(self) -> int:
+        """Batches that wait."""
+        return self._waiting.qsize()
+
+    async def run(self) -> None:
+        """Write until `close`, then what is left."""
+        while (first := await self._waiting.get()) is not None:
+            group = [first]
+            while len(group) < self._settings.commit_batches and not self._waiting.empty():
+                item = self._waiting.get_nowait()
+                if item is None:
+                    self._waiting.put_nowait(None)
+                    break
+                group.append(item)
+            await self._commit(group)
+
+    def close(self) -> None:
+        """Take no more; `run` ends when what waits is written."""
+        self._closed = True
+        self._waiting.put_nowait(None)
+
+    async def _commit(self, group: list[_Item]) -> None:
+        began = time.monotonic()
+        try:
+            acks = await self._write([item.batch for item in group])
+        except Exception as error:
+            expected = isinstance(error, SQLAlchemyError)
+            log.error("batches not stored", batches=len(group), error=str(error)[:500], exc_info=not expected)
+            for item in group:
+                if not item.done.done():
+                    item.done.set_exception(
+                        ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
+                    )
+                    item.done.exception()  # the client may be gone; then nobody else asks for it
+            return
+        self._counters.commit_seconds = time.monotonic() - began
+        for item, ack in zip(group, acks, strict=True):
+            if not item.done.done():
+                item.done.set_result(ack)
+
+    async def _write(self, group: list[Batch]) -> list[Ack]:
+        async with self._store.write() as connection:
+            done = await record(self._store, connection, group)
+            orders = await commands.exchange(self._store, connection, done, group)
+        self._counters.batches["stored"] += len(done.new)
+        self._counters.batches["duplicate"] += len(group) - len(done.new)
+        self._broadcaster.committed(done.new)
+        return [
+            Ack(boot=batch.boot, acknowledged=batch.sequence, commands=orders.get(key_of(batch), ())) for batch in group
+        ]
+
+
+@router.post(
+    "/v1/batches",
+    summary="Store a batch",
+    response_model=Ack,
+    responses={s: {"model": Problem} for s in (400, 401, 403, 413, 415, 422, 429, 503)},
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def post_batch(request: Request, caller: Sender) -> Response:
+    """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
+    state = request.app.state
+    body = await request.body()
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        state.counters.batches["refused"] += 1
+        found = error.errors(include_input=False, include_url=False)
+        raise ProblemError(
+            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
+        ) from None
+    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
+        state.counters.batches["refused"] += 1
+        raise ProblemError(
+            422, f"A run's name may not end in /{batch.run.rpartition('/')[2]}: the service's addresses do."
+        )
+    check_run(caller, batch.run)
+    buckets: Buckets = state.buckets
+    wait = buckets.take((caller.name, batch.run))
+    if wait > 0:
+        raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
+    ack = await state.writer.submit(batch, len(body))
+    return Response(ack.model_dump_json(), media_type="application/json")

@@ -1,0 +1,66 @@
+"""How a sample lies in the store: scalars as columns, arrays as one compact blob, every value exact to the bit."""
+
+import math
+import struct
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract.wire import Sample
+
+SCALARS: Final = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
+ARRAYS: Final = ("states", "modes", "query_norm", "key_norm", "query_key_norm", "risk")
+"""Positions are stored: append, never reorder."""
+_DTYPES: Final = ("<i8", "<f8", "<f4", "<i4")
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def pack_arrays(sample: Sample) -> bytes | None:
+    """The arrays of a sample, one after the other: name, dtype and shape in a few bytes, then the raw values."""
+    parts: list[bytes] = []
+    for position, name in enumerate(ARRAYS):
+        array = getattr(sample, name)
+        if array is not None:
+            values = array.numpy()
+            parts.append(struct.pack("<BBB", position, _DTYPES.index(array.dtype), values.ndim))
+            parts.append(struct.pack(f"<{values.ndim}I", *values.shape))
+            parts.append(values.tobytes())
+    return b"".join(parts) or None
+
+
+def unpack_arrays(blob: bytes | None, names: frozenset[str] = frozenset(ARRAYS)) -> Arrays:
+    """The named arrays of a blob written by `pack_arrays`; an absent array is left out."""
+    arrays: Arrays = {}
+    at, blob = 0, blob or b""
+    while at < len(blob):
+        position, dtype, ndim = struct.unpack_from("<BBB", blob, at)
+        shape = struct.unpack_from(f"<{ndim}I", blob, at + 3)
+        at += 3 + 4 * ndim
+        count = math.prod(shape)
+        if ARRAYS[position] in names:
+            arrays[ARRAYS[position]] = np.frombuffer(blob, _DTYPES[dtype], count, at).reshape(shape)
+        at += count * int(_DTYPES[dtype][2])
+    return arrays
+
+
+def pack_scalars(sample: Sample) -> dict[str, Any]:
+    """The scalar columns of a sample. NaN becomes a bit of `nan_columns`."""
+    row: dict[str, Any] = {}
+    nan_columns = 0
+    for position, name in enumerate(SCALARS):
+        value = getattr(sample, name)
+        if value is not None and math.isnan(value):
+            nan_columns |= 1 << position
+            value = None
+        row[name] = value
+    return {**row, "nan_columns": nan_columns}
+
+
+def unpack_scalars(row: Any) -> dict[str, float | None]:
+    """The scalars of a stored row, NaN restored."""
+    return {
+        name: math.nan if row.nan_columns >> position & 1 else getattr(row, name)
+        for position, name in enumerate(SCALARS)
+    }

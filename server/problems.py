@@ -1,0 +1,75 @@
+"""Every error is RFC 9457 problem+json with a fixed shape; nothing of the inside leaks into it."""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from foreshock.server.models import Problem, ProblemItem
+
+log = structlog.get_logger()
+MAX_ERRORS = 10
+
+
+class ProblemError(Exception):
+    """Raised anywhere in a request; becomes the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        errors: Sequence[ProblemItem] = (),
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.errors, self.headers = status, detail, errors, headers
+
+
+def problem(
+    status: int, detail: str, errors: Sequence[ProblemItem] = (), headers: dict[str, str] | None = None
+) -> Response:
+    """The answer for an error."""
+    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail, errors=list(errors))
+    return Response(body.model_dump_json(), status, headers, "application/problem+json")
+
+
+def items(errors: Sequence[Any]) -> list[ProblemItem]:
+    """Up to ten of pydantic's errors, without the input that caused them."""
+    return [
+        ProblemItem(where=".".join(str(part) for part in error["loc"])[:200] or "body", message=str(error["msg"])[:300])
+        for error in list(errors)[:MAX_ERRORS]
+    ]
+
+
+def install(app: FastAPI) -> None:
+    """Every way a request can fail, as a problem."""
+
+    @app.exception_handler(ProblemError)
+    async def on_problem(_: Request, error: ProblemError) -> Response:
+        return problem(error.status, error.detail, error.errors, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(_: Request, error: HTTPException) -> Response:
+        sentences = {
+            404: "There is nothing at this address; /openapi.json lists what there is.",
+            405: "This address does not take that method.",
+            413: "The body is larger than the service takes (FORESHOCK_MAX_BODY_BYTES).",
+        }
+        detail = sentences.get(error.status_code, str(error.detail))
+        return problem(error.status_code, detail, headers=dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
+        found = error.errors()
+        return problem(422, f"{len(found)} field(s) of the request are wrong.", items(found))
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        log.error("request failed", path=request.url.path[:200], error=type(error).__name__, exc_info=error)
+        return problem(500, "The service failed on this request; its log says why.")

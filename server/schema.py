@@ -1,0 +1,197 @@
+"""The tables. Everything that is stored is either what arrived, or can be computed again from it."""
+
+from typing import Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata: Final = MetaData()
+_Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only in an INTEGER key
+
+runs: Final = Table(
+    "runs",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("name", String(128), nullable=False, unique=True),
+    Column("first_seen", Double, nullable=False),
+    Column("last_seen", Double, nullable=False, index=True),
+)
+
+topologies: Final = Table(
+    "topologies",
+    metadata,
+    Column("hash", String(64), primary_key=True),
+    Column("layers", Text, nullable=False),  # JSON list of contract.wire.Layer
+)
+
+boots: Final = Table(
+    "boots",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("boot", String(128), nullable=False),
+    Column("started_step", BigInteger),
+    Column("earliest_step", BigInteger),  # smallest since_step of its samples
+    Column("until_step", BigInteger),  # samples after it are superseded: a later boot of the rank began there
+    Column("topology", ForeignKey("topologies.hash")),
+    Column("description", Text),  # JSON of Started without its layers
+    Column("finished_status", String(16)),
+    Column("health", Text),  # JSON of the AgentHealth with the highest sequence
+    Column("health_sequence", BigInteger, nullable=False, default=0),
+    Column("nonfinite_steps", BigInteger, nullable=False, default=0),
+    Column("last_sequence", BigInteger, nullable=False, default=0),
+    Column("last_seen", Double, nullable=False),
+    UniqueConstraint("run_id", "rank", "boot"),
+)
+
+batches: Final = Table(
+    "batches",
+    metadata,
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), primary_key=True),
+    Column("sequence", BigInteger, primary_key=True),
+    sqlite_with_rowid=False,
+)
+
+samples: Final = Table(
+    "samples",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("sequence", BigInteger, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("since_step", BigInteger, nullable=False),
+    Column("unix_seconds", Double, nullable=False),
+    Column("loss", Double),
+    Column("loss_max", Double),
+    Column("grad_norm", Double),
+    Column("learning_rate", Double),
+    Column("step_seconds", Double),
+    Column("agent_seconds", Double),
+    Column("nan_columns", Integer, nullable=False),  # bit i: SCALARS[i] is NaN, which SQLite stores as NULL
+    Column("loss_nonfinite_steps", BigInteger, nullable=False),
+    Column("grad_norm_nonfinite_steps", BigInteger, nullable=False),
+    Column("arrays", LargeBinary),  # packing.pack_arrays
+    Index("samples_by_step", "run_id", "step"),
+)
+
+events: Final = Table(
+    "events",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE")),
+    Column("rank", Integer),
+    Column("kind", String(16), nullable=False),
+    Column("step", BigInteger),
+    Column("unix_seconds", Double, nullable=False),
+    Column("sentence", Text, nullable=False),
+    Column("mode", String(64)),
+    Column("outcome", String(16)),
+    Column("payload", Text),  # JSON of the Verdict, Switched or CommandChange
+    Index("events_of_run", "run_id", "id"),
+    sqlite_autoincrement=True,  # ids are never used again: they are the stream's cursors
+)
+
+warnings: Final = Table(
+    "warnings",
+    metadata,
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("uid", String(128), primary_key=True),
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), nullable=False),
+    Column("boot", String(128), nullable=False),
+    Column("sequence", BigInteger, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("raised_step", BigInteger, nullable=False),
+    Column("cause", String(16), nullable=False),
+    Column("active", Boolean, nullable=False),
+    Column("verdict", Text, nullable=False),  # JSON of the newest Verdict with this id
+)
+
+commands: Final = Table(
+    "commands",
+    metadata,
+    Column("number", _Id, primary_key=True),
+    Column("id", String(128), nullable=False, unique=True),
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("source", String(16), nullable=False),
+    Column("issued_by", String(128), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("heads", JSON(none_as_null=True)),
+    Column("mode", String(64), nullable=False),
+    Column("expect", String(64)),
+    Column("dry_run", Boolean, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double),
+    Column("expires_step", BigInteger),
+    Column("idempotency_key", String(256)),
+    Column("request_hash", String(64)),
+    UniqueConstraint("run_id", "idempotency_key"),
+    Index("commands_open", "run_id", "state"),
+)
+
+command_ranks: Final = Table(
+    "command_ranks",
+    metadata,
+    Column("command_id", ForeignKey("commands.id", ondelete="CASCADE"), primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("deliveries", Integer, nullable=False, default=0),
+    Column("outcome", String(16)),
+    Column("switched", Text),  # JSON of the Switched that answered
+)
+
+audit: Final = Table(
+    "audit",
+    metadata,
+    Column("sequence", _Id, primary_key=True, autoincrement=False),
+    Column("unix_seconds", Double, nullable=False),
+    Column("actor", String(160), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("run", String(128)),
+    Column("command", String(128)),
+    Column("details", Text, nullable=False),  # canonical JSON
+    Column("previous_hash", String(64), nullable=False),
+    Column("hash", String(64), nullable=False),
+)
+
+webhook_alerts: Final = Table(
+    "webhook_alerts",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("unix_seconds", Double, nullable=False, index=True),
+)
+
+service_state: Final = Table(
+    "service_state",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Double, nullable=False),
+)
+
+rollups: Final = Table(
+    "rollups",
+    metadata,
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+    Column("metric", String(64), primary_key=True),
+    Column("bucket", BigInteger, primary_key=True),
+    Column("last_step", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),  # rollups.pack: low, high, last of every head
+)

@@ -1,0 +1,144 @@
+"""The service's settings: FORESHOCK_* variables, or FORESHOCK_*_FILE naming a file that holds the secret."""
+
+import hashlib
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from foreshock.contract.wire import MAX_BATCH_BYTES
+
+Scope = Literal["ingest", "read", "act", "admin"]
+ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
+
+
+class Token(BaseModel):
+    """Who may do what. Only the hash of the secret is kept."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(min_length=1, max_length=64, description="stands in the audit trail and the log")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="hex SHA-256 of the secret")
+    scopes: tuple[Scope, ...] = Field(min_length=1, description="ingest, read, act (commands, webhooks), admin (all)")
+    run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
+
+    @classmethod
+    def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "") -> Self:
+        """The entry for a secret."""
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        return cls(name=name, sha256=digest, scopes=scopes, run_prefix=run_prefix)
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. Unknown names are refused."""
+
+    model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; anything but loopback needs a token")
+    port: int = Field(default=8765, ge=0, le=65535, description="0 takes a free port")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="Host names to answer to; empty: loopback names without a token, any with one"
+    )
+    database_url: str = Field(
+        default="sqlite:///foreshock-data/foreshock.db", description="sqlite:/// or postgresql://"
+    )
+    migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
+
+    token: SecretStr | None = Field(default=None, min_length=16, description="a secret that may do everything")
+    tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
+    grafana_hmac_secret: SecretStr | None = Field(
+        default=None, min_length=16, description="signs /v1/webhooks/grafana; without it that route is closed"
+    )
+
+    max_body_bytes: int = Field(default=MAX_BATCH_BYTES + 2**20, ge=1024, description="largest request body")
+    ingest_queue_batches: int = Field(default=256, ge=1, description="batches waiting for a commit; then 429")
+    ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
+    commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")
+    run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
+    stream_clients: int = Field(default=256, ge=1, description="clients of /v1/stream at once; then 429")
+    stream_queue_events: int = Field(default=256, ge=1, description="events waiting for a slow client; then cut off")
+
+    worst_heads: int = Field(default=16, ge=0, description="heads of each run that /metrics shows one by one")
+    max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
+    finished_run_seconds: float = Field(default=900.0, ge=0, description="a finished run leaves /metrics after this")
+    silent_run_seconds: float = Field(
+        default=86_400.0, ge=0, description="a run gone silent leaves /metrics after this"
+    )
+    retention_seconds: float | None = Field(
+        default=90 * 86_400.0, gt=0, description="runs silent for longer are deleted; the audit trail stays"
+    )
+
+    command_expiry_seconds: float = Field(default=3600.0, gt=0, description="for commands that name no expiry")
+    webhook_cooldown_seconds: float = Field(default=300.0, ge=0, description="between two webhook switches of a run")
+    webhook_switches_per_hour: int = Field(default=12, ge=0, description="webhook switches of one run in an hour")
+    webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
+    session_seconds: float = Field(default=43_200.0, gt=0, description="life of the page's session cookie")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _safe_to_bind(self) -> Self:
+        if not self.all_tokens and not self.loopback:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines, and no token is set: anyone there could switch "
+                "kernels in a training run. Set FORESHOCK_TOKEN (16 characters or more) or FORESHOCK_TOKEN_FILE, or "
+                "listen on 127.0.0.1"
+            )
+        names = [token.name for token in self.all_tokens]
+        if len(set(names)) != len(names):
+            raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
+        return self
+
+    @property
+    def loopback(self) -> bool:
+        """True when only this machine can reach the address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def all_tokens(self) -> tuple[Token, ...]:
+        """Every token, the plain one hashed."""
+        plain = (Token.of("token", self.token.get_secret_value(), ALL_SCOPES),) if self.token else ()
+        return (*plain, *self.tokens)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments win over variables, variables over *_FILE."""
+        return (init_settings, env_settings, _SecretFiles(settings_cls))
+
+
+class _SecretFiles(PydanticBaseSettingsSource):
+    """FORESHOCK_TOKEN_FILE=/run/secrets/token and the like, as container engines hand over secrets."""
+
+    _NAMES = ("token", "tokens", "grafana_hmac_secret", "database_url")
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        path = os.environ.get(f"FORESHOCK_{field_name.upper()}_FILE")
+        if field_name not in self._NAMES or path is None:
+            return None, field_name, False
+        try:
+            return Path(path).read_text("utf-8").strip(), field_name, field_name == "tokens"
+        except OSError as error:
+            raise ValueError(
+                f"FORESHOCK_{field_name.upper()}_FILE names {path}, which cannot be read: {error}"
+            ) from None
+
+    def __call__(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, field in self.settings_cls.model_fields.items():
+            value, _, is_json = self.get_field_value(field, name)
+            if value is not None:
+                values[name] = self.decode_complex_value(name, field, value) if is_json else value
+        return values

@@ -1,0 +1,168 @@
+"""GET /v1/stream: what happens, as it happens (server-sent events).
+
+Events of the log carry their id; a client that comes back with Last-Event-ID gets what it missed from the store.
+`sample` events only say that a run moved, with its newest numbers; they have no id and are not replayed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import structlog
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from sqlalchemy import func, select
+
+from foreshock.contract.wire import Batch, Sample
+from foreshock.server.auth import Reader
+from foreshock.server.eventlog import read_events
+from foreshock.server.limits import retry_after
+from foreshock.server.merging import RUN_SCALARS, merge_scalars
+from foreshock.server.models import RunEvent, StreamSample
+from foreshock.server.packing import SCALARS
+from foreshock.server.problems import ProblemError
+from foreshock.server.schema import events
+from foreshock.server.settings import Settings
+from foreshock.server.store import Store
+
+log = structlog.get_logger()
+router = APIRouter()
+_POLL_SECONDS: Final = 1.0
+_REPLAY: Final = 1000
+_SAMPLE_SECONDS: Final = 0.25
+
+
+@dataclass(eq=False)
+class _Client:
+    run: str | None
+    prefix: str
+    waiting: asyncio.Queue[ServerSentEvent | None]
+    lost: bool = False
+
+    def wants(self, run: str) -> bool:
+        return self.run in (None, run) and run.startswith(self.prefix)
+
+    def offer(self, event: ServerSentEvent | None) -> None:
+        """Put an event into the client's queue; a client too slow for its queue is cut off and may resume."""
+        if self.lost:
+            return
+        if self.waiting.full():
+            self.lost = True
+            self.waiting.get_nowait()
+            event = None
+        self.waiting.put_nowait(event)
+
+
+@dataclass
+class Broadcaster:
+    """Reads new events from the store, this replica's and the others', and hands them to the clients."""
+
+    store: Store
+    settings: Settings
+    clients: set[_Client] = field(default_factory=set)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._moved = asyncio.Event()
+        self._samples: dict[str, StreamSample] = {}
+
+    def committed(self, batches: Sequence[Batch]) -> None:
+        """Called after a commit."""
+        if not self.clients:
+            return
+        for batch in batches:
+            newest = max((e for e in batch.events if isinstance(e, Sample)), key=lambda e: e.step, default=None)
+            if newest is not None:
+                self._samples[batch.run] = _as_stream_sample(batch.run, newest)
+        self._moved.set()
+
+    def wake(self) -> None:
+        """Called after events were written by a route."""
+        self._moved.set()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        last: int | None = None
+        while True:
+            try:
+                last = await self._turn(last)
+            except Exception:
+                log.exception("the stream could not read the store")
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def _turn(self, last: int | None) -> int | None:
+        try:
+            await asyncio.wait_for(self._moved.wait(), _POLL_SECONDS)
+            await asyncio.sleep(_SAMPLE_SECONDS / 4)  # what is committed close together is read together
+        except TimeoutError:
+            pass
+        self._moved.clear()
+        if last is not None and not self.clients:
+            last = None  # nobody listens: nothing to read until somebody does
+        if not self.clients:
+            return None
+        async with self.store.read() as connection:
+            if last is None:
+                last = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
+                found: list[RunEvent] = []
+            else:
+                found = await read_events(connection, after=last, limit=_REPLAY)
+        waiting, self._samples = self._samples, {}
+        for event in found:
+            last = event.id
+            self._hand_out(event.run, _as_sse(event))
+        for run, sample in waiting.items():
+            self._hand_out(run, ServerSentEvent(event="sample", data=sample))
+        return last
+
+    def _hand_out(self, run: str, event: ServerSentEvent) -> None:
+        for client in self.clients:
+            if client.wants(run):
+                client.offer(event)
+
+    def close(self) -> None:
+        """End every stream, so that the service can go down."""
+        self.closed = True
+        for client in self.clients:
+            client.offer(None)
+
+
+def _as_sse(event: RunEvent) -> ServerSentEvent:
+    return ServerSentEvent(event=event.kind, id=str(event.id), data=event)
+
+
+def _as_stream_sample(run: str, sample: Sample) -> StreamSample:
+    scalars = merge_scalars([{name: getattr(sample, name) for name in SCALARS}])
+    return StreamSample(run=run, step=sample.step, latest={k: scalars[name] for k, name in RUN_SCALARS.items()})
+
+
+@router.get("/v1/stream", response_class=EventSourceResponse, summary="What happens, as it happens")
+async def stream(
+    request: Request,
+    caller: Reader,
+    run: Annotated[str | None, Query(max_length=128)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
+    broadcaster: Broadcaster = request.app.state.broadcaster
+    if len(broadcaster.clients) >= broadcaster.settings.stream_clients:
+        raise ProblemError(429, "Too many clients listen already.", headers=retry_after(5.0))
+    client = _Client(run, caller.run_prefix, asyncio.Queue(broadcaster.settings.stream_queue_events))
+    broadcaster.clients.add(client)
+    broadcaster.wake()
+    sent = last_event_id or 0
+    try:
+        yield ServerSentEvent(comment="listening", retry=2000)
+        if last_event_id is not None:
+            async with broadcaster.store.read() as connection:
+                missed = await read_events(connection, run=run, after=last_event_id, limit=_REPLAY)
+            for event in missed:
+                if client.wants(event.run):
+                    sent = event.id
+                    yield _as_sse(event)
+        while not broadcaster.closed and (item := await client.waiting.get()) is not None:
+            if item.id is None or int(item.id) > sent:
+                yield item
+    finally:
+        broadcaster.clients.discard(client)

@@ -1,0 +1,260 @@
+"""A real service on a free port, a feeder that speaks the wire format to it, and a real Chromium that looks at it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service as Chromedriver
+
+from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
+
+ROWS = 4096
+
+
+class Feeder:
+    """One rank's agent, as the service sees it. Head 2 of layer 0 drifts; every value is a known function of the step."""
+
+    def __init__(self, url: str, run: str, *, layers: int = 2, heads: int = 4, drift: float = 1.0) -> None:
+        self.url, self.run, self.drift = url, run, drift
+        self.shape = (layers, heads)
+        self.sequence = 0
+        self.step = 0
+        self.modes = np.zeros((layers, heads), dtype=np.int32)
+        self.recorded = frozenset({"states", "risk", "scalars"})
+        self.client = httpx.Client(base_url=url, timeout=10, trust_env=False)
+
+    def send(self, *events: Event) -> Ack:
+        """Post one batch; the acknowledgement carries the commands."""
+        self.sequence += 1
+        batch = Batch(run=self.run, rank=0, boot="boot-1", sequence=self.sequence, events=events)
+        answer = self.client.post(
+            "/v1/batches", content=batch.model_dump_json(), headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 200, answer.text
+        return Ack.model_validate_json(answer.content)
+
+    def start(self, labels: dict[str, str] | None = None, policy: str = "observe") -> None:
+        """Say what is watched."""
+        layers, heads = self.shape
+        self.send(
+            Started(
+                step=0,
+                unix_seconds=time.time(),
+                layers=tuple(
+                    Layer(
+                        layer=i,
+                        name=f"blocks.{i}.attention",
+                        heads=tuple(range(heads)),
+                        kv_heads=heads,
+                        head_dim=64,
+                        served_by="reference",
+                    )
+                    for i in range(layers)
+                ),
+                policy=policy,  # type: ignore[arg-type]
+                numerics="kernel",
+                labels=labels or {},
+            )
+        )
+
+    def train(self, samples: int, every: int = 10) -> None:
+        """Send so many samples, in batches of 100."""
+        events: list[Event] = []
+        for _ in range(samples):
+            events.append(self._sample(every))
+            if len(events) == 100:
+                self.send(*events)
+                events = []
+        if events:
+            self.send(*events)
+
+    def _sample(self, every: int) -> Sample:
+        since, self.step = self.step, self.step + every
+        layers, heads = self.shape
+        noise = np.random.default_rng(self.step)
+        size = np.full(self.shape, 1.0) + 0.1 * np.arange(layers)[:, None] + noise.normal(0, 0.03, self.shape)
+        if self.modes[0, 2 % heads] == 0:
+            self.grown = self.drift * self.step / 100
+        size[0, 2 % heads] += self.grown
+        words = np.zeros((layers, heads, SLOT_COUNT), dtype=np.int64)
+        floats = words.view(np.float64)
+        words[..., Slot.ROWS] = ROWS
+        words[..., Slot.ROWS_TIED_BF16] = np.minimum(ROWS, 10 * size).astype(np.int64)
+        floats[..., Slot.SCORE_MAX] = floats[..., Slot.ROW_MAX_ABS] = 12 * size
+        floats[..., Slot.OFFSET_SUM] = -size * ROWS
+        floats[..., Slot.OFFSET_SUMSQ] = size**2 * ROWS
+        floats[..., Slot.DELTA_BIAS_SUM] = noise.normal(0, 0.05, self.shape)
+        floats[..., Slot.DELTA_BIAS_ABS] = 1
+        floats[..., Slot.DELTA_BIAS_SUMSQ] = 1e-4
+        count = layers * heads
+        risk = Array.of(np.clip(size.reshape(count) / 10, 0, 1).astype(np.float32))
+        scalars = {
+            "loss": float(2.5 + 2 * np.exp(-self.step / 400) + noise.normal(0, 0.02)),
+            "grad_norm": float(0.4 + abs(noise.normal(0, 0.05))),
+            "learning_rate": 2e-3,
+            "step_seconds": 0.02,
+            "agent_seconds": 1e-4,
+        }
+        return Sample(
+            step=self.step,
+            since_step=since,
+            unix_seconds=time.time(),
+            states=Array.of(words.reshape(count, SLOT_COUNT)),
+            modes=Array.of(self.modes.reshape(count)),
+            risk=risk if "risk" in self.recorded else None,
+            **(scalars if "scalars" in self.recorded else {}),
+        )
+
+    def warn(self, sentence: str = "Layer 0 head 2 drifts: its score offset left its peers and keeps growing.") -> None:
+        """Raise the warning about head 2 of layer 0."""
+        self.send(
+            Verdict(
+                id="offset-0-2",
+                step=self.step,
+                state="raised",
+                severity="warning",
+                layer=0,
+                head=2,
+                cause="rounding",
+                signal="offset",
+                evidence={"offset": -6.25, "growth_per_1000_steps": 2.5, "delta_bias_z": 5.5},
+                forecast_steps=2130.0,
+                forecast_low_steps=1420.0,
+                forecast_high_steps=3080.0,
+                sentence=sentence,
+            )
+        )
+
+    def obey(self) -> list[str]:
+        """Collect the commands that wait, apply them, answer them; returns their modes."""
+        ack = self.send(self._sample(10))
+        for command in ack.commands:
+            heads = command.heads or tuple((i, j) for i in range(self.shape[0]) for j in range(self.shape[1]))
+            for layer, head in heads:
+                self.modes[layer, head] = 1
+            self.send(
+                Switched(
+                    id=f"done-{command.id}",
+                    step=self.step,
+                    command=command.id,
+                    outcome="applied",
+                    heads=heads,
+                    before=("plain",) * len(heads),
+                    after=(command.mode,) * len(heads),
+                    reason="ordered",
+                )
+            )
+        return [command.mode for command in ack.commands]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Service:
+    """`foreshock serve` in a process of its own; it can be stopped and started again on the same port and store."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("FORESHOCK_")},
+            "FORESHOCK_DATABASE_URL": f"sqlite:///{directory / 'foreshock.db'}",
+            "FORESHOCK_PORT": str(self.port),
+        }
+        self.log = directory / "service.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start and wait until it is ready."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "foreshock", "serve"], env=self.environment, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the service ended:\n{self.log.read_text()[-4000:]}"
+            try:
+                if httpx.get(f"{self.url}/readyz", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        self.stop()
+        pytest.fail(f"the service was not ready within 30 s:\n{self.log.read_text()[-4000:]}")
+
+    def stop(self) -> None:
+        """End it and wait."""
+        self.process.terminate()
+        self.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for all tests; every test uses runs of its own name."""
+    running = Service(tmp_path_factory.mktemp("service"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        message = "these tests need Debian's packages chromium and chromium-driver: chromium or chromedriver is missing"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    options = ChromeOptions()
+    options.binary_location = binary
+    profile = tmp_path_factory.mktemp("chromium")
+    for flag in (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-quic",
+        "no-first-run",
+        "no-proxy-server",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "disable-dev-shm-usage",
+        "force-device-scale-factor=1",
+        f"user-data-dir={profile}",
+    ):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chrome = Chrome(options=options, service=Chromedriver(driver))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture
+def chromium(_chromium: Chrome) -> Iterator[Chrome]:
+    """A Chromium with a wide window; fails the test if the page wrote an error to the console."""
+    _chromium.set_window_size(1280, 900)
+    _chromium.get_log("browser")
+    yield _chromium
+    complaints = [entry["message"] for entry in _chromium.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    _chromium.get("about:blank")
+    assert not complaints, complaints
+
+
+@pytest.fixture
+def feeder(service: Service, request: pytest.FixtureRequest) -> Feeder:
+    """An agent whose run bears the test's name."""
+    return Feeder(service.url, request.node.name.removeprefix("test_")[:100])

@@ -1,0 +1,256 @@
+"""The live page in a real Chromium, fed by a real service: a run appears, moves, warns, is switched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+    from selenium.webdriver.remote.webelement import WebElement
+
+    from tests.server.ui.conftest import Feeder, Service
+
+pytestmark = pytest.mark.servers
+T = TypeVar("T")
+
+
+def wait(what: str, look: Callable[[], T], seconds: float = 10.0) -> T:
+    """The first truthy answer of `look`; fails with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if found := look():
+                return found
+        except (NoSuchElementException, StaleElementReferenceException):
+            pass
+        time.sleep(0.05)
+    pytest.fail(f"not within {seconds:g} s: {what}")
+
+
+def text(chromium: Chrome, selector: str = "main") -> str:
+    """What a reader sees of the first match."""
+    return chromium.find_element(By.CSS_SELECTOR, selector).text
+
+
+def button(chromium: Chrome, label: str) -> WebElement:
+    """The first button with this text."""
+    return chromium.find_element(By.XPATH, f"//button[normalize-space()='{label}']")
+
+
+def open_run(chromium: Chrome, service: Service, *runs: str) -> None:
+    """Open the page of these runs and wait for its charts."""
+    chromium.get(f"{service.url}/?runs={','.join(runs)}")
+    wait("the charts are drawn", lambda: len(chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap")) >= 6)
+
+
+def tile(chromium: Chrome, name: str) -> str:
+    """A value of the summary."""
+    return chromium.find_element(By.XPATH, f"//dl[contains(@class,'tiles')]/div[dt='{name}']/dd").text
+
+
+def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    chromium.get(service.url)
+    wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+
+    feeder.start()
+    feeder.train(5)
+    row = wait("the run appears in the list", lambda: chromium.find_element(By.LINK_TEXT, feeder.run))
+    row.click()
+    wait("its page opens", lambda: tile(chromium, "Step") == "50")
+    feeder.train(60)
+    wait("it moves", lambda: tile(chromium, "Step") == "650")
+    assert "No active warning" in text(chromium)
+
+    began = time.monotonic()
+    feeder.warn()
+    wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    assert time.monotonic() - began < 2.0
+    assert "about 2,100 steps (1,400 to 3,100)" in text(chromium, ".warnings")
+    assert "−6.25" in text(chromium, ".evidence")
+    assert tile(chromium, "Time left") == "about 2,100 steps"
+
+    button(chromium, "Switch this head").click()
+    chromium.find_element(By.NAME, "who").send_keys("Ada")
+    chromium.find_element(By.NAME, "reason").send_keys("the offset grows")
+    button(chromium, "Continue").click()
+    sentence = f"Switch layer 0 head 2 of {feeder.run} to exact delta."
+    wait("the order is said in words before it goes", lambda: sentence in text(chromium, "dialog"))
+    assert not feeder.obey()
+    button(chromium, "Switch now").click()
+    wait("the order stands on the page", lambda: "the offset grows" in text(chromium, ".commands"))
+    assert feeder.obey() == ["exact_delta"]
+    wait("the agent's answer stands on the page", lambda: "applied" in text(chromium, ".commands .state"))
+    feeder.train(3)
+    wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
+    wait("it is told in the history", lambda: "exact_delta: applied" in text(chromium, ".events"))
+
+    chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
+    wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
+
+
+def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.recorded = frozenset({"states"})
+    feeder.start()
+    feeder.train(20)
+    open_run(chromium, service, feeder.run)
+    assert tile(chromium, "Loss") == "not recorded"
+    assert tile(chromium, "Risk") == "not recorded"
+    charts = {
+        chart.find_element(By.TAG_NAME, "h3").text: chart.text
+        for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")
+    }
+    for title in ("Loss", "Gradient norm", "Risk", "Spectral norm of W_Q"):
+        assert "not recorded" in charts[title]
+    assert "not recorded" not in charts["Score offset"]
+
+
+def test_markup_in_labels_sentences_and_reasons_is_shown_and_never_rendered(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    markup = "<img src=x onerror=\"document.title='owned'\"><b id=planted>bold</b>"
+    feeder.start(labels={"note": markup})
+    feeder.train(5)
+    feeder.warn(sentence=f"Drift {markup}")
+    feeder.client.post(
+        f"/v1/runs/{feeder.run}/commands", json={"who": markup[:100], "reason": markup, "mode": "exact_delta"}
+    ).raise_for_status()
+    open_run(chromium, service, feeder.run)
+    wait("the command is shown", lambda: markup in text(chromium, ".commands"))
+    assert markup in text(chromium, ".labels")
+    assert markup in text(chromium, ".warnings")
+    chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
+    wait("the audit trail is shown", lambda: markup[:100] in text(chromium, "section[aria-label=History] table"))
+    chromium.get(service.url)
+    wait("the list shows the label", lambda: markup in text(chromium))
+    assert not chromium.find_elements(By.ID, "planted")
+    assert not chromium.find_elements(By.CSS_SELECTOR, "main img")
+    assert chromium.title == "foreshock"
+
+
+def test_several_runs_are_drawn_on_the_same_charts(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    others = [type(feeder)(service.url, f"{feeder.run}-{arm}", drift=drift) for arm, drift in (("a", 0.5), ("b", 0.0))]
+    for each in (feeder, *others):
+        each.start()
+        each.train(30)
+    names = [feeder.run, *(other.run for other in others)]
+    open_run(chromium, service, *names)
+    first = chromium.find_element(By.CSS_SELECTOR, ".chart .legend")
+    assert [item.text for item in first.find_elements(By.CSS_SELECTOR, ".name")] == names
+    rows = chromium.find_elements(By.CSS_SELECTOR, ".summary tbody tr")
+    assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == names
+
+    chromium.get(service.url)
+    for name in names[:2]:
+        wait("the list", lambda n=name: chromium.find_element(By.CSS_SELECTOR, f"[aria-label='compare {n}']")).click()  # type: ignore[misc]
+    button(chromium, "Compare 2 runs").click()
+    wait("the chosen ones are compared", lambda: "Comparing 2 runs" in text(chromium, ".crumbs"))
+    assert chromium.current_url.endswith(f"?runs={names[0]},{names[1]}")
+
+
+def test_the_heat_map_scrubs_through_time_and_chooses_a_head_by_keyboard(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(40)
+    open_run(chromium, service, feeder.run)
+    scrubber = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    assert text(chromium, ".scrub output") == "400"
+    scrubber.send_keys(Keys.HOME)
+    wait("the first step is shown", lambda: text(chromium, ".scrub output") == "10")
+    reading = text(chromium, ".reading")
+    assert reading.startswith("layer 0 head 2: −1.")
+    scrubber.send_keys(Keys.END)
+    wait("the last step is shown", lambda: text(chromium, ".reading").startswith("layer 0 head 2: −5"))
+    canvas = chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]")
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    wait("the next head is chosen", lambda: text(chromium, ".reading").startswith("layer 1 head 3"))
+    wait("and plotted", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
+
+
+def test_the_page_fits_a_phone(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    feeder.start(labels={"model": "a-rather-long-name-of-a-model-that-has-to-wrap-somewhere-on-a-narrow-screen"})
+    feeder.train(20)
+    feeder.warn()
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        for address in ("/", f"/?runs={feeder.run}"):
+            chromium.get(service.url + address)
+            wait("the run is shown", lambda: feeder.run in text(chromium))
+            if "runs" in address:
+                wait("the charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".u-wrap"))
+            wide = chromium.execute_script(
+                "return document.scrollingElement.scrollWidth > innerWidth || innerWidth !== 390"
+            )
+            assert not wide, f"{address} is wider than the phone"
+        chart = chromium.find_element(By.CSS_SELECTOR, ".chart")
+        assert 300 < chart.size["width"] <= 390
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(chromium: Chrome, service: Service) -> None:
+    def background(scheme: str) -> str:
+        chromium.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+        color: str = chromium.execute_script("return getComputedStyle(document.body).backgroundColor")
+        return color
+
+    chromium.get(service.url)
+    wait("the page", lambda: button(chromium, "Dark"))
+    light, dark = background("light"), background("dark")
+    assert light != dark
+    wait("the page follows", lambda: button(chromium, "Light"))
+    chromium.find_element(By.TAG_NAME, "body").send_keys("t")
+    wait("the choice holds", lambda: background("dark") == light)
+    chromium.execute_script("localStorage.clear()")
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_content_security_policy_is_strict_and_nothing_breaks_it(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    answer = feeder.client.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+    feeder.start()
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    planted = chromium.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'window.planted = 1'; document.body.append(s);"
+        "return window.planted === undefined"
+    )
+    assert planted, "an inline script ran"
+    complaints = [entry["message"] for entry in chromium.get_log("browser")]
+    assert [c for c in complaints if "Content Security Policy" in c], "the policy did not stop the planted script"
+    assert len(complaints) == 1, complaints
+
+
+def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+    service.stop()
+    wait("the loss is said", lambda: "connection lost" in text(chromium, ".connection"))
+    service.start()
+    feeder.train(20)
+    feeder.warn()
+    wait("the page is live again", lambda: text(chromium, ".connection") == "live", seconds=20)
+    wait("the warning is there", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    wait("the step is there", lambda: tile(chromium, "Step") == "250")
+    chromium.get_log("browser")  # the refused connections, which the page cannot keep off the console
