@@ -217,7 +217,7 @@ export const api = {
   series: (run: string, of: { metric: string; layer?: number; head?: number; from_step?: number; to_step?: number; max_points: number }) =>
     call<Series>(`${at(run)}/series${query(of)}`),
   matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) => call<Matrix>(`${at(run)}/matrix${query(of)}`),
-  events: async (run: string) => (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 200 })}`)).events,
+  events: async (run: string) => (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 500 })}`)).events,
   commands: async (run: string) => (await call<{ commands: CommandStatus[] }>(`${at(run)}/commands`)).commands,
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {
@@ -225,7 +225,7 @@ export const api = {
       body: JSON.stringify(request),
       headers: { "Idempotency-Key": crypto.randomUUID() },
     }),
-  decide: (run: string, id: string, decision: "approve" | "reject", body: { who: string; reason: string }) =>
-    call<CommandStatus>(`${at(run)}/commands/${encodeURIComponent(id)}/${decision}`, { method: "POST", body: JSON.stringify(body) }),
-  audit: (run: string) => call<AuditPage>(`v1/audit${query({ run, limit: 50 })}`),
+  decide: (id: string, decision: "approve" | "reject", body: { who: string; reason: string }) =>
+    call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, { method: "POST", body: JSON.stringify(body) }),
+  audit: () => call<AuditPage>(`v1/audit${query({ limit: 200 })}`),
 };

@@ -33,7 +33,8 @@ interface Props {
   markers: readonly Marker[];
   logarithmic: boolean;
   onLogarithmic: () => void;
-  loading: boolean;
+  /** Said in the chart's place while there is nothing to draw. */
+  missing: string;
   range: Range;
   onRange: (range: Range) => void;
   ink: Ink;
@@ -42,7 +43,7 @@ interface Props {
 
 const HEIGHT = 196;
 
-export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic, loading, range, onRange, ink, format = number }: Props) {
+export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic, missing, range, onRange, ink, format = number }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const legend = useRef<HTMLUListElement>(null);
   const caption = useRef<HTMLSpanElement>(null);
@@ -102,7 +103,7 @@ export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic,
           onKeyDown={(event) => plot.current && key(event, plot.current, onRange)}
         />
       ) : (
-        <p class="empty plot">{loading ? "loading" : NOT_RECORDED}</p>
+        <p class="empty plot">{missing}</p>
       )}
       <ul class="legend" ref={legend}>
         {lines.map((line) => (

@@ -1,12 +1,13 @@
 /** The charts of a run or of several: which metrics, which heads, which markers. */
 
 import { useMemo, useState } from "preact/hooks";
-import { api, type MetricInfo, type SeriesLine } from "./api";
+import type { MetricInfo, SeriesLine } from "./api";
 import { Chart, type Line, type Marker, type Range } from "./chart";
 import type { Ink } from "./colour";
-import { number, percent } from "./format";
+import { NOT_RECORDED, number, percent } from "./format";
 import type { Head } from "./heatmap";
 import { useResource } from "./live";
+import { LiveSeries } from "./series";
 import type { Loaded } from "./view";
 
 const FIRST = [
@@ -21,7 +22,6 @@ const FIRST = [
 ];
 const LOGARITHMIC = new Set(["head.score_max", "head.row_max_abs", "run.grad_norm"]);
 const ELSEWHERE = new Set(["run.active", "run.step", "run.last_sample", "run.worst_risk", "head.mode"]);
-const MAX_POINTS = 600;
 const OTHER_LAYERS = 4;
 
 interface Props {
@@ -80,20 +80,20 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
   const [logarithmic, setLogarithmic] = useState(LOGARITHMIC.has(metric.key));
   const runs = views.map((view) => view.detail.run);
   const single = views.length === 1;
-  const span = range ? { from_step: Math.max(0, range[0]), to_step: range[1] } : {};
-  const ask = (run: string, where: Partial<Head>) =>
-    api.series(run, { metric: metric.key, ...where, ...span, max_points: MAX_POINTS });
-  const series = useResource(
-    async () => {
-      if (!metric.per_head || !single) return Promise.all(runs.map((run) => ask(run, metric.per_head ? (head ?? {}) : {})));
-      return Promise.all([...(head ? [ask(runs[0]!, head)] : []), ask(runs[0]!, {})]);
-    },
-    JSON.stringify([metric.key, runs, metric.per_head && head, range]),
-    { on: (wake) => wake.run === null || (wake.kind === "sample" && runs.includes(wake.run)), pause: 2000 },
-  );
+  const key = JSON.stringify([metric.key, runs, metric.per_head && head, range]);
+  const sources = useMemo(() => {
+    const span = range ? { from_step: Math.max(0, range[0]), to_step: range[1] } : {};
+    const of = (run: string, where: Partial<Head>) => new LiveSeries({ run, metric: metric.key, ...where, ...span });
+    if (!metric.per_head) return runs.map((run) => of(run, {}));
+    if (!single) return runs.map((run) => of(run, head ?? {}));
+    return [...(head ? [of(runs[0]!, head)] : []), of(runs[0]!, {})];
+  }, [key]);
+  const series = useResource((fresh) => Promise.all(sources.map((source) => source.load(fresh))), key, {
+    on: ({ kind, run }) => run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
+  });
   const riskiest = useMemo(() => (single ? riskiestLayers(views[0]!) : []), [views, single]);
   const lines = useMemo((): Line[] => {
-    const curves = (series.data ?? []).flatMap((answer, i) => answer.lines.map((line) => ({ line, i })));
+    const curves = (series.data ?? []).flatMap((lines, i) => lines.map((line) => ({ line, i })));
     if (!single) return curves.map(({ line, i }) => toLine(line, runs[i]!, views[i]!.colour));
     if (!metric.per_head) return curves.map(({ line }) => toLine(line, metric.title, ink.lines[1]!));
     return curves.flatMap(({ line, i }) => {
@@ -111,7 +111,7 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
       markers={markers}
       logarithmic={logarithmic}
       onLogarithmic={() => setLogarithmic(!logarithmic)}
-      loading={series.data === null}
+      missing={series.error?.message ?? (series.data ? NOT_RECORDED : "loading")}
       range={range}
       onRange={onRange}
       ink={ink}

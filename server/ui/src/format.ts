@@ -56,6 +56,18 @@ export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");
 }
 
+/** The shortest forecast of the active warnings, in steps. */
+export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
+  const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
+  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))} steps`;
+  return warnings.length ? "no forecast" : "no warning";
+}
+
+/** A forecast is not known to the step: two significant digits. */
+export function roundTo2(value: number): number {
+  return Number(value.toPrecision(2));
+}
+
 function minus(text: string): string {
   return text.replace(/^-/, "−").replace("e-", "e−").replace("e+", "e");
 }

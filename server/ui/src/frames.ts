@@ -54,7 +54,8 @@ export class Frames {
     this.busy = true;
     for (let step = this.next(); step !== null && !this.ended; step = this.next()) {
       try {
-        this.take(step, await api.matrix(this.run, { metric: this.metric, ...(step === Infinity ? {} : { step }), max_steps: MAX_STEPS }));
+        const which = step === Infinity ? { max_steps: MAX_STEPS } : { step, max_steps: 0 };
+        this.take(step, await api.matrix(this.run, { metric: this.metric, ...which }));
         this.failed = null;
       } catch (error) {
         this.failed = error as Error;
@@ -81,7 +82,7 @@ export class Frames {
     if (!same) this.loaded.clear(); // the run came back with other layers
     this.layers = matrix.layers;
     this.heads = matrix.heads;
-    this.steps = matrix.steps;
+    if (asked === Infinity) this.steps = matrix.steps;
     const values = Float32Array.from(matrix.values.flat(), (value) => value ?? NaN);
     for (const value of values) {
       if (!Number.isFinite(value)) continue;

@@ -30,38 +30,44 @@ export function History({ views }: { views: readonly Loaded[] }) {
       </ol>
       <details class="more" onToggle={(event) => setOpen(event.currentTarget.open)}>
         <summary>Audit trail</summary>
-        {open && views.map((view) => <Audit key={view.detail.run} run={view.detail.run} />)}
+        {open && <Audit runs={views.map((view) => view.detail.run)} />}
       </details>
     </section>
   );
 }
 
-function Audit({ run }: { run: string }) {
-  const audit = useResource(() => api.audit(run), `audit ${run}`, { on: (wake) => wake.run === null || (wake.kind === "event" && wake.run === run) });
+function Audit({ runs }: { runs: readonly string[] }) {
+  const audit = useResource(api.audit, `audit ${runs.join()}`, { on: (wake) => wake.kind !== "sample" });
   if (audit.error) return <ErrorNote error={audit.error} />;
   if (!audit.data) return <p class="empty">loading</p>;
+  const rows = audit.data.rows.filter((row) => row.run !== null && runs.includes(row.run));
   return (
     <div class="card table">
       <table>
         <caption>
-          {run}: {audit.data.intact ? "the chain of hashes holds" : "the chain of hashes is BROKEN: rows were changed or removed"}
+          {audit.data.intact ? "The chain of hashes holds." : "The chain of hashes is BROKEN: rows were changed or removed."}
         </caption>
         <thead>
           <tr><th>When</th><th>Who</th><th>What</th><th>Details</th><th>Hash</th></tr>
         </thead>
         <tbody>
-          {audit.data.rows.map((row) => (
+          {rows.map((row) => (
             <tr key={row.sequence}>
               <td class="nowrap">{moment(row.unix_seconds)}</td>
               <td>{row.actor}</td>
               <td class="nowrap">{row.action}</td>
-              <td class="details">{Object.entries(row.details).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ")}</td>
+              <td class="details">{detailText(row.details)}</td>
               <td><code title={row.hash}>{row.hash.slice(0, 8)}</code></td>
             </tr>
           ))}
         </tbody>
       </table>
-      {audit.data.rows.length === 0 && <p class="empty">No row.</p>}
+      {rows.length === 0 && <p class="empty">No row.</p>}
     </div>
   );
+}
+
+function detailText(details: Record<string, unknown>): string {
+  const text = (value: unknown) => (typeof value === "string" ? value : JSON.stringify(value));
+  return Object.entries(details).map(([name, value]) => `${name}: ${text(value)}`).join(", ");
 }

@@ -6,7 +6,7 @@ export type Connection = "connecting" | "live" | "lost";
 
 /** Something happened to a run; `run` is null when anything may have (a connection came back). */
 export interface Wake {
-  kind: "sample" | "event" | "reconnected";
+  kind: "sample" | "started" | "event" | "reconnected";
   run: string | null;
 }
 
@@ -42,7 +42,8 @@ export function connect(): void {
     retry = Math.min(retry * 2, 15_000);
   };
   source.addEventListener("sample", wake("sample"));
-  for (const kind of ["started", "verdict", "switched", "command", "finished"]) source.addEventListener(kind, wake("event"));
+  source.addEventListener("started", wake("started"));
+  for (const kind of ["verdict", "switched", "command", "finished"]) source.addEventListener(kind, wake("event"));
 }
 
 export function useConnection(): Connection {
@@ -68,8 +69,11 @@ interface Waking {
   pause?: number;
 }
 
-/** Loads something now, when `key` changes, and when the stream says that it is out of date. */
-export function useResource<T>(load: () => Promise<T>, key: string, { on, pause = 2000 }: Waking): Resource<T> {
+/**
+ * Loads something now, when `key` changes, and when the stream says that it is out of date. `fresh` is false when only
+ * samples came in since the last load.
+ */
+export function useResource<T>(load: (fresh: boolean) => Promise<T>, key: string, { on, pause = 2000 }: Waking): Resource<T> {
   const [state, setState] = useState<{ key: string; data: T | null; error: Error | null }>({ key, data: null, error: null });
   const [asked, setAsked] = useState(0);
   const now = useRef({ load, on });
@@ -81,15 +85,19 @@ export function useResource<T>(load: () => Promise<T>, key: string, { on, pause 
     let timer: ReturnType<typeof setTimeout> | undefined;
     let due = Infinity;
     let finished = 0;
+    let fresh = true;
 
     const start = async () => {
       timer = undefined;
       due = Infinity;
       loading = true;
+      const wanted = fresh;
+      fresh = false;
       try {
-        const data = await now.current.load();
+        const data = await now.current.load(wanted);
         if (!ended) setState({ key, data, error: null });
       } catch (error) {
+        fresh ||= wanted;
         if (!ended) setState((old) => ({ key, data: old.key === key ? old.data : null, error: error as Error }));
       }
       loading = false;
@@ -111,10 +119,13 @@ export function useResource<T>(load: () => Promise<T>, key: string, { on, pause 
     };
     const listener: Listener = (wake) => {
       if (document.hidden || !now.current.on(wake)) return;
+      fresh ||= wake.kind !== "sample";
       wait(wake.kind === "sample" ? Math.max(0, finished + pause - performance.now()) : 50);
     };
     const seen = () => {
-      if (!document.hidden) wait(0);
+      if (document.hidden) return;
+      fresh = true;
+      wait(0);
     };
     void start();
     listeners.add(listener);

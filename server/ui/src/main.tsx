@@ -8,8 +8,8 @@ import { api, type MetricInfo, type Session } from "./api";
 import { connect, useConnection } from "./live";
 import icon from "./icon.svg";
 import { Login } from "./login";
-import { ErrorNote, Link } from "./parts";
-import { address, Runs } from "./runs";
+import { address, ErrorNote, Link } from "./parts";
+import { Runs } from "./runs";
 import { useTheme } from "./theme";
 import { View } from "./view";
 

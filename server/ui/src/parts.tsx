@@ -46,3 +46,18 @@ export function Swatch({ colour }: { colour: string }) {
   return <i class="swatch" style={{ background: colour }} />;
 }
 
+export function Labels({ labels }: { labels: Record<string, string> }) {
+  const entries = Object.entries(labels);
+  if (!entries.length) return null;
+  return (
+    <ul class="labels">
+      {entries.map(([name, value]) => <li key={name}><span>{name}</span> {value}</li>)}
+    </ul>
+  );
+}
+
+/** The page's address for a set of runs; it can be bookmarked and shared. */
+export function address(runs: readonly string[]): string {
+  return runs.length ? `?runs=${runs.map(encodeURIComponent).join(",")}` : "?";
+}
+

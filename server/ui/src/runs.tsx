@@ -2,12 +2,25 @@
 
 import { useState } from "preact/hooks";
 import { api, type RunSummary } from "./api";
-import { ago, number, steps } from "./format";
+import { ago, number, steps, timeLeft } from "./format";
 import { useResource } from "./live";
-import { ErrorNote, Link, Risk, State } from "./parts";
+import { address, ErrorNote, Labels, Link, Risk, State } from "./parts";
+
+/** A run of the list; the time left of the runs with warnings needs their details. */
+type Listed = RunSummary & { timeLeft: string };
+
+async function list(): Promise<Listed[]> {
+  const runs = await api.runs();
+  return Promise.all(
+    runs.map(async (run, i) => {
+      const warnings = run.active_warnings && i < 20 ? (await api.run(run.run)).warnings : [];
+      return { ...run, timeLeft: run.active_warnings && !warnings.length ? "open the run" : timeLeft(warnings) };
+    }),
+  );
+}
 
 export function Runs({ go }: { go: (address: string) => void }) {
-  const runs = useResource(api.runs, "runs", { on: () => true });
+  const runs = useResource(list, "runs", { on: () => true });
   const [chosen, setChosen] = useState<readonly string[]>([]);
   const toggle = (run: string) =>
     setChosen(chosen.includes(run) ? chosen.filter((other) => other !== run) : [...chosen, run]);
@@ -43,6 +56,7 @@ export function Runs({ go }: { go: (address: string) => void }) {
               <th class="right">Step</th>
               <th class="right">Loss</th>
               <th>Risk</th>
+              <th class="right">Time left</th>
               <th class="right">Warnings</th>
               <th class="right">Last heard</th>
             </tr>
@@ -58,7 +72,7 @@ export function Runs({ go }: { go: (address: string) => void }) {
   );
 }
 
-function Row({ run, chosen, toggle, go }: { run: RunSummary; chosen: boolean; toggle: () => void; go: (to: string) => void }) {
+function Row({ run, chosen, toggle, go }: { run: Listed; chosen: boolean; toggle: () => void; go: (to: string) => void }) {
   return (
     <tr class={run.active_warnings ? "warned" : ""}>
       <td class="tick">
@@ -72,24 +86,9 @@ function Row({ run, chosen, toggle, go }: { run: RunSummary; chosen: boolean; to
       <td class="right">{steps(run.last_step)}</td>
       <td class="right">{number(run.loss)}</td>
       <td><Risk value={run.worst_risk} /></td>
+      <td class={`right ${run.active_warnings ? "" : "muted"}`}>{run.timeLeft}</td>
       <td class="right">{run.active_warnings || "none"}</td>
       <td class="right muted">{ago(run.last_seen_unix_seconds)}</td>
     </tr>
   );
 }
-
-export function Labels({ labels }: { labels: Record<string, string> }) {
-  const entries = Object.entries(labels);
-  if (!entries.length) return null;
-  return (
-    <ul class="labels">
-      {entries.map(([name, value]) => <li key={name}><span>{name}</span> {value}</li>)}
-    </ul>
-  );
-}
-
-/** The page's address for a set of runs; it can be bookmarked and shared. */
-export function address(runs: readonly string[]): string {
-  return runs.length ? `?runs=${runs.map(encodeURIComponent).join(",")}` : "?";
-}
-

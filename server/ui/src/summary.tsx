@@ -1,8 +1,7 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
-import { ago, number, steps, words } from "./format";
-import { Link, Risk, State, Swatch } from "./parts";
-import { address, Labels } from "./runs";
+import { ago, number, steps, timeLeft, words } from "./format";
+import { address, Labels, Link, Risk, State, Swatch } from "./parts";
 import type { Loaded } from "./view";
 
 interface Props {
@@ -87,18 +86,6 @@ function Table({ views, go }: Props) {
       </div>
     </section>
   );
-}
-
-/** The shortest forecast of the active warnings, in steps. */
-export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
-  const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
-  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))} steps`;
-  return warnings.length ? "no forecast" : "no warning";
-}
-
-/** A forecast is not known to the step: two significant digits. */
-export function roundTo2(value: number): number {
-  return Number(value.toPrecision(2));
 }
 
 function switchedHeads(layers: Loaded["detail"]["layers"]): string {

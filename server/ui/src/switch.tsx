@@ -43,7 +43,7 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
     setState("sending");
     localStorage.setItem("foreshock.who", who);
     try {
-      if (decide) await api.decide(target.run, decide.command.id, decide.decision, { who, reason });
+      if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
       else await api.command(target.run, { who, reason, heads, mode, dry_run: dryRun });
       close();
     } catch (error) {
@@ -127,7 +127,7 @@ export function Commands({ views, head, onSwitch }: { views: readonly Loaded[]; 
   const commands = useResource(
     async () => (await Promise.all(runs.map(api.commands))).flat().sort((a, b) => b.created_unix_seconds - a.created_unix_seconds),
     `commands ${runs.join()}`,
-    { on: (wake) => wake.run === null || (wake.kind === "event" && runs.includes(wake.run)) },
+    { on: (wake) => wake.run === null || (wake.kind !== "sample" && runs.includes(wake.run)) },
   );
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)!.colour;
   return (

@@ -8,11 +8,10 @@ import { Heads } from "./heads";
 import { History } from "./history";
 import { ink as inkOf } from "./colour";
 import { useResource } from "./live";
-import { ErrorNote, Link } from "./parts";
+import { address, ErrorNote, Link } from "./parts";
 import { Summary } from "./summary";
 import { Commands, SwitchDialog, type SwitchTarget } from "./switch";
 import { Warnings } from "./warnings";
-import { address } from "./runs";
 
 interface Props {
   runs: readonly string[];
@@ -31,21 +30,23 @@ export function View({ runs, catalog, dark, go }: Props) {
   const ink = inkOf(dark);
   const key = runs.join(",");
   const ours = (run: string | null) => run === null || runs.includes(run);
-  const loaded = useResource(
-    () => Promise.all(runs.map(async (run) => ({ detail: await api.run(run), events: await api.events(run) }))),
-    key,
-    { on: (wake) => ours(wake.run), pause: 1000 },
-  );
+  const details = useResource(() => Promise.all(runs.map(api.run)), key, { on: (wake) => ours(wake.run), pause: 1000 });
+  const events = useResource(() => Promise.all(runs.map(api.events)), key, {
+    on: (wake) => ours(wake.run) && wake.kind !== "sample",
+  });
   const [picked, setPicked] = useState<Head | null>(null);
   const [target, setTarget] = useState<SwitchTarget | null>(null);
   const views = useMemo(
-    () => loaded.data?.map((run, i): Loaded => ({ ...run, colour: ink.lines[i % ink.lines.length]! })) ?? [],
-    [loaded.data, ink],
+    () =>
+      details.data?.map(
+        (detail, i): Loaded => ({ detail, events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }),
+      ) ?? [],
+    [details.data, events.data, ink],
   );
   const head = picked ?? worstHead(views);
 
-  if (loaded.error && !loaded.data) return <ErrorNote error={loaded.error} />;
-  if (!loaded.data) return <p class="empty">Loading.</p>;
+  if (details.error && !details.data) return <ErrorNote error={details.error} />;
+  if (!details.data || !events.data) return <p class="empty">Loading.</p>;
   return (
     <>
       <nav class="crumbs">

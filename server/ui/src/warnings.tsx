@@ -1,10 +1,9 @@
 /** Warnings in words, with their evidence and forecast. */
 
 import type { ActiveWarning } from "./api";
-import { number, steps, words } from "./format";
+import { number, roundTo2, steps, words } from "./format";
 import type { Head } from "./heatmap";
 import { Swatch } from "./parts";
-import { roundTo2 } from "./summary";
 import type { SwitchTarget } from "./switch";
 import type { Loaded } from "./view";
 
