@@ -49,7 +49,7 @@ def files(links: Links) -> dict[Path, str]:
         "grafana/datasources/prometheus.yml": datasource_config("http://prometheus:9090"),
         "grafana/dashboards/boards.yml": boards_config(Path("/var/lib/foreshock/boards")),
         "grafana-alerting.yml": grafana_alerting_config(
-            links, f"http://{_SERVICE}/v1/webhooks/grafana", _SECRETS / "foreshock_webhook_secret"
+            links, f"http://{_SERVICE}/v1/webhooks/grafana", _SECRETS / "foreshock_grafana_hmac_secret"
         ),
     }
     return {

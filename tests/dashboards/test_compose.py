@@ -1,0 +1,288 @@
+"""docker-compose.yml is safe as shipped (promise S8), and names only what exists."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foreshock.dashboards.provisioning import prometheus_config
+from foreshock.server.settings import Settings
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = (REPOSITORY / "docker-compose.yml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OVERRIDE: dict[str, Any] = yaml.safe_load((REPOSITORY / "deploy/grafana-alerting.yml").read_text())["services"]
+
+every_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
+
+# The first versions without the holes that were known when these images were chosen.
+SAFE_FROM = {
+    "prom/prometheus": (3, 11, 3),  # CVE-2026-42154, CVE-2026-40179
+    "prom/alertmanager": (0, 31, 1),
+    "grafana/grafana": (13, 2, 0),  # CVE-2026-17183
+    "postgres": (18, 4),  # CVE-2026-6473 and ten more
+    "victoriametrics/victoria-metrics": (1, 136, 1),
+}
+
+
+def secrets_folder(path: Path, *options: str) -> Path:
+    """A folder of secrets as the script makes it."""
+    subprocess.run([REPOSITORY / "scripts/compose-secrets", *options, path], check=True, capture_output=True)
+    return path
+
+
+# Promise S8
+
+
+@pytest.mark.promise("S8")
+@every_service
+def test_a_container_has_no_more_rights_than_it_needs(service: dict[str, Any]) -> None:
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "devices", "pid", "network_mode", "ipc", "userns_mode"} & set(service)
+    assert "docker.sock" not in str(service)
+
+
+@pytest.mark.promise("S8")
+@every_service
+def test_a_port_is_published_on_loopback_alone(service: dict[str, Any]) -> None:
+    for port in service.get("ports", []):
+        assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)
+
+
+@pytest.mark.promise("S8")
+def test_the_database_is_published_nowhere_and_sees_no_outside() -> None:
+    assert "ports" not in SERVICES["postgres"]
+    assert SERVICES["postgres"]["networks"] == ["back"]
+    assert COMPOSE["networks"]["back"] == {"internal": True}
+
+
+@pytest.mark.promise("S8")
+def test_a_secret_is_a_file_from_a_folder_that_must_be_named() -> None:
+    for name, secret in COMPOSE["secrets"].items():
+        assert secret["file"] == f"${{FORESHOCK_SECRETS:?run scripts/compose-secrets first}}/{name}"
+    for service in SERVICES.values():
+        for variable, value in service.get("environment", {}).items():
+            if re.search(r"PASSWORD|TOKEN|SECRET", variable):
+                assert variable.endswith("_FILE"), variable
+                assert value.removeprefix("/run/secrets/") in service["secrets"]
+    assert not re.search(r"(?i)(password|secret|token)\S*: +[^/$\[\s{]\S*$", TEXT), "a literal secret"
+
+
+@pytest.mark.promise("S8")
+def test_prometheus_offers_no_way_in() -> None:
+    for flag in ("enable-admin-api", "enable-lifecycle", "enable-remote-write-receiver", "enable-otlp-receiver"):
+        assert flag not in TEXT
+
+
+@pytest.mark.promise("S8")
+def test_grafana_keeps_to_itself() -> None:
+    environment = SERVICES["grafana"]["environment"]
+    for off in (
+        "USERS_ALLOW_SIGN_UP",
+        "AUTH_ANONYMOUS_ENABLED",
+        "SNAPSHOTS_ENABLED",
+        "SNAPSHOTS_EXTERNAL_ENABLED",
+        "PUBLIC_DASHBOARDS_ENABLED",
+        "ANALYTICS_REPORTING_ENABLED",
+        "ANALYTICS_CHECK_FOR_UPDATES",
+    ):
+        assert environment[f"GF_{off}"] == "false"
+    assert environment["GF_SECURITY_DISABLE_GRAVATAR"] == "true"
+    assert environment["GF_SECURITY_ADMIN_USER"] != "admin"
+
+
+@pytest.mark.promise("S8")
+@every_service
+def test_an_image_is_pinned_above_the_holes_that_are_known(service: dict[str, Any]) -> None:
+    if "build" in service:
+        return
+    image, _, tag = service["image"].partition(":")
+    version = tuple(int(part) for part in tag.removeprefix("v").split("."))
+    assert len(version) >= len(SAFE_FROM[image]), "the whole version is named"
+    assert version >= SAFE_FROM[image]
+
+
+# It hangs together
+
+
+@every_service
+def test_a_service_says_when_it_is_healthy(service: dict[str, Any]) -> None:
+    assert service["healthcheck"]["test"][0] == "CMD"
+
+
+def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
+    """(source, target) of every volume."""
+    volumes = [volume for service in services.values() for volume in service.get("volumes", [])]
+    return [(volume.split(":")[0], volume.split(":")[1]) for volume in volumes]
+
+
+def test_what_is_mounted_exists_and_what_holds_data_is_a_volume() -> None:
+    for source, _ in mounts(SERVICES) + mounts(OVERRIDE):
+        if source.startswith("./"):
+            assert (REPOSITORY / source).exists(), source
+        elif source != "/dev/null":
+            assert source in COMPOSE["volumes"]
+
+
+def test_each_program_finds_its_configuration_where_its_command_says() -> None:
+    targets = [target for _, target in mounts(SERVICES)]
+    prometheus = yaml.safe_load((REPOSITORY / "dashboards/generated/prometheus.yml").read_text())
+    assert prometheus["rule_files"][0] in targets
+    assert "/etc/alertmanager/alertmanager.yml" in targets
+    provider = yaml.safe_load((REPOSITORY / "dashboards/generated/grafana/dashboards/boards.yml").read_text())
+    assert provider["providers"][0]["options"]["path"] in targets
+
+
+def test_a_file_that_reads_a_secret_belongs_to_a_service_that_has_it() -> None:
+    for service, files in {
+        "prometheus": ["prometheus.yml", "prometheus-victoriametrics.yml"],
+        "alertmanager": ["alertmanager.yml"],
+    }.items():
+        for file in files:
+            text = (REPOSITORY / "dashboards/generated" / file).read_text()
+            assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(SERVICES[service]["secrets"])
+    alerting = (REPOSITORY / "dashboards/generated/grafana-alerting.yml").read_text()
+    assert set(re.findall(r"/run/secrets/(\w+)", alerting)) <= set(OVERRIDE["grafana"]["secrets"])
+
+
+@pytest.mark.servers
+def test_with_grafanas_alerting_prometheus_evaluates_nothing(tmp_path: Path) -> None:
+    rules = "/etc/prometheus/prometheus-rules.yml"
+    assert ("/dev/null", rules) in mounts(OVERRIDE)
+    config = tmp_path / "prometheus.yml"
+    config.write_text(prometheus_config("a:1", Path("/dev/null"), "b:2"))
+    result = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "0 rules found" in result.stdout
+
+
+# Its secrets
+
+
+def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path: Path) -> None:
+    folder = secrets_folder(tmp_path / "secrets")
+    made = {file.name for file in folder.iterdir()}
+    assert made == {*COMPOSE["secrets"], "compose.env", ".gitignore"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / ".gitignore").read_text() == "*\n"
+    values = [(folder / name).read_text() for name in COMPOSE["secrets"]]
+    assert len(set(values)) == len(values)
+    assert all(len(value) >= 24 for value in values)
+
+
+@pytest.mark.parametrize("options", [[], ["--postgres"]], ids=["sqlite", "postgres"])
+def test_the_service_accepts_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    folder = secrets_folder(tmp_path / "secrets", *options)
+    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
+        monkeypatch.delenv(name)
+    for name, value in SERVICES["foreshock"]["environment"].items():
+        monkeypatch.setenv(name, value.replace("/run/secrets", str(folder)))
+    settings = Settings()
+    assert settings.migrate is True
+    assert settings.database_url.startswith("postgresql://" if options else "sqlite:////data/")
+    scopes = {token.name: token.scopes for token in settings.tokens}
+    assert scopes == {"prometheus": ("read",), "alertmanager": ("act",)}
+    if options:
+        assert (folder / "postgres_password").read_text() in settings.database_url
+
+
+def test_the_script_makes_no_secret_twice(tmp_path: Path) -> None:
+    secrets_folder(tmp_path / "secrets")
+    before = (tmp_path / "secrets/foreshock_token").read_text()
+    again = subprocess.run(
+        [REPOSITORY / "scripts/compose-secrets", tmp_path / "secrets"], capture_output=True, text=True
+    )
+    assert again.returncode == 1
+    assert "exists" in again.stderr
+    assert (tmp_path / "secrets/foreshock_token").read_text() == before
+
+
+def test_profiles_choose_their_configuration(tmp_path: Path) -> None:
+    folder = secrets_folder(tmp_path / "secrets", "--postgres", "--victoriametrics")
+    lines = dict(line.split("=", 1) for line in (folder / "compose.env").read_text().splitlines())
+    assert lines["COMPOSE_PROFILES"].split(",") == ["postgres", "victoriametrics"]
+    assert f"/etc/prometheus/{lines['FORESHOCK_PROMETHEUS_CONFIG']}" in [target for _, target in mounts(SERVICES)]
+
+
+@pytest.mark.parametrize("script", ["compose-secrets", "compose-smoke"])
+def test_a_script_is_sound_shell(script: str) -> None:
+    subprocess.run(["bash", "-n", REPOSITORY / "scripts" / script], check=True)
+    assert os.access(REPOSITORY / "scripts" / script, os.X_OK)
+
+
+# Its image
+
+
+def test_the_image_holds_the_service_and_nothing_of_training(tmp_path: Path) -> None:
+    dockerfile = (REPOSITORY / "Dockerfile").read_text()
+    source = tmp_path / "source"
+    for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE):
+        *names, target = line.split()
+        for name in names:
+            ignore = shutil.ignore_patterns("node_modules", "__pycache__", "*.egg-info")
+            if (REPOSITORY / name).is_dir():
+                shutil.copytree(REPOSITORY / name, source / target, symlinks=True, ignore=ignore)
+            else:
+                source.mkdir(exist_ok=True)
+                shutil.copy(REPOSITORY / name, source / target)
+    removed = re.search(r"^RUN rm (.*?) \\$", dockerfile, re.MULTILINE)
+    assert removed
+    for name in removed[1].split():
+        (source / name).unlink()
+    assert all(link.exists() for link in (source / "src/foreshock").iterdir()), "a link without its folder"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", tmp_path, source], check=True, capture_output=True)
+    names_in_wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert {name.split("/")[1] for name in names_in_wheel if name.startswith("foreshock/") and name.count("/") > 1} == {
+        "cli",
+        "contract",
+        "dashboards",
+        "server",
+    }
+    assert "foreshock/dashboards/generated/boards/run.json" in names_in_wheel
+    assert any(name.startswith("foreshock/server/migrations/versions/") for name in names_in_wheel)
+
+
+def test_the_image_asks_for_no_torch_and_runs_as_nobody_special() -> None:
+    dockerfile = (REPOSITORY / "Dockerfile").read_text()
+    assert '".[server]"' in dockerfile
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert not [needed for needed in extras["server"] if re.match(r"torch|triton|foreshock\[", needed)]
+    user = re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE)
+    assert user == [("10001", "10001")]
+
+
+# Where the tool is installed
+
+
+def test_docker_compose_reads_it(tmp_path: Path) -> None:
+    if (
+        subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+        if shutil.which("docker")
+        else True
+    ):
+        pytest.skip("docker compose is not installed here; the file was read as YAML alone")
+    folder = secrets_folder(tmp_path / "secrets", "--postgres", "--victoriametrics")
+    base = ["docker", "compose", "--env-file", str(folder / "compose.env"), "--file", "docker-compose.yml"]
+    for files in ([], ["--file", "deploy/grafana-alerting.yml"]):
+        command = [*base, *files, "config", "--quiet"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+        assert result.returncode == 0, result.stderr
+    without = subprocess.run(
+        ["docker", "compose", "--file", REPOSITORY / "docker-compose.yml", "config"],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "FORESHOCK_SECRETS"},
+    )
+    assert "run scripts/compose-secrets first" in without.stderr
