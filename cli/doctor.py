@@ -11,6 +11,7 @@ from typing import Literal
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from foreshock import __version__
@@ -95,7 +96,7 @@ def report(url: str, console: Console) -> bool:
         table.add_column(column, overflow="fold")
     healthy = True
     for finding in examine(url):
-        table.add_row(finding.what, _MARKS[finding.state], finding.detail)
+        table.add_row(escape(finding.what), _MARKS[finding.state], escape(finding.detail))
         healthy &= finding.state != "wrong"
     console.print(table)
     return healthy

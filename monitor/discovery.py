@@ -93,7 +93,9 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     groups = _number(owner, ("num_key_value_groups",))
     if kv_heads == heads and groups and heads % groups == 0:
         kv_heads = heads // groups
-    head_dim = _number(owner, _HEAD_DIM) or (query_width(owner) or _number(owner, _WIDTH) or 0) // heads
+    head_dim = (
+        _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
+    )
     if not head_dim:
         return Found(name, module, route, heads, problem="neither an attribute nor a projection tells its head dim")
     if heads % kv_heads:

@@ -62,11 +62,15 @@ def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
     return child if isinstance(child, nn.Module) and _outputs(child) == outputs else None
 
 
-def query_width(module: nn.Module) -> int | None:
+def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
     """heads * head_dim as the module's own projections tell it, or None."""
     for query_name, _ in _SEPARATE:
         if (width := _outputs(getattr(module, query_name, None))) is not None:
             return width
+    for name in (*_FUSED, *_FUSED_PER_KEY_HEAD):
+        width = _outputs(getattr(module, name, None))
+        if width is not None and width * heads % (heads + 2 * kv_heads) == 0:
+            return width * heads // (heads + 2 * kv_heads)
     return None
 
 
