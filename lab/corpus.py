@@ -1,0 +1,48 @@
+"""Text that every Python carries: the source of its own standard library, read as bytes."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VOCABULARY = 256
+"""A token is a byte."""
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "idle_test", "lib2to3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokens in a fixed order, and their SHA-256."""
+
+    tokens: Tensor
+    """uint8 [N]"""
+    sha256: str
+
+    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """`size` windows drawn uniformly: tokens and the tokens that follow them, int64 [size, length] each."""
+        starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
+        windows = self.tokens[starts[:, None] + torch.arange(length + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def standard_library(root: Path | None = None) -> Corpus:
+    """Every module of the standard library (or of `root`) but its tests, in the order of their relative paths.
+
+    Raises FileNotFoundError where there is too little source to train on.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        (path.relative_to(root) for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts)),
+        key=lambda path: path.as_posix(),
+    )
+    text = b"\n".join((root / path).read_bytes() for path in paths)
+    if len(text) < 2**20:
+        raise FileNotFoundError(
+            f"{root} holds {len(text)} bytes of Python source; the laboratory needs at least 1 MiB. "
+            "Use a Python whose standard library is on disk as .py files"
+        )
+    return Corpus(torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8)), hashlib.sha256(text).hexdigest())

@@ -1,0 +1,435 @@
+"""Early warning per head: what is measured, what trips, what is said. No clock, no I/O, no torch, no control run.
+
+A head's scores may drift as a whole: softmax cannot see it, rounding can (paper, section 3.3).
+Healthy heads move as far early in training, but they slow down with the age of the run, and a failing head does not.
+So each signal is compared over the second half of the run's life so far (at most `window_steps`) with the head's own
+past, with whether the growth goes on in the newer half of that window, and with its peers. The accumulated delta bias
+names cause and head and never warns. A verdict is latched until a head has been quiet for `quiet_steps`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from foreshock.contract import wire
+from foreshock.contract.catalog import ratio
+from foreshock.contract.slots import Mode, Slot, Words, slot_values
+from foreshock.monitor.growth import SIGNALS, Growth, History
+
+Floats = npt.NDArray[np.float64]
+DANGEROUS_SCORE: Final = 512.0
+"""Where rounding q and k to bf16 moves a score by about 1; forecasts count the steps until then."""
+
+
+class DetectorConfig(BaseModel):
+    """When a head is warned about. Every threshold can be read in the evidence of a verdict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settle_steps: int = Field(
+        default=3000, ge=0, description="no growth is judged before this step: healthy heads grow"
+    )
+    window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
+    shortest_window_steps: int = Field(default=1500, ge=100, description="a shorter past is not judged")
+    block_steps: int = Field(
+        default=100, ge=1, description="samples are joined into blocks of at least this many steps"
+    )
+    persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
+    quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
+    offset_level: float = Field(default=2.0, gt=0, description="|offset| (nats) below which no drift is warned about")
+    offset_change: float = Field(default=1.2, gt=0, description="change of the offset (nats) over the window")
+    offset_growth: float = Field(default=1.4, gt=1, description="factor by which 1 + |offset| grew over the window")
+    score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
+    score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
+    norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
+    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the median head by this factor")
+    share_of_newer_half: float = Field(default=0.35, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
+    noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
+    tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
+    bias_z: float = Field(default=3.0, gt=0, description="accumulated delta bias, standardised, that names rounding")
+    update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
+
+
+def _nan(like: Floats) -> Floats:
+    return np.full(like.shape, np.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """One merged sample as the detectors read it: float64 arrays [N] over the heads, NaN where not recorded."""
+
+    step: int
+    since_step: int
+    rows: Floats
+    offset: Floats
+    offset_rms: Floats
+    score_max: Floats
+    row_max_abs: Floats
+    tied_bf16: Floats
+    tied_one: Floats
+    delta_sum: Floats
+    delta_abs: Floats
+    delta_sumsq: Floats
+    nonfinite_rows: Floats
+    query_norm: Floats
+    key_norm: Floats
+    query_key_norm: Floats
+    modes: npt.NDArray[np.int32]
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    @classmethod
+    def from_words(
+        cls,
+        *,
+        step: int,
+        since_step: int,
+        words: Words,
+        modes: npt.NDArray[np.int32],
+        query_norm: Floats | None = None,
+        key_norm: Floats | None = None,
+        query_key_norm: Floats | None = None,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+    ) -> "Readings":
+        """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
+        rows = slot_values(words, Slot.ROWS)
+        seen = np.where(rows > 0, 1.0, np.nan)
+
+        def share(slot: Slot) -> Floats:
+            return ratio(slot_values(words, slot), rows)
+
+        def norms(values: Floats | None) -> Floats:
+            return _nan(rows) if values is None else np.asarray(values, dtype=np.float64)
+
+        return cls(
+            step=step,
+            since_step=since_step,
+            rows=rows,
+            offset=share(Slot.OFFSET_SUM),
+            offset_rms=np.sqrt(share(Slot.OFFSET_SUMSQ)),
+            score_max=slot_values(words, Slot.SCORE_MAX) * seen,
+            row_max_abs=slot_values(words, Slot.ROW_MAX_ABS) * seen,
+            tied_bf16=share(Slot.ROWS_TIED_BF16),
+            tied_one=share(Slot.ROWS_TIED_ONE),
+            delta_sum=slot_values(words, Slot.DELTA_BIAS_SUM) * seen,
+            delta_abs=slot_values(words, Slot.DELTA_BIAS_ABS) * seen,
+            delta_sumsq=slot_values(words, Slot.DELTA_BIAS_SUMSQ) * seen,
+            nonfinite_rows=slot_values(words, Slot.ROWS_NONFINITE),
+            query_norm=norms(query_norm),
+            key_norm=norms(key_norm),
+            query_key_norm=norms(query_key_norm),
+            modes=modes,
+            loss=loss,
+            grad_norm=grad_norm,
+        )
+
+
+class _Alarm(BaseModel):
+    """A latched verdict, and what decides when it is told again or cleared."""
+
+    verdict: wire.Verdict
+    tripped_step: int
+
+
+_RUN: Final = -1
+"""Index of the alarm that speaks of the whole run."""
+_MOST_RAISED: Final = 16
+"""New verdicts of one sample: one NaN reaches every head of the model within a step."""
+
+
+class Detectors:
+    """Watches N heads online. `heads` names the (layer, head) of every row of the readings.
+
+    `update` takes samples in the order of their steps. Vectorised over heads: a sample costs a few dozen operations on
+    arrays [N], a closed block a few hundred.
+    """
+
+    def __init__(self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None) -> None:
+        self.heads = list(heads)
+        self.config = config or DetectorConfig()
+        count = len(self.heads)
+        self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
+        self._step = -1
+        self._alarms: dict[int, _Alarm] = {}
+        self._modes = np.full(count, -1, dtype=np.int32)
+        self._forget()
+
+    def _forget(self) -> None:
+        count = len(self.heads)
+        blocks = self.config.window_steps // self.config.block_steps + 1
+        self._history = History(count, blocks, self.config.block_steps)
+        self._runs = np.zeros((len(SIGNALS), count), dtype=np.int64)
+        self._nearness = np.zeros(count)
+        self._bias = np.zeros((2, count))
+
+    @property
+    def risk(self) -> Floats:
+        """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
+        risk = self._nearness.copy()
+        risk[[index for index in self._alarms if index != _RUN]] = 1.0
+        return risk
+
+    @property
+    def active(self) -> list[wire.Verdict]:
+        """The verdicts that are raised and not cleared."""
+        return [alarm.verdict for alarm in self._alarms.values()]
+
+    def update(self, readings: Readings) -> list[wire.Verdict]:
+        """Judge one sample; the verdicts that were raised, updated or cleared by it.
+
+        A step that lies before the last one is a run set back to an older checkpoint: its past is forgotten, its
+        verdicts stand. Raises ValueError when the readings are not of these heads.
+        """
+        if readings.offset.shape != (len(self.heads),):
+            raise ValueError(f"readings of shape {readings.offset.shape} were given to {len(self.heads)} heads")
+        if readings.step <= self._step:
+            self._forget()
+        self._step = readings.step
+        self._weigh_bias(readings)
+        tripped = self._nonfinite(readings)
+        if self._add(readings):
+            growth = self._history.growth(
+                min(readings.step / 2, self.config.window_steps), self.config.shortest_window_steps
+            )
+            if growth is not None:
+                tripped = {**self._judge(growth, readings), **tripped}
+        return self._tell(tripped, readings.step)
+
+    def _weigh_bias(self, readings: Readings) -> None:
+        """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.
+
+        Each sample counts as one draw: rows of one step are not independent.
+        """
+        changed = self._modes != readings.modes
+        if changed.any():
+            self._bias[:, changed] = 0.0
+            self._modes = readings.modes.astype(np.int32)
+        draw = ratio(readings.delta_sum, readings.delta_abs)
+        draw[~np.isfinite(draw)] = 0.0
+        self._bias[0] += draw
+        self._bias[1] += draw * draw
+
+    def _bias_z(self) -> Floats:
+        return ratio(self._bias[0], np.sqrt(self._bias[1]))
+
+    def _nonfinite(self, readings: Readings) -> dict[int, str]:
+        broken = (readings.nonfinite_rows > 0) | np.isinf(readings.offset) | np.isposinf(readings.row_max_abs)
+        tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
+        for value in (readings.loss, readings.grad_norm):
+            if value is not None and not math.isfinite(value):
+                tripped[_RUN] = "nonfinite"
+        return tripped
+
+    def _add(self, readings: Readings) -> bool:
+        score = np.fmax(readings.row_max_abs, readings.score_max)
+        values = np.stack([readings.offset, score, readings.query_norm, np.fmax(readings.tied_bf16, readings.tied_one)])
+        values[~np.isfinite(values)] = np.nan
+        weight = np.where(np.isnan(readings.rows), 1.0, readings.rows)
+        return self._history.add(readings.step, readings.since_step, weight, values)
+
+    def _judge(self, growth: Growth, readings: Readings) -> dict[int, str]:
+        """The heads that trip now, with their signal."""
+        self._growth = growth
+        config = self.config
+        level, start = np.abs(growth.end), np.abs(growth.start)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = level / start
+            factor[0] = (1 + level[0]) / (1 + start[0])
+            lasting = [growth.newer_share / config.share_of_newer_half, growth.sigmas / config.noise_multiple]
+            excess = np.zeros_like(factor)
+            for row in range(len(SIGNALS)):
+                known = factor[row][np.isfinite(factor[row])]
+                middle = float(np.median(known)) if len(known) >= 3 else 1.0
+                excess[row] = factor[row] / (max(middle, 1.0) * config.peer_excess)
+            settled = np.full(len(self.heads), 1.0 if readings.step >= config.settle_steps else 0.0)
+            dangerous = np.where(level[1] >= DANGEROUS_SCORE / 4, 1.0, settled)
+            near = np.stack(
+                [
+                    _least(settled, level[0] / config.offset_level, growth.change[0] / config.offset_change,
+                           factor[0] / config.offset_growth, lasting[0][0], lasting[1][0], excess[0]),
+                    _least(dangerous, level[1] / config.score_level, factor[1] / config.score_growth,
+                           lasting[0][1], lasting[1][1], excess[1]),
+                    _least(settled, factor[2] / config.norm_growth, lasting[0][2], lasting[1][2], excess[2]),
+                    _least(settled, level[3] / config.tied_share, factor[3] / 3.0, lasting[1][3], excess[3]),
+                ]
+            )  # fmt: skip
+        self._runs = np.where(near >= 1.0, self._runs + 1, 0)
+        lasts = self._runs >= config.persist_blocks
+        self._nearness = np.clip(near, 0.0, 1.0).max(axis=0) * np.where(lasts.any(axis=0), 1.0, 0.99)
+        tripped = {int(i): SIGNALS[int(np.argmax(lasts[:, i]))] for i in np.flatnonzero(lasts.any(axis=0))}
+        return self._name_heads(tripped, growth, level)
+
+    def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
+        """Where a whole layer shares one value, the trip belongs to the head that norm growth and delta bias name."""
+        kept = dict(tripped)
+        for layer in set(self._layers[list(tripped)].tolist()):
+            members = np.flatnonzero(self._layers == layer)
+            here = [index for index in members.tolist() if tripped.get(index) in ("offset", "score")]
+            if len(here) < 2 or len(here) < len(members) or np.ptp(level[SIGNALS.index(tripped[here[0]]), members]) > 0:
+                continue
+            suspicion = np.nan_to_num(np.abs(self._bias_z()[members]))
+            active = [index for index in here if index in self._alarms]
+            named = active[0] if active else int(members[int(np.argmax(suspicion))])
+            for index in here:
+                if index != named:
+                    del kept[index]
+        return kept
+
+    def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
+        told: list[wire.Verdict] = []
+        for index, signal in sorted(tripped.items()):
+            alarm = self._alarms.get(index)
+            if alarm is None and len(told) >= _MOST_RAISED:
+                continue
+            verdict = self._verdict(index, signal, step, alarm)
+            if alarm is None or _differs(alarm.verdict, verdict, self.config.update_steps):
+                told.append(verdict)
+                self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
+            else:
+                self._alarms[index] = _Alarm(verdict=alarm.verdict, tripped_step=step)
+        for index, alarm in list(self._alarms.items()):
+            if step - alarm.tripped_step >= self.config.quiet_steps:
+                del self._alarms[index]
+                quiet = f"{_who(alarm.verdict)} has been quiet for {step - alarm.tripped_step} steps."
+                told.append(alarm.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+        return told
+
+    def _verdict(self, index: int, signal: str, step: int, alarm: _Alarm | None) -> wire.Verdict:
+        layer, head = self.heads[index] if index != _RUN else (None, None)
+        evidence = self._evidence(index)
+        forecast, low, high = self._forecast(index) if signal != "nonfinite" else (None, None, None)
+        cause = self._cause(index, signal, evidence)
+        critical = signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2
+        verdict = wire.Verdict(
+            id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
+            step=step,
+            state="updated" if alarm else "raised",
+            severity="critical" if critical else "warning",
+            layer=layer,
+            head=head,
+            cause=cause,
+            signal=signal,
+            evidence=evidence,
+            forecast_steps=forecast,
+            forecast_low_steps=low,
+            forecast_high_steps=high,
+            sentence="",
+        )
+        return verdict.model_copy(update={"sentence": _sentence(verdict)})
+
+    def _evidence(self, index: int) -> dict[str, float]:
+        growth = getattr(self, "_growth", None)
+        if index == _RUN or growth is None:
+            return {}
+        named = {
+            "offset": growth.end[0, index],
+            "offset_before": growth.start[0, index],
+            "score": growth.end[1, index],
+            "score_before": growth.start[1, index],
+            "query_norm": growth.end[2, index],
+            "query_norm_before": growth.start[2, index],
+            "tied_share": growth.end[3, index],
+            "window_steps": growth.steps,
+            "delta_bias_z": self._bias_z()[index],
+        }
+        return {name: float(value) for name, value in named.items() if math.isfinite(value)}
+
+    def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
+        """Rounding moves all scores of a head together and leaves a delta bias; a step too large spreads them."""
+        if "offset" not in evidence and "score" not in evidence:
+            return "other"
+        plain = index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
+        moved = abs(evidence.get("offset", 0.0)) - abs(evidence.get("offset_before", 0.0))
+        grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
+        together = moved >= self.config.offset_change and moved >= grown / 2
+        biased = abs(evidence.get("delta_bias_z", 0.0)) >= self.config.bias_z
+        if plain and (together or (biased and moved > 0)):
+            return "rounding"
+        return "score growth" if signal != "nonfinite" else "other"
+
+    def _forecast(self, index: int) -> tuple[float | None, float | None, float | None]:
+        """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
+        growth = self._growth
+        score = float(growth.end[1, index])
+        if not math.isfinite(score):
+            return None, None, None
+        if score >= DANGEROUS_SCORE:
+            return 0.0, 0.0, 0.0
+        found: list[tuple[float, float, float]] = []
+        for row, target in ((0, abs(float(growth.end[0, index])) + DANGEROUS_SCORE - score), (1, DANGEROUS_SCORE)):
+            sign = math.copysign(1.0, float(growth.end[row, index]))
+            start, middle, end = (sign * float(part[row, index]) for part in (growth.start, growth.middle, growth.end))
+            newer, older, half = end - middle, middle - start, growth.steps / 2
+            if not newer > 0 or not float(growth.sigmas[row, index]) >= 2.0:
+                continue
+            line = (target - end) / newer * half
+            curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
+            likely = curve if older > 0 and newer >= 1.2 * older else line
+            found.append((likely, 0.7 * min(line, curve), 1.5 * max(line, curve)))
+        return min(found, default=(None, None, None), key=lambda steps: steps[0])  # type: ignore[arg-type, return-value]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next sample depends on; JSON-able."""
+        return {
+            "heads": [list(head) for head in self.heads],
+            "step": self._step,
+            "alarms": {str(index): alarm.model_dump(mode="json") for index, alarm in self._alarms.items()},
+            "history": self._history.state_dict(),
+            **{name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Back to a saved state. Raises ValueError when it was saved with other heads or another configuration."""
+        if [tuple(head) for head in state["heads"]] != self.heads:
+            raise ValueError(
+                f"the saved detectors watched {len(state['heads'])} heads, this run has {len(self.heads)} or others; "
+                "resume with the same model"
+            )
+        self._history.load_state_dict(state["history"])
+        for name in self._ARRAYS:
+            setattr(self, name, wire.Array.model_validate(state[name]).numpy())
+        self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
+        self._step = int(state["step"])
+
+    _ARRAYS = ("_runs", "_nearness", "_bias", "_modes")
+
+
+def _least(*parts: Floats) -> Floats:
+    """The smallest of all conditions, 0 where one is not known."""
+    return np.nan_to_num(np.minimum.reduce([np.nan_to_num(part, nan=0.0, posinf=9.0, neginf=0.0) for part in parts]))
+
+
+def _differs(old: wire.Verdict, new: wire.Verdict, update_steps: int) -> bool:
+    same = (old.severity, old.cause) == (new.severity, new.cause)
+    return not same or new.step - old.step >= update_steps
+
+
+def _who(verdict: wire.Verdict) -> str:
+    return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
+
+
+def _sentence(verdict: wire.Verdict) -> str:
+    who, seen = _who(verdict), verdict.evidence
+    if verdict.signal == "nonfinite":
+        what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
+        return f"{who}: {what} not finite. Every weight is at risk; go back to a checkpoint before this step."
+    steps = f"in {seen['window_steps']:.0f} steps" if "window_steps" in seen else ""
+    moves = {
+        "offset": ("drifts: its scores moved as a whole from", "offset", " nats"),
+        "score": ("grows: its largest |score| went from", "score", ""),
+        "norm": ("grows: the spectral norm of its W_Q went from", "query_norm", ""),
+        "ties": ("ties: the share of its rows with several maxima is", "tied_share", ""),
+    }
+    verb, key, unit = moves[verdict.signal]
+    before = f" {seen[key + '_before']:.3g} to" if key + "_before" in seen else ""
+    ahead = ""
+    if verdict.forecast_steps is not None:
+        ahead = f" So its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {verdict.forecast_steps:.0f} steps."
+    moved = f"{verb}{before} {seen.get(key, math.nan):.3g}{unit} {steps}"
+    return f"{who} {moved}; the cause looks like {verdict.cause}.{ahead}"
