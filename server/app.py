@@ -23,6 +23,7 @@ from foreshock.server.ingest import Writer
 from foreshock.server.limits import Buckets
 from foreshock.server.logs import configure_logs
 from foreshock.server.retention import delete_old_runs
+from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store
 from foreshock.server.stream import Broadcaster
@@ -37,7 +38,8 @@ def create_app(settings: Settings) -> FastAPI:
     counters = Counters()
     keyring = Keyring(settings)
     broadcaster = Broadcaster(store, settings)
-    writer = Writer(settings, store, counters, broadcaster)
+    roller = Roller(store)
+    writer = Writer(settings, store, counters, broadcaster, roller)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +47,8 @@ def create_app(settings: Settings) -> FastAPI:
             await store.migrate()
         await store.check_schema()
         writing = asyncio.create_task(writer.run())
-        others = [asyncio.create_task(broadcaster.run()), asyncio.create_task(_chores(settings, store, broadcaster))]
+        chores = (broadcaster.run(), roller.run(), _chores(settings, store, broadcaster))
+        others = [asyncio.create_task(chore) for chore in chores]
         try:
             yield
         finally:
@@ -67,6 +70,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
+    app.state.roller = roller
     app.state.buckets = Buckets(settings.run_batches_per_second)
     problems.install(app)
     for router in (ingest.router, stream.router, webhooks.router, routes.router):

@@ -9,7 +9,6 @@ different steps (house decision 5).
 """
 
 import hashlib
-import json
 import time
 import uuid
 from collections import defaultdict
@@ -20,13 +19,14 @@ from typing import Any, Final
 from sqlalchemy import Row, Select, and_, desc, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.wire import Batch, Command, HeadRef, Layer, Switched
+from foreshock.contract.wire import Batch, Command, HeadRef, Switched
 from foreshock.server import audit
 from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer
 from foreshock.server.problems import ProblemError
 from foreshock.server.recorder import Recorded
 from foreshock.server.schema import boots, command_ranks, commands, events, runs, topologies
 from foreshock.server.store import Store
+from foreshock.server.topology import heads_of_layers
 from foreshock.server.words import heads_in_words
 
 OPEN: Final = ("pending", "delivered")
@@ -202,11 +202,6 @@ async def holdings(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[
             row.boot, frozenset(heads.get(row.topology, ())), row.topology is not None, row.finished_status is not None
         )
     return held
-
-
-def heads_of_layers(layers: str) -> list[HeadRef]:
-    """The (layer, head) of every row of a boot's arrays, from a stored topology."""
-    return [(layer.layer, head) for layer in map(Layer.model_validate, json.loads(layers)) for head in layer.heads]
 
 
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, Metric
 from foreshock.server import commands
 from foreshock.server.counters import Counters
-from foreshock.server.merging import Axis, Reading, axis_of
+from foreshock.server.merging import Axis, Readings, axis_of, badness
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs import active_warnings, health_totals, newest_boots, newest_reading, status_of
 from foreshock.server.schema import boots, events, runs, service_state, warnings
@@ -134,7 +134,7 @@ def _add_run(
     exposition: Exposition,
     row: Row[Any],
     known: list[Row[Any]],
-    reading: Reading | None,
+    reading: Readings | None,
     raised: list[ActiveWarning],
     pending: int,
 ) -> None:
@@ -153,7 +153,7 @@ def _add_run(
     for component, count in faults.items():
         add("agent.faults", float(count), component)
     if reading is not None:
-        add("run.step", float(reading.step))
+        add("run.step", float(reading.steps[-1]))
         add("run.last_sample", max(boot.last_seen for boot in newest_boots(known)))
         for key, value in reading.latest().items():
             add(key, value)
@@ -176,15 +176,15 @@ async def _add_counts(connection: AsyncConnection, exposition: Exposition, row: 
         exposition.add(BY_KEY["switch.outcomes"].name, (row.name, mode or "", outcome), float(count))
 
 
-def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Reading, worst_heads: int) -> None:
-    values = {metric: reading.head_values(metric) for metric in HEAD_METRICS}
+def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Readings, worst_heads: int) -> None:
+    values = {metric: reading.head_values(metric)[-1] for metric in HEAD_METRICS}
     layers = np.array([layer for layer, _ in axis.heads])
     for metric, of_heads in values.items():
         for layer in axis.layers:
             own = of_heads[layers == layer]
             own = own[~np.isnan(own)]
             if own.size:
-                worst = own[np.argmax(np.abs(own))]
+                worst = own[np.argmax(badness(metric, own))]
                 exposition.add(metric.layer_name, (run, str(layer)), float(worst))
     for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
         layer, head = axis.heads[i]

@@ -19,6 +19,7 @@ from foreshock.server.limits import Buckets, retry_after
 from foreshock.server.models import Problem
 from foreshock.server.problems import ProblemError, items
 from foreshock.server.recorder import key_of, record
+from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store
 from foreshock.server.stream import Broadcaster
@@ -39,8 +40,11 @@ class _Item:
 class Writer:
     """The one task that writes. Requests wait in a bounded queue; what comes in during a commit goes into the next."""
 
-    def __init__(self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster) -> None:
-        self._settings, self._store, self._counters, self._broadcaster = settings, store, counters, broadcaster
+    def __init__(
+        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
+    ) -> None:
+        self._settings, self._store, self._counters = settings, store, counters
+        self._broadcaster, self._roller = broadcaster, roller
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
         self._bytes = 0
         self._closed = False
@@ -107,6 +111,8 @@ class Writer:
             orders = await commands.exchange(self._store, connection, done, group)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
+        for run_id, step in done.stepped:
+            self._roller.touch(run_id, step)
         self._broadcaster.committed(done.new)
         return [
             Ack(boot=batch.boot, acknowledged=batch.sequence, commands=orders.get(key_of(batch), ())) for batch in group

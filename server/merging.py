@@ -1,35 +1,40 @@
-"""From the ranks' samples of one step to one reading per head of the run.
+"""From the ranks' samples to one reading per step and head of the run.
 
 Ranks merge in the fixed order (rank, boot, sequence), so the same samples always give the same bits. A head that a rank
 does not hold, or that no rank counted, has no value: it is never taken as zero.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, or_, select
+from sqlalchemy import Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import HEAD_METRICS, Floats, Metric
-from foreshock.contract.slots import SLOT_COUNT, identity_row, merge_words
+from foreshock.contract.slots import identity_row, merge_words
 from foreshock.contract.wire import HeadRef
-from foreshock.server.commands import heads_of_layers
 from foreshock.server.packing import SCALARS, unpack_arrays, unpack_scalars
 from foreshock.server.schema import boots, samples, topologies
+from foreshock.server.topology import heads_of_layers
 
-RUN_SCALARS = {
+RUN_SCALARS: Final = {
     "run.loss": "loss",
     "run.grad_norm": "grad_norm",
     "run.learning_rate": "learning_rate",
     "run.step_time": "step_seconds",
     "run.agent_time": "agent_seconds",
 }
-"""Run-level metrics that a sample carries, by catalogue key. run.worst_risk comes from the heads."""
-SERIES_KEYS = (*RUN_SCALARS, "run.worst_risk")
+"""Run-level metrics that a sample carries, by catalogue key."""
+SERIES_KEYS: Final = (*RUN_SCALARS, "run.worst_risk")
+"""Run-level metrics that have a series; the worst risk comes from the heads."""
+_MEAN: Final = frozenset({"loss", "learning_rate"})
+_FIELDS: Final[tuple[str, ...]] = tuple(m.head.field for m in HEAD_METRICS if m.head is not None and m.head.field)
+_SIGNED: Final = frozenset({"head.score_offset", "head.delta_bias", "head.delta_bias_z"})
+_STEPS_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True)
@@ -62,34 +67,7 @@ async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
     return Axis(heads, {boot: rows[digest] for boot, digest in by_boot.items()})
 
 
-@dataclass
-class Reading:
-    """One step of a run, ranks merged. Arrays stand in the order of the axis, [heads]; NaN where nothing counted."""
-
-    step: int
-    words: npt.NDArray[np.int64]
-    counted: npt.NDArray[np.bool_]
-    fields: dict[str, Floats]
-    scalars: dict[str, float | None]
-
-    def head_values(self, metric: Metric) -> Floats:
-        """A per-head metric, [heads]. Raises ValueError for another metric."""
-        if metric.head is None:
-            raise ValueError(f"{metric.key} is not a per-head metric")
-        if metric.head.read is None:
-            return self.fields[metric.head.field or ""]
-        with np.errstate(invalid="ignore", over="ignore"):
-            return np.where(self.counted, metric.head.read(self.words), np.nan)
-
-    def latest(self) -> dict[str, float | None]:
-        """The run-level metrics by catalogue key."""
-        values = {key: self.scalars[name] for key, name in RUN_SCALARS.items()}
-        risk = self.fields["risk"]
-        known = risk[~np.isnan(risk)]
-        return {**values, "run.worst_risk": float(known.max()) if known.size else None}
-
-
-LIVE_SAMPLES = (
+LIVE_SAMPLES: Final[Select[Any]] = (
     select(samples, boots.c.rank, boots.c.boot)
     .join(boots, samples.c.boot_id == boots.c.id)
     .where(or_(boots.c.until_step.is_(None), samples.c.step <= boots.c.until_step))
@@ -97,45 +75,120 @@ LIVE_SAMPLES = (
 )
 """Samples that no later boot of the same rank has superseded, in the fixed order."""
 
-_FIELDS: tuple[str, ...] = tuple(m.head.field for m in HEAD_METRICS if m.head is not None and m.head.field is not None)
+
+@dataclass
+class Readings:
+    """Some steps of a run, ranks merged. Heads stand in the order of the axis; NaN where nothing was counted."""
+
+    steps: npt.NDArray[np.int64]
+    """[steps], ascending."""
+    words: npt.NDArray[np.int64]
+    """[steps, heads, SLOT_COUNT]."""
+    counted: npt.NDArray[np.bool_]
+    """[steps, heads]: some rank sent this head's words."""
+    fields: dict[str, Floats]
+    """[steps, heads] each: modes, spectral norms, risk."""
+    scalars: dict[str, Floats]
+    """[steps] each: run-level numbers."""
+    given: dict[str, npt.NDArray[np.bool_]]
+    """[steps] each: some rank sent this number; tells a NaN loss from none."""
+
+    def head_values(self, metric: Metric) -> Floats:
+        """A per-head metric, [steps, heads]. Raises ValueError for another metric."""
+        if metric.head is None:
+            raise ValueError(f"{metric.key} is not a per-head metric")
+        if metric.head.read is None:
+            return self.fields[metric.head.field or ""]
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            return np.where(self.counted, metric.head.read(self.words), np.nan)
+
+    def run_values(self, key: str) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """A run-level metric, [steps], and where it was sent."""
+        if key == "run.worst_risk":
+            risk = self.fields["risk"]
+            worst = np.fmax.reduce(risk, axis=1, initial=np.nan)
+            return worst, ~np.isnan(worst)
+        name = RUN_SCALARS[key]
+        return self.scalars[name], self.given[name]
+
+    def latest(self) -> dict[str, float | None]:
+        """The run-level metrics of the last step, by catalogue key."""
+        found = {}
+        for key in SERIES_KEYS:
+            values, given = self.run_values(key)
+            found[key] = float(values[-1]) if given[-1] else None
+        return found
 
 
-def merge(axis: Axis, step: int, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> Reading:
-    """Merge the samples of one step, given in the fixed order. `names` limits which arrays are read."""
-    count = len(axis.heads)
-    words = np.tile(identity_row(), (count, 1)) if count else np.empty((0, SLOT_COUNT), dtype=np.int64)
-    counted = np.zeros(count, dtype=np.bool_)
-    fields: dict[str, Floats] = {name: np.full(count, np.nan) for name in _FIELDS}
-    for row in rows:
-        where = axis.rows.get(row.boot_id)
-        if where is None:
-            continue
-        arrays = unpack_arrays(row.arrays) if names is None else unpack_arrays(row.arrays, names)
-        for name, values in arrays.items():
-            if values.shape[:1] != where.shape:
-                continue  # not as many heads as the boot said it watches: cannot be told apart
-            if name == "states":
-                words[where] = merge_words([words[where], values])
-                counted[where] = True
-            else:
-                pick = np.fmin if name == "modes" else np.fmax  # a mode is on when every rank has it
-                fields[name][where] = pick(fields[name][where], values.reshape(len(where)).astype(np.float64))
-    return Reading(step, words, counted, fields, merge_scalars([unpack_scalars(row) for row in rows]))
+def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> Readings:
+    """Merge samples given in the fixed order. `names` limits which arrays are read."""
+    by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
+    shape = len(by_step), len(axis.heads)
+    words = np.broadcast_to(identity_row(), (*shape, len(identity_row()))).copy()
+    counted = np.zeros(shape, dtype=np.bool_)
+    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS}
+    scalars: dict[str, Floats] = {name: np.full(len(by_step), np.nan) for name in SCALARS}
+    given = {name: np.zeros(len(by_step), dtype=np.bool_) for name in SCALARS}
+    for i, (_, group) in enumerate(by_step):
+        for row in group:
+            where = axis.rows.get(row.boot_id)
+            if where is None or names == frozenset():
+                continue
+            for name, values in unpack_arrays(row.arrays, names).items():
+                if values.shape[:1] != where.shape:
+                    continue  # not as many heads as the boot said it watches: no telling which is which
+                if name == "states":
+                    known = counted[i, where].any()
+                    words[i, where] = merge_words([words[i, where], values]) if known else values
+                    counted[i, where] = True
+                else:
+                    pick = np.fmin if name == "modes" else np.fmax  # a mode is on when every rank has it
+                    old = fields[name][i, where]
+                    fields[name][i, where] = pick(old, values.reshape(len(where)).astype(np.float64))
+        for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
+            if value is not None:
+                scalars[name][i], given[name][i] = value, True
+    return Readings(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
 
 
-def merge_scalars(parts: Iterable[dict[str, float | None]]) -> dict[str, float | None]:
+def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
     """Run-level numbers of the ranks: the mean loss and learning rate, of the others the largest; NaN stays NaN."""
-    parts = list(parts)
     merged: dict[str, float | None] = {}
     for name in SCALARS:
         values = [value for part in parts if (value := part[name]) is not None]
         if not values:
             merged[name] = None
-        elif any(math.isnan(value) for value in values):
-            merged[name] = math.nan
-        elif name in ("loss", "learning_rate"):
-            total = sum(values) if math.isfinite(max(map(abs, values))) else float(np.sum(values))
-            merged[name] = total / len(values)
+        elif len(values) == 1:
+            merged[name] = values[0]
         else:
-            merged[name] = max(values)
+            with np.errstate(invalid="ignore", over="ignore"):
+                merged[name] = float(np.mean(values) if name in _MEAN else np.max(values))
     return merged
+
+
+async def stream_chunks(connection: AsyncConnection, query: Select[Any]) -> AsyncIterator[list[Row[Any]]]:
+    """Rows of a query in the fixed order, some whole steps at a time: a long run of a wide model fits into memory."""
+    chunk: list[Row[Any]] = []
+    steps = 0
+    async with connection.stream(query.execution_options(yield_per=_STEPS_AT_ONCE)) as rows:
+        async for row in rows:
+            if not chunk or row.step != chunk[-1].step:
+                if steps == _STEPS_AT_ONCE:
+                    yield chunk
+                    chunk, steps = [], 0
+                steps += 1
+            chunk.append(row)
+    if chunk:
+        yield chunk
+
+
+def badness(metric: Metric, values: Floats) -> Floats:
+    """By which the worst head is chosen: the size of what has a sign, otherwise the value itself."""
+    return np.abs(values) if metric.key in _SIGNED else values
+
+
+def arrays_of(metric: Metric) -> frozenset[str]:
+    """Which arrays of a sample a metric needs."""
+    if metric.head is None:
+        return frozenset({"risk"}) if metric.key == "run.worst_risk" else frozenset()
+    return frozenset({metric.head.field or "states"})

@@ -30,8 +30,8 @@ def pack_arrays(sample: Sample) -> bytes | None:
     return b"".join(parts) or None
 
 
-def unpack_arrays(blob: bytes | None, names: frozenset[str] = frozenset(ARRAYS)) -> Arrays:
-    """The named arrays of a blob written by `pack_arrays`; an absent array is left out."""
+def unpack_arrays(blob: bytes | None, names: frozenset[str] | None = None) -> Arrays:
+    """The named arrays (or all) of a blob written by `pack_arrays`; an absent array is left out."""
     arrays: Arrays = {}
     at, blob = 0, blob or b""
     while at < len(blob):
@@ -39,7 +39,7 @@ def unpack_arrays(blob: bytes | None, names: frozenset[str] = frozenset(ARRAYS))
         shape = struct.unpack_from(f"<{ndim}I", blob, at + 3)
         at += 3 + 4 * ndim
         count = math.prod(shape)
-        if ARRAYS[position] in names:
+        if names is None or ARRAYS[position] in names:
             arrays[ARRAYS[position]] = np.frombuffer(blob, _DTYPES[dtype], count, at).reshape(shape)
         at += count * int(_DTYPES[dtype][2])
     return arrays

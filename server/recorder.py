@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, select, update
+from sqlalchemy import Row, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.packing import pack_arrays, pack_scalars
-from foreshock.server.schema import batches, boots, events, rollups, runs, samples, topologies, warnings
+from foreshock.server.rollups import COARSE, forget
+from foreshock.server.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store import Store, insert_or_ignore
 from foreshock.server.words import finished_sentence, started_sentence, switched_sentence
 
@@ -44,7 +45,8 @@ class Recorded:
     boot_ids: dict[BootKey, int] = field(default_factory=dict)
     run_ids: dict[str, int] = field(default_factory=dict)
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
-    event_ids: list[int] = field(default_factory=list)
+    stepped: set[tuple[int, int]] = field(default_factory=set)
+    """(run id, step) of every sample."""
 
 
 def key_of(batch: Batch) -> BootKey:
@@ -60,12 +62,14 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     await _keep_new(store, connection, group, done)
     if not done.new:
         return done
+    run_ids = {done.run_ids[b.run] for b in done.new}
+    # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
+    await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
     rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
     await _write_samples(connection, done)
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
     await _merge_warnings(connection, done)
-    run_ids = {done.run_ids[b.run] for b in done.new}
     await connection.execute(update(runs).where(runs.c.id.in_(run_ids), runs.c.last_seen < now).values(last_seen=now))
     return done
 
@@ -134,6 +138,9 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
                 )
     if rows:
         await connection.execute(samples.insert(), rows)
+        done.stepped = {(row["run_id"], row["step"]) for row in rows}
+        for run_id in {run_id for run_id, _ in done.stepped}:
+            await forget(connection, run_id, {step // COARSE for own, step in done.stepped if own == run_id})
 
 
 async def _merge_boots(
@@ -173,8 +180,8 @@ async def _merge_boots(
     if moved:
         await _supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
-    if reshaped:
-        await connection.execute(delete(rollups).where(rollups.c.run_id.in_(reshaped)))
+    for run_id in reshaped:
+        await forget(connection, run_id, None)
 
 
 def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
@@ -201,8 +208,8 @@ async def _supersede(connection: AsyncConnection, ranks: set[tuple[int, int]]) -
             first = row.started_step if row.started_step is not None else row.earliest_step
             if first is not None:
                 until = first if until is None else min(until, first)
-    if cut:
-        await connection.execute(delete(rollups).where(rollups.c.run_id.in_(cut)))
+    for run_id in cut:
+        await forget(connection, run_id, None)
 
 
 async def _write_events(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
@@ -226,8 +233,7 @@ async def _write_events(store: Store, connection: AsyncConnection, done: Recorde
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
     if rows:
         await store.lock_log(connection)
-        written = await connection.execute(events.insert().returning(events.c.id, sort_by_parameter_order=True), rows)
-        done.event_ids = [row.id for row in written]
+        await connection.execute(events.insert(), rows)
 
 
 async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:

@@ -89,7 +89,9 @@ async def get_series(
     async with _store(request).read() as connection:
         run_id = await commands.run_id_of(connection, run)
         span = from_step, to_step
-        return await series(connection, run_id, run, metric_of(metric), layer, head, span, max_points)
+        return await series(
+            connection, request.app.state.roller, run_id, run, metric_of(metric), layer, head, span, max_points
+        )
 
 
 @router.get("/v1/runs/{run:path}/matrix")

@@ -11,10 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.slots import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Verdict
-from foreshock.server.merging import LIVE_SAMPLES, Axis, Reading, axis_of, merge
+from foreshock.server.merging import LIVE_SAMPLES, Axis, Readings, axis_of, merge
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
 from foreshock.server.schema import boots, runs, samples, topologies, warnings
 from foreshock.server.series import number
+from foreshock.server.topology import layers_of
 
 _STEPS_LOOKED_AT = 16
 
@@ -35,7 +36,7 @@ async def list_runs(connection: AsyncConnection, prefix: str, cursor: str | None
 
 async def summaries(
     connection: AsyncConnection, rows: Sequence[Row[Any]]
-) -> list[tuple[dict[str, Any], Reading | None]]:
+) -> list[tuple[dict[str, Any], Readings | None]]:
     """The fields of RunSummary for each run, with its newest reading."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
@@ -51,7 +52,7 @@ async def summaries(
                     "run": row.name,
                     "first_seen_unix_seconds": row.first_seen,
                     "last_seen_unix_seconds": row.last_seen,
-                    "last_step": reading.step if reading else None,
+                    "last_step": int(reading.steps[-1]) if reading else None,
                     "loss": latest.get("run.loss"),
                     "worst_risk": latest.get("run.worst_risk"),
                     "active_warnings": len(raised.get(row.id, [])),
@@ -98,7 +99,7 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     }
 
 
-async def newest_reading(connection: AsyncConnection, run_id: int, axis: Axis | None = None) -> Reading | None:
+async def newest_reading(connection: AsyncConnection, run_id: int, axis: Axis | None = None) -> Readings | None:
     """The newest step that as many ranks have reported as any of the last few; None before the first sample."""
     last = LIVE_SAMPLES.with_only_columns(samples.c.step, func.count(func.distinct(boots.c.rank)).label("ranks"))
     last = last.where(samples.c.run_id == run_id).order_by(None).group_by(samples.c.step)
@@ -107,7 +108,7 @@ async def newest_reading(connection: AsyncConnection, run_id: int, axis: Axis | 
         return None
     step = max(steps, key=lambda row: (row.ranks, row.step)).step
     rows = (await connection.execute(LIVE_SAMPLES.where(samples.c.run_id == run_id, samples.c.step == step))).all()
-    return merge(axis or await axis_of(connection, run_id), step, rows)
+    return merge(axis or await axis_of(connection, run_id), rows)
 
 
 async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:
@@ -159,14 +160,14 @@ def health_totals(rows: Sequence[Row[Any]]) -> tuple[dict[str, int], dict[str, i
 
 
 async def _layers(
-    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: Reading | None, run_id: int
+    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: Readings | None, run_id: int
 ) -> list[LayerState]:
     hashes = {row.topology for row in rows if row.topology}
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
     found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
     for topology in found:
-        for layer in map(Layer.model_validate, json.loads(topology.layers)):
+        for layer in layers_of(topology.layers):
             known[layer.layer] = layer
             heads[layer.layer] |= set(layer.heads)
     index = (await axis_of(connection, run_id)).index()
@@ -174,13 +175,13 @@ async def _layers(
     for number_, layer in sorted(known.items()):
         own = sorted(heads[number_])
         where = [index[number_, head] for head in own]
-        modes = [reading.fields["modes"][i] for i in where] if reading else [math.nan] * len(own)
+        modes = [reading.fields["modes"][-1, i] for i in where] if reading else [math.nan] * len(own)
         states.append(
             LayerState(
                 **layer.model_dump(include={"layer", "name", "kv_heads", "head_dim", "served_by", "sampled"}),
                 heads=own,
                 modes=[None if math.isnan(mode) else _mode_name(int(mode)) for mode in modes],
-                risk=[number(reading.fields["risk"][i]) if reading else None for i in where],
+                risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],
             )
         )
     return states

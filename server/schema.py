@@ -190,8 +190,16 @@ rollups: Final = Table(
     "rollups",
     metadata,
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+    Column("width", Integer, primary_key=True),
     Column("metric", String(64), primary_key=True),
-    Column("bucket", BigInteger, primary_key=True),
+    Column("bucket", BigInteger, primary_key=True),  # its first step
     Column("last_step", BigInteger, nullable=False),
-    Column("data", LargeBinary, nullable=False),  # rollups.pack: low, high, last of every head
+    Column("data", LargeBinary, nullable=False),  # rollups.pack
+)
+
+rollup_spans: Final = Table(
+    "rollup_spans",
+    metadata,
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+    Column("span", BigInteger, primary_key=True),  # this coarse span is rolled up and up to date
 )

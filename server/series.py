@@ -1,18 +1,26 @@
-"""Metrics against the step, and the heads of a layer side by side."""
+"""Metrics against the step, and the heads of a run side by side."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
 import numpy as np
-from sqlalchemy import Row, func, select
+import numpy.typing as npt
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, Floats, Metric
-from foreshock.server.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge
+from foreshock.contract.catalog import BY_KEY, Metric
+from foreshock.server.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, arrays_of, axis_of, badness, merge, stream_chunks
 from foreshock.server.models import Line, Matrix, Series
 from foreshock.server.problems import ProblemError
-from foreshock.server.schema import samples
+from foreshock.server.rollups import COARSE, FINE, Roller, unpack
+from foreshock.server.schema import rollup_spans, rollups, samples
+from foreshock.server.spans import Spans
+
+_SAMPLES_READ: Final = 2000
+"""Up to so many samples a series is read from them alone; beyond, from the roll-ups where they are built."""
+
+Columns = Sequence[npt.NDArray[np.intp]]
 
 
 def number(value: float) -> float | None:
@@ -21,7 +29,7 @@ def number(value: float) -> float | None:
 
 
 def metric_of(key: str, *, per_head: bool = False) -> Metric:
-    """A metric that has a series. Raises ProblemError for others."""
+    """A metric that has such a view. Raises ProblemError for others."""
     metric = BY_KEY.get(key)
     if metric is None or (metric.head is None and (per_head or key not in SERIES_KEYS)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]
@@ -30,29 +38,9 @@ def metric_of(key: str, *, per_head: bool = False) -> Metric:
     return metric
 
 
-class Buckets:
-    """Minimum, maximum and last value of each of `count` curves over at most `points` spans of steps."""
-
-    def __init__(self, count: int, first: int, last: int, points: int) -> None:
-        self.width = max(1, math.ceil((last - first + 1) / points))
-        self.first = first
-        self.size = (last - first) // self.width + 1
-        self.steps = np.full(self.size, -1, dtype=np.int64)
-        self.low = np.full((self.size, count), np.nan)
-        self.high = np.full((self.size, count), np.nan)
-        self.last = np.full((self.size, count), np.nan)
-
-    def add(self, step: int, low: Floats, high: Floats, last: Floats) -> None:
-        """Take in values of steps up to `step`, [count] each, in ascending order of steps."""
-        at = (step - self.first) // self.width
-        self.steps[at] = step
-        self.low[at] = np.fmin(self.low[at], low)
-        self.high[at] = np.fmax(self.high[at], high)
-        self.last[at] = np.where(np.isnan(last), self.last[at], last)
-
-
 async def series(
     connection: AsyncConnection,
+    roller: Roller,
     run_id: int,
     run: str,
     metric: Metric,
@@ -67,66 +55,115 @@ async def series(
         raise ProblemError(422, "head needs layer: heads are numbered within their layer.")
     if metric.head is not None:
         _check_on_axis(axis, run, layer, head)
-    query = select(func.min(samples.c.step), func.max(samples.c.step)).where(samples.c.run_id == run_id)
-    first, last = (await connection.execute(query)).one()
     answer = Series(run=run, metric=metric.key, unit=metric.unit, lines=[])
-    if first is None:
+    edges = select(func.min(samples.c.step), func.max(samples.c.step)).where(samples.c.run_id == run_id)
+    lowest, highest = (await connection.execute(edges)).one()
+    if lowest is None:
         return answer
-    first, last = max(first, span[0] or 0), min(last, last if span[1] is None else span[1])
+    first, last = max(lowest, span[0] or 0), min(highest, highest if span[1] is None else span[1])
     if first > last:
         return answer
     columns = _columns(axis, metric, layer, head)
-    buckets = Buckets(sum(map(len, columns)), first, last, max_points)
-    wanted = LIVE_SAMPLES.where(samples.c.run_id == run_id, samples.c.step.between(first, last))
-    picked = np.concatenate(columns) if columns else np.empty(0, dtype=np.intp)
-    names = _arrays_of(metric)
-    if metric.head is None and metric.key != "run.worst_risk":
-        wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.name != "arrays"))
-    async with connection.stream(wanted) as rows:
-        async for step, group in _by_step(rows):
-            if metric.head is None:
-                reading = merge(axis, step, group, names) if names else merge_without_arrays(step, group)
-                value = reading.latest()[metric.key]
-                values = np.array([math.nan if value is None else value])
-            else:
-                values = merge(axis, step, group, names).head_values(metric)[picked]
-            buckets.add(step, values, values, values)
-    answer.lines = _lines(axis, metric, layer, head, columns, buckets)
+    picked = np.concatenate([np.empty(0, dtype=np.intp), *columns])
+    spans = Spans.for_points(first, last, max_points, len(picked))
+    within = (samples.c.run_id == run_id, samples.c.step.between(first, last))
+    count = (await connection.execute(select(func.count()).select_from(samples).where(*within))).scalar_one()
+    rolled: set[int] = set()
+    if count > _SAMPLES_READ:
+        rolled = await _add_rollups(connection, run_id, metric, picked, spans, first, last)
+    await _add_samples(
+        connection, axis, metric, picked, spans, run_id, first, last, rolled, roller if count > _SAMPLES_READ else None
+    )
+    answer.lines = _lines(axis, metric, head, columns, spans)
     return answer
 
 
-def merge_without_arrays(step: int, rows: Sequence[Row[Any]]) -> Any:
-    """The run-level numbers of one step."""
-    return merge(Axis((), {}), step, rows)
+async def _add_rollups(
+    connection: AsyncConnection,
+    run_id: int,
+    metric: Metric,
+    picked: npt.NDArray[np.intp],
+    spans: Spans,
+    first: int,
+    last: int,
+) -> set[int]:
+    """Take in what is rolled up; which coarse spans that was. Spans that reach beyond [first, last] are left out."""
+    built = select(rollup_spans.c.span).where(
+        rollup_spans.c.run_id == run_id,
+        rollup_spans.c.span.between(-(-first // COARSE), (last + 1) // COARSE - 1),
+    )
+    rolled = set((await connection.execute(built)).scalars())
+    if not rolled:
+        return rolled
+    query = (
+        select(rollups.c.bucket, rollups.c.last_step, rollups.c.data)
+        .where(
+            rollups.c.run_id == run_id,
+            rollups.c.width == (COARSE if spans.width >= 2 * FINE else FINE),
+            rollups.c.metric == metric.key,
+            rollups.c.bucket.between(min(rolled) * COARSE, (max(rolled) + 1) * COARSE - 1),
+        )
+        .order_by(rollups.c.bucket)
+    )
+    found = [row for row in await connection.execute(query) if row.bucket // COARSE in rolled]
+    if found:
+        parts = [unpack(row.data) for row in found]
+        values = np.stack([part[:, picked] for part, _ in parts], axis=1)
+        steps = np.array([row.last_step for row in found], dtype=np.int64)
+        spans.add(steps, values[0], values[1], values[2], np.array([bad for _, bad in parts]))
+    return rolled
 
 
-def _arrays_of(metric: Metric) -> frozenset[str]:
-    if metric.key == "run.worst_risk":
-        return frozenset({"risk"})
-    if metric.head is None:
-        return frozenset()
-    return frozenset({metric.head.field or "states"})
+async def _add_samples(
+    connection: AsyncConnection,
+    axis: Axis,
+    metric: Metric,
+    picked: npt.NDArray[np.intp],
+    spans: Spans,
+    run_id: int,
+    first: int,
+    last: int,
+    rolled: set[int],
+    roller: Roller | None,
+) -> None:
+    """Take in the samples of the steps that are not rolled up."""
+    names = arrays_of(metric)
+    wanted = LIVE_SAMPLES.where(samples.c.run_id == run_id)
+    if not names:
+        wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
+    for begin, end in _gaps(first, last, rolled):
+        async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
+            readings = merge(axis, chunk, names)
+            if metric.head is not None:
+                values, bad = readings.head_values(metric)[:, picked], None
+            else:
+                run_values, given = readings.run_values(metric.key)
+                values, bad = run_values[:, None], given & np.isnan(run_values)
+            spans.add(readings.steps, values, values, values, bad)
+            if roller is not None:
+                for span in np.unique(readings.steps // COARSE):
+                    roller.touch(run_id, int(span) * COARSE)
 
 
-async def _by_step(rows: Any) -> Any:
-    group: list[Row[Any]] = []
-    async for row in rows:
-        if group and row.step != group[0].step:
-            yield group[0].step, group
-            group = []
-        group.append(row)
-    if group:
-        yield group[0].step, group
+def _gaps(first: int, last: int, rolled: set[int]) -> list[tuple[int, int]]:
+    """The parts of [first, last] outside the coarse spans `rolled`."""
+    gaps = []
+    begin = first
+    for span in sorted(rolled):
+        if begin < span * COARSE:
+            gaps.append((begin, span * COARSE - 1))
+        begin = (span + 1) * COARSE
+    return [*gaps, (begin, last)] if begin <= last else gaps
 
 
 def _check_on_axis(axis: Axis, run: str, layer: int | None, head: int | None) -> None:
     if layer is not None and layer not in axis.layers:
         raise ProblemError(404, f"Run {run} has no layer {layer}.")
-    if head is not None and (layer, head) not in axis.index():
+    if layer is not None and head is not None and (layer, head) not in axis.index():
         raise ProblemError(404, f"Run {run} has no layer {layer} head {head}.")
 
 
-def _columns(axis: Axis, metric: Metric, layer: int | None, head: int | None) -> list[Any]:
+def _columns(axis: Axis, metric: Metric, layer: int | None, head: int | None) -> Columns:
     """For each line, where its heads stand on the axis."""
     if metric.head is None:
         return [np.zeros(1, dtype=np.intp)]
@@ -137,34 +174,32 @@ def _columns(axis: Axis, metric: Metric, layer: int | None, head: int | None) ->
     ]
 
 
-def _lines(
-    axis: Axis, metric: Metric, layer: int | None, head: int | None, columns: list[Any], buckets: Buckets
-) -> list[Line]:
-    filled = np.flatnonzero(buckets.steps >= 0)
-    steps = buckets.steps[filled].tolist()
+def _lines(axis: Axis, metric: Metric, head: int | None, columns: Columns, spans: Spans) -> list[Line]:
+    filled = np.flatnonzero(spans.steps >= 0)
+    steps = spans.steps[filled].tolist()
     lines = []
     at = 0
     for column in columns:
         here = slice(at, at + len(column))
         at += len(column)
-        low, high, last = (a[filled, here] for a in (buckets.low, buckets.high, buckets.last))
-        line_layer = None if metric.head is None else axis.heads[column[0]][0]
+        low, high, last = (values[filled, here] for values in (spans.low, spans.high, spans.last))
         worst_head = None
         if metric.head is not None and head is None:
-            size = np.fmax(np.abs(low), np.abs(high))
-            known = ~np.all(np.isnan(size), axis=1)
-            worst = np.where(known, np.argmax(np.where(np.isnan(size), -1.0, size), axis=1), 0)
-            low, high, last = (np.take_along_axis(a, worst[:, None], axis=1) for a in (low, high, last))
+            size = np.fmax(badness(metric, low), badness(metric, high))
+            known = ~np.isnan(size).all(axis=1)
+            worst = np.argmax(np.where(np.isnan(size), -np.inf, size), axis=1)
+            low, high, last = (np.take_along_axis(values, worst[:, None], axis=1) for values in (low, high, last))
             numbers = [axis.heads[i][1] for i in column]
             worst_head = [numbers[w] if k else None for w, k in zip(worst, known, strict=True)]
+        bad = spans.bad[filled].tolist()
         lines.append(
             Line(
-                layer=line_layer,
+                layer=None if metric.head is None else axis.heads[column[0]][0],
                 head=head if metric.head is not None else None,
                 steps=steps,
-                low=[number(v) for v in low[:, 0]],
-                high=[number(v) for v in high[:, 0]],
-                last=[number(v) for v in last[:, 0]],
+                low=[number(value) for value in low[:, 0]],
+                high=[number(value) for value in high[:, 0]],
+                last=[math.nan if b else number(value) for value, b in zip(last[:, 0], bad, strict=True)],
                 worst_head=worst_head,
             )
         )
@@ -176,18 +211,17 @@ async def matrix(
 ) -> Matrix:
     """One per-head metric of every head at the newest step that is not after `step`."""
     axis = await axis_of(connection, run_id)
-    query = LIVE_SAMPLES.with_only_columns(func.max(samples.c.step)).order_by(None).where(samples.c.run_id == run_id)
+    query = LIVE_SAMPLES.with_only_columns(samples.c.step).where(samples.c.run_id == run_id).order_by(None)
     if step is not None:
         query = query.where(samples.c.step <= step)
-    found: int | None = (await connection.execute(query)).scalar()
+    found: int | None = (await connection.execute(query.order_by(samples.c.step.desc()).limit(1))).scalar()
     layers, heads = axis.layers, sorted({head for _, head in axis.heads})
     values = np.full((len(layers), len(heads)), np.nan)
     if found is not None:
         rows = (await connection.execute(LIVE_SAMPLES.where(samples.c.run_id == run_id, samples.c.step == found))).all()
         row_of, column_of = {n: i for i, n in enumerate(layers)}, {n: i for i, n in enumerate(heads)}
-        for (layer, head), value in zip(
-            axis.heads, merge(axis, found, rows, _arrays_of(metric)).head_values(metric), strict=True
-        ):
+        of_heads = merge(axis, rows, arrays_of(metric)).head_values(metric)[0]
+        for (layer, head), value in zip(axis.heads, of_heads, strict=True):
             values[row_of[layer], column_of[head]] = value
     return Matrix(
         run=run,
@@ -196,17 +230,23 @@ async def matrix(
         step=found,
         layers=layers,
         heads=heads,
-        values=[[number(v) for v in row] for row in values],
+        values=[[number(value) for value in row] for row in values],
         steps=await _steps(connection, run_id, max_steps),
     )
 
 
 async def _steps(connection: AsyncConnection, run_id: int, count: int) -> list[int]:
+    """Steps that were sampled, at most `count`: the first, the last, and the ones next to evenly spaced steps."""
     if count == 0:
         return []
-    query = select(samples.c.step).where(samples.c.run_id == run_id).distinct().order_by(samples.c.step)
-    steps = (await connection.execute(query)).scalars().all()
-    if len(steps) <= count:
-        return list(steps)
-    picked = np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))
-    return [steps[i] for i in picked]
+    own = samples.c.run_id == run_id
+    known = select(samples.c.step).where(own).distinct().order_by(samples.c.step)
+    some = (await connection.execute(known.limit(count + 1))).scalars().all()
+    if len(some) <= count:
+        return list(some)
+    edges = select(func.min(samples.c.step), func.max(samples.c.step)).where(own)
+    first, last = (await connection.execute(edges)).one()
+    width = math.ceil((last - first + 1) / max(1, count - 1))
+    newest = func.max(samples.c.step)
+    thinned = select(newest).where(own).group_by(samples.c.step // width).order_by(newest)
+    return list((await connection.execute(thinned)).scalars())[-count:]

@@ -111,14 +111,22 @@ def upgrade() -> None:
         batch_op.create_index("commands_open", ["run_id", "state"], unique=False)
 
     op.create_table(
+        "rollup_spans",
+        sa.Column("run_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("span", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "span"),
+    )
+    op.create_table(
         "rollups",
         sa.Column("run_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
+        sa.Column("width", sa.Integer(), nullable=False),
         sa.Column("metric", sa.String(length=64), nullable=False),
         sa.Column("bucket", sa.BigInteger(), nullable=False),
         sa.Column("last_step", sa.BigInteger(), nullable=False),
         sa.Column("data", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], ondelete="CASCADE"),
-        sa.PrimaryKeyConstraint("run_id", "metric", "bucket"),
+        sa.PrimaryKeyConstraint("run_id", "width", "metric", "bucket"),
     )
     op.create_table(
         "batches",
@@ -222,6 +230,7 @@ def downgrade() -> None:
     op.drop_table("command_ranks")
     op.drop_table("batches")
     op.drop_table("rollups")
+    op.drop_table("rollup_spans")
     with op.batch_alter_table("commands", schema=None) as batch_op:
         batch_op.drop_index("commands_open")
 
