@@ -393,8 +393,8 @@ RUN_METRICS: Final = (
                 expr='{m}{severity=~"warning|critical"} == 1',
                 for_="0s",
                 severity="warning",
-                summary="Run {{ $labels.run }}: layer {{ $labels.layer }} head {{ $labels.head }} is on its way to a "
-                "loss explosion ({{ $labels.cause }})",
+                summary="Run {{ $labels.run }}: {{ if $labels.head }}layer {{ $labels.layer }} head {{ $labels.head }}"
+                "{{ else }}the model as a whole{{ end }} is on its way to a loss explosion ({{ $labels.cause }})",
                 description="The signal {{ $labels.signal }} tripped. Score offset "
                 '{{ with printf "foreshock_head_score_offset{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
                 "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}, largest "
@@ -493,7 +493,7 @@ SERVICE_METRICS: Final = (
                 severity="warning",
                 summary="The service refuses batches",
                 description="{{ $value | humanize }} batches were refused in ten minutes.",
-                action="Agent and service disagree on the wire format, or a stranger knocks: see the service's log.",
+                action="Agent and service disagree on the wire format: look for refused batches in the training logs.",
             ),
         ),
     ),

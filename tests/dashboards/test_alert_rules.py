@@ -313,6 +313,13 @@ def annotation_test(series: dict[str, str], annotations: dict[str, str]) -> dict
 
 
 @pytest.mark.servers
+def test_a_warning_about_no_single_head_reads_well(tmp_path: Path) -> None:
+    series = 'foreshock_warning_active{run="a",layer="",head="",cause="other",signal="loss",severity="critical"}'
+    result = promtool(tmp_path, [annotation_test({series: "1x5"}, {})])
+    assert "Run a: the model as a whole is on its way to a loss explosion (other)" in result.stdout + result.stderr
+
+
+@pytest.mark.servers
 def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yml"
     rules.write_text(to_yaml(prometheus_rules(Links())))
