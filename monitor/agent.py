@@ -26,7 +26,7 @@ from foreshock.monitor.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
 from foreshock.monitor.layers import Projection
-from foreshock.monitor.norms import SpectralNorms
+from foreshock.monitor.norms import ModelNorms
 from foreshock.monitor.policy import decide
 from foreshock.monitor.sender import Sender
 from foreshock.monitor.switch import Switchboard
@@ -86,9 +86,9 @@ class Agent:
         self._pid = os.getpid()
         self._ids = 0
         self._collector = Collector(instruments.state)
-        self._norms = SpectralNorms(instruments.layers, instruments.projections)
+        self._norms = ModelNorms(instruments.layers, instruments.projections)
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
-        self.detectors: Detecting = Detectors(self._heads)
+        self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
         self._guards = {

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import Identifier, ModeName, Policy
+from foreshock.monitor.detectors import DetectorConfig
 
 Numerics = Literal["kernel", "float32", "paper", "float64"]
 
@@ -65,6 +66,9 @@ class AgentConfig(BaseSettings):
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
     """Spectral norms of W_Q and W_K ride on the first sample after this many steps; 0 turns them off."""
 
+    detectors: DetectorConfig = DetectorConfig()
+    """When a head is warned about."""
+
     first_layer: int = Field(default=0, ge=0)
     """Global number of this rank's first attention layer (pipeline parallelism)."""
     first_head: int = Field(default=0, ge=0)
@@ -105,6 +109,8 @@ class AgentConfig(BaseSettings):
     def _url_is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("url must start with http:// or https://, such as http://127.0.0.1:8470")
+        if value is not None and "@" in value:
+            raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value
 
     @model_validator(mode="after")

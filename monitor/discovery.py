@@ -62,10 +62,12 @@ def _route(module: nn.Module) -> Route | None:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    for base in kind.__mro__:
-        if base.__module__ in ("torch.nn.modules.module", "transformers.modeling_utils"):
-            continue
-        yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
+    """The methods of a class, its own and inherited ones, without those that are overridden."""
+    methods: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__ not in ("torch.nn.modules.module", "transformers.modeling_utils"):
+            methods |= vars(base)
+    yield from (value for value in methods.values() if isinstance(value, FunctionType))
 
 
 def _called_names(function: FunctionType) -> Iterator[str]:

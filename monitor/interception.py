@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
+import torch._dynamo  # looks PyTorch's functions up by name when imported: before we rebind them
 import torch.utils.checkpoint
 from torch import Tensor, nn
 

@@ -1,0 +1,340 @@
+"""Attaching to models that call F.scaled_dot_product_attention: what is found, counted, refused and given back."""
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor import tiny_models
+from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import (
+    AttentionByName,
+    AttentionWithMask,
+    CausalSelfAttention,
+    GroupedQueryAttention,
+    OuterAttention,
+    tiny_gpt,
+    train_step,
+)
+from torch import Tensor, nn
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import flash_attention
+from foreshock.monitor import Agent, attach, interception
+
+EVERY_STEP: dict[str, Any] = {
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "strict": True,
+    "quiet": True,
+    "url": None,
+}
+
+
+def watch(model: nn.Module, steps: int = 2, **overrides: Any) -> tuple[Agent, Listener]:
+    """Attach, train, close; returns the agent and everything it said."""
+    agent = attach(model, **{**EVERY_STEP, **overrides})
+    listener = Listener()
+    agent.subscribe(listener)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        agent.step(train_step(model, optimizer, step))
+    agent.close()
+    return agent, listener
+
+
+def rows_of(listener: Listener) -> list[int]:
+    """Rows counted per head over all samples."""
+    return np.sum([slot_values(s.words(), Slot.ROWS) for s in listener.of(wire.Sample)], axis=0).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def test_every_row_of_every_head_is_counted_and_samples_tile_the_steps() -> None:
+    _, listener = watch(tiny_gpt(), steps=3)
+    samples = listener.of(wire.Sample)
+    assert [(s.since_step, s.step) for s in samples] == [(0, 1), (1, 2), (2, 3)]
+    assert rows_of(listener) == [3 * 2 * 12] * 4
+    assert [type(e) for e in listener.events[:1] + listener.events[-1:]] == [wire.Started, wire.Finished]
+
+
+def test_the_loss_of_each_sample_is_the_mean_of_its_steps() -> None:
+    model, losses = tiny_gpt(), []
+    agent = attach(model, **{**EVERY_STEP, "sample_every_steps": 3})
+    listener = Listener()
+    agent.subscribe(listener)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        losses.append(train_step(model, optimizer, step))
+        agent.step(losses[-1], grad_norm=float(step), learning_rate=0.1)
+    agent.close()
+    first, second = listener.of(wire.Sample)
+    assert first.loss == pytest.approx(losses[0].item(), rel=1e-6)
+    assert second.loss == pytest.approx(torch.stack(losses[1:]).double().mean().item(), rel=1e-6)
+    assert second.loss_max == pytest.approx(max(x.item() for x in losses[1:]), rel=1e-6)
+    assert (second.grad_norm, second.learning_rate) == (3.0, 0.1)
+
+
+def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[tuple[Tensor, Tensor]] = []
+
+    def record(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        received.append((query.detach().clone(), key.detach().clone()))
+        return flash_attention(query, key, value, **options)
+
+    monkeypatch.setattr(interception, "flash_attention", record)
+    _, listener = watch(tiny_gpt(), steps=1)
+    words = listener.of(wire.Sample)[0].words()
+    for layer, (query, key) in enumerate(received):
+        for head in range(2):
+            counted = words[2 * layer + head]
+            scores = [
+                [float(q @ k) * query.shape[-1] ** -0.5 for k in key[b, head].bfloat16().double()[: i + 1]]
+                for b in range(query.shape[0])
+                for i, q in enumerate(query[b, head].bfloat16().double())
+            ]
+            offsets = [float(np.logaddexp.reduce(row) - np.log(len(row))) for row in scores]
+            assert counted[Slot.ROWS] == len(scores)
+            assert slot_values(counted, Slot.SCORE_MAX) == pytest.approx(max(map(max, scores)), rel=1e-5)
+            assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
+            assert slot_values(counted, Slot.OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
+            assert slot_values(counted, Slot.OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
+
+
+class AttentionWithOurOperator(CausalSelfAttention):
+    """Calls the same operator directly, with no agent."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = flash_attention(query, key, value, causal="top_left", numerics="kernel")
+        assert isinstance(out, Tensor)
+        return out
+
+
+@pytest.mark.promise("A14")
+def test_loss_and_weights_are_equal_bit_for_bit_with_and_without_the_agent() -> None:
+    def train(model: nn.Module, agent: Agent | None) -> tuple[list[Tensor], list[Tensor]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            losses.append(train_step(model, optimizer, step).detach())
+            if agent is not None:
+                agent.step(losses[-1])
+        return losses, list(model.parameters())
+
+    torch.manual_seed(1)
+    alone = tiny_gpt(AttentionWithOurOperator(16, 2), AttentionWithOurOperator(16, 2))
+    torch.manual_seed(1)
+    watched = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
+    agent = attach(watched, **EVERY_STEP)
+    expected, got = train(alone, None), train(watched, agent)
+    agent.close()
+    for a, b in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_detach_gives_the_model_and_pytorch_back_as_they_were() -> None:
+    original = F.scaled_dot_product_attention
+    model = tiny_gpt(AttentionByName(16, 2), CausalSelfAttention(16, 2))
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    agent = attach(model, **EVERY_STEP)
+    assert F.scaled_dot_product_attention is not original
+    agent.detach()
+    agent.detach()
+    assert F.scaled_dot_product_attention is original
+    assert tiny_models.sdpa_by_name is original
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+def test_a_function_imported_by_name_is_watched_too() -> None:
+    _, listener = watch(tiny_gpt(AttentionByName(16, 4)), steps=1)
+    assert rows_of(listener) == [24] * 4
+
+
+def test_grouped_queries_are_watched_per_query_head() -> None:
+    agent, listener = watch(tiny_gpt(GroupedQueryAttention(16, 4, 2)), steps=1)
+    assert rows_of(listener) == [24] * 4
+    assert listener.of(wire.Started)[0].layers[0].kv_heads == 2
+    assert "separate (wq, wk)" in agent.report()
+
+
+def test_an_inner_module_takes_heads_and_weights_from_the_module_round_it() -> None:
+    agent, listener = watch(tiny_gpt(OuterAttention(16, 2)), steps=1)
+    assert rows_of(listener) == [24] * 2
+    assert "blocks.0.inner" in agent.report()
+    assert "c_attn" in agent.report()
+
+
+def test_torch_transformer_layers_are_watched() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True, dropout=0.0)
+    _, listener = watch(tiny_gpt(layer), steps=1)
+    assert rows_of(listener) == [24] * 2
+
+
+def test_evaluation_counts_nothing_and_accumulated_micro_batches_add_up() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    listener = Listener()
+    agent.subscribe(listener)
+    with torch.no_grad():
+        model(tiny_models.batch(0))
+    for step in range(2):
+        ids = tiny_models.batch(step)
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    agent.step()
+    agent.close()
+    assert rows_of(listener) == [2 * 24] * 4
+
+
+@pytest.mark.parametrize("where", ["blocks", "attention alone"])
+def test_a_checkpointed_forward_counts_once_and_on_its_own_layer(where: str) -> None:
+    torch.manual_seed(3)
+    plain = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
+    torch.manual_seed(3)
+    inside = where == "attention alone"
+    attentions = [CausalSelfAttention(16, 2, checkpointed=inside) for _ in range(2)]
+    checkpointed = tiny_gpt(*attentions, checkpointed=not inside)
+    expected, got = (watch(m, steps=2)[1].of(wire.Sample) for m in (plain, checkpointed))
+    for a, b in zip(expected, got, strict=True):
+        np.testing.assert_array_equal(a.words(), b.words())
+
+
+def test_a_compiled_model_counts_on_the_right_layers() -> None:
+    expected = watch(tiny_gpt(), steps=2)[1].of(wire.Sample)
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    listener = Listener()
+    agent.subscribe(listener)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        agent.step(train_step(compiled, optimizer, step))
+    agent.close()
+    torch._dynamo.reset()
+    for a, b in zip(expected, listener.of(wire.Sample), strict=True):
+        np.testing.assert_array_equal(a.words(), b.words())
+
+
+def test_a_copied_model_is_independent_and_brings_no_counts() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        average.head.weight.zero_()
+        average.blocks[0].c_proj.weight.fill_(1.0)
+        assert not torch.equal(average(tiny_models.batch(0)), model(tiny_models.batch(0)))
+    agent.close()
+
+
+def test_a_call_with_a_mask_goes_to_pytorch_with_one_named_warning(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(5)
+    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2))
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        _, listener = watch(masked, steps=3)
+    assert rows_of(listener) == [0, 0, 72, 72]
+    refusals = [r.message for r in caplog.records if "attn_mask" in r.message and "not watched" in r.message]
+    assert len(refusals) == 1
+    assert "blocks.0" in refusals[0]
+    assert any("layer 0 (blocks.0) counted nothing in step 1" in r.message for r in caplog.records)
+
+
+def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    x = torch.randn(1, 2, 4, 8)
+    F.scaled_dot_product_attention(x, x, x)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    agent.close()
+    assert any("outside every watched module" in r.message for r in caplog.records)
+
+
+class SilentAttention(CausalSelfAttention):
+    """Tells nobody how many heads it has."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 2)
+        self.parts = self.n_head
+        del self.n_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["n_head"] = self.parts
+        try:
+            return super().forward(x)
+        finally:
+            del self.__dict__["n_head"]
+
+
+def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_gpt(SilentAttention(), CausalSelfAttention(16, 2))
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent, listener = watch(model, steps=1)
+    assert any('heads={"blocks.0": number of heads}' in r.message for r in caplog.records)
+    assert "NOTHING" in agent.report()
+    assert rows_of(listener) == [24, 24]
+    _, told = watch(model, steps=1, heads={"blocks.0": 2})
+    assert rows_of(told) == [24] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "overrides", "sentence"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no attention was found in Sequential"),
+        (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), {}, "compiled already; attach first, then compile"),
+        (lambda: nn.DataParallel(tiny_gpt()), {}, "use DistributedDataParallel"),
+        (lambda: "gpt2", {}, "attach takes a torch.nn.Module, got str"),
+        (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'kernel', 'float32', 'paper' or 'float64'"),
+        (tiny_gpt, {"mitigation": "prayer"}, "mitigation 'prayer' does not exist; allowed are exact_delta"),
+        (tiny_gpt, {"sample_evry": 3}, "sample_evry is not a setting of the agent"),
+        (tiny_gpt, {"url": "localhost:80"}, "url must start with http:// or https://"),
+        (tiny_gpt, {"url": "http://me:secret@host"}, "url must carry no user name or password"),
+        (tiny_gpt, {"run": "two words"}, "is not an identifier"),
+        (tiny_gpt, {"rank": 3}, "rank 3 needs a world_size of at least 4"),
+        (tiny_gpt, {"world_size": 4}, "4 processes need one name for their run"),
+    ],
+)
+def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
+    make: Any, overrides: dict[str, Any], sentence: str
+) -> None:
+    original = F.scaled_dot_product_attention
+    with pytest.raises(ValueError, match=r".") as caught:
+        attach(make(), **overrides)
+    assert sentence in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert F.scaled_dot_product_attention is original
+
+
+def test_a_second_agent_on_the_same_model_is_refused_and_the_first_goes_on() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    with pytest.raises(ValueError, match="watched by another agent; detach that one first"):
+        attach(model, **EVERY_STEP)
+    agent.detach()
+    attach(model, **EVERY_STEP).close()
+
+
+def test_two_models_are_watched_side_by_side() -> None:
+    first, second = tiny_gpt(), tiny_gpt(seed=1)
+    agents = [attach(m, **EVERY_STEP) for m in (first, second)]
+    listeners = [Listener(), Listener()]
+    for model, agent, listener in zip((first, second), agents, listeners, strict=True):
+        agent.subscribe(listener)
+        agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    agents[0].close()
+    assert F.scaled_dot_product_attention is interception.scaled_dot_product_attention
+    agents[1].close()
+    assert [rows_of(listener) for listener in listeners] == [[24] * 4] * 2
+
+
+def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    attach(tiny_gpt(), **{**EVERY_STEP, "quiet": False}).close()
+    table = capsys.readouterr().err
+    assert "blocks.1" in table
+    assert "fused Q, K, V (c_attn, Linear)" in table
+
+
+def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
+    _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
+    layers = listener.of(wire.Started)[0].layers
+    assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]

@@ -1,0 +1,130 @@
+"""Small models that are written as people write them, and one training step."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa_by_name
+
+VOCABULARY = 48
+
+
+class CausalSelfAttention(nn.Module):
+    """As in nanoGPT: fused QKV, F.scaled_dot_product_attention on transposed views."""
+
+    def __init__(self, width: int, heads: int, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.n_head = heads
+        self.n_embd = width
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = (batch, length, self.n_head, width // self.n_head)
+        query, key, value = (t.view(split).transpose(1, 2) for t in self.c_attn(x).split(width, dim=2))
+        if self.checkpointed:
+            y = torch.utils.checkpoint.checkpoint(self.core, query, key, value, use_reentrant=False)
+        else:
+            y = self.core(query, key, value)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))  # type: ignore[no-any-return]
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=True)
+
+
+class AttentionByName(CausalSelfAttention):
+    """Imported the function under a name of its own."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sdpa_by_name(query, key, value, is_causal=True)
+
+
+class AttentionWithMask(CausalSelfAttention):
+    """Passes an additive mask, which no kernel serves."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = torch.full((length, length), float("-inf")).triu(1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Separate projections, fewer key heads than query heads."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.wq = nn.Linear(width, width, bias=False)
+        self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for proj in (self.wq, self.wk, self.wv)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class InnerAttention(nn.Module):
+    """Only calls the function; heads and weights belong to the module round it (as in torchtitan)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class OuterAttention(CausalSelfAttention):
+    """Leaves the call to an inner module."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.inner = InnerAttention()
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.inner(query, key, value)  # type: ignore[no-any-return]
+
+
+class TinyGPT(nn.Module):
+    """Attention layers with residuals between an embedding and a head."""
+
+    def __init__(self, *attentions: nn.Module, width: int = 16, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(attentions or [CausalSelfAttention(width, 2), CausalSelfAttention(width, 2)])
+        self.head = nn.Linear(width, VOCABULARY)
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.checkpointed:
+                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def tiny_gpt(*attentions: nn.Module, seed: int = 0, **options: Any) -> TinyGPT:
+    """A model whose weights depend on the seed alone (those of `attentions` come from the caller)."""
+    torch.manual_seed(seed)
+    return TinyGPT(*attentions, **options)
+
+
+def batch(step: int, *, rows: int = 2, length: int = 12) -> Tensor:
+    """Token ids [rows, length] of this step."""
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Forward, backward, update; returns the loss."""
+    ids = batch(step)
+    loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
