@@ -9,7 +9,7 @@ import os
 import warnings
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -78,9 +78,10 @@ def attention_forward(
     log-sum-exp and the row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _implementation(query, spec).attention_forward(
-        query, key, value, modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, spec
-    )
+    with torch.autocast(query.device.type, enabled=False):  # its products are rounded as the numerics say
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _implementation(query, spec).attention_forward(
+            query, key, value, modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, spec
+        )
     return outputs
 
 
@@ -126,24 +127,25 @@ def attention_backward(
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     """
     spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
-    grads: tuple[Tensor, Tensor, Tensor] = _implementation(query, spec).attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        out_residual,
-        lse,
-        row_max,
-        state,
-        modes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_seed,
-        spec,
-    )
+    with torch.autocast(query.device.type, enabled=False):
+        grads: tuple[Tensor, Tensor, Tensor] = _implementation(query, spec).attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            out_residual,
+            lse,
+            row_max,
+            state,
+            modes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_seed,
+            spec,
+        )
     return grads
 
 
@@ -198,6 +200,48 @@ def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool | CausalAlignment = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    numerics: Numerics = "kernel",
+    state: Tensor | None = None,
+    modes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool | CausalAlignment = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    numerics: Numerics = "kernel",
+    state: Tensor | None = None,
+    modes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def flash_attention(
     query: Tensor,
     key: Tensor,
