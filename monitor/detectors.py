@@ -32,7 +32,7 @@ class DetectorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     settle_steps: int = Field(
-        default=3000, ge=0, description="no growth is judged before this step: healthy heads grow"
+        default=3500, ge=0, description="no growth is judged before this step: healthy heads grow"
     )
     window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
     shortest_window_steps: int = Field(default=1500, ge=100, description="a shorter past is not judged")
@@ -48,7 +48,7 @@ class DetectorConfig(BaseModel):
     score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
     peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the median head by this factor")
-    share_of_newer_half: float = Field(default=0.35, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
+    share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
     bias_z: float = Field(default=3.0, gt=0, description="accumulated delta bias, standardised, that names rounding")
@@ -167,6 +167,7 @@ class Detectors:
         self._runs = np.zeros((len(SIGNALS), count), dtype=np.int64)
         self._nearness = np.zeros(count)
         self._bias = np.zeros((2, count))
+        self._growth: Growth | None = None
 
     @property
     def risk(self) -> Floats:
@@ -188,15 +189,13 @@ class Detectors:
         """
         if readings.offset.shape != (len(self.heads),):
             raise ValueError(f"readings of shape {readings.offset.shape} were given to {len(self.heads)} heads")
-        if readings.step <= self._step:
+        if readings.step < self._step:
             self._forget()
         self._step = readings.step
         self._weigh_bias(readings)
         tripped = self._nonfinite(readings)
         if self._add(readings):
-            growth = self._history.growth(
-                min(readings.step / 2, self.config.window_steps), self.config.shortest_window_steps
-            )
+            growth = self._growth = self._measure()
             if growth is not None:
                 tripped = {**self._judge(growth, readings), **tripped}
         return self._tell(tripped, readings.step)
@@ -210,8 +209,7 @@ class Detectors:
         if changed.any():
             self._bias[:, changed] = 0.0
             self._modes = readings.modes.astype(np.int32)
-        draw = ratio(readings.delta_sum, readings.delta_abs)
-        draw[~np.isfinite(draw)] = 0.0
+        draw = np.where(np.isfinite(readings.delta_sum), readings.delta_sum, 0.0)
         self._bias[0] += draw
         self._bias[1] += draw * draw
 
@@ -233,9 +231,13 @@ class Detectors:
         weight = np.where(np.isnan(readings.rows), 1.0, readings.rows)
         return self._history.add(readings.step, readings.since_step, weight, values)
 
+    def _measure(self) -> Growth | None:
+        """Growth over the second half of the run's life so far."""
+        window = min(self._history.last_step / 2, self.config.window_steps)
+        return self._history.growth(window, self.config.shortest_window_steps)
+
     def _judge(self, growth: Growth, readings: Readings) -> dict[int, str]:
         """The heads that trip now, with their signal."""
-        self._growth = growth
         config = self.config
         level, start = np.abs(growth.end), np.abs(growth.start)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -266,16 +268,15 @@ class Detectors:
         return self._name_heads(tripped, growth, level)
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
-        """Where a whole layer shares one value, the trip belongs to the head that norm growth and delta bias name."""
+        """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
         kept = dict(tripped)
         for layer in set(self._layers[list(tripped)].tolist()):
             members = np.flatnonzero(self._layers == layer)
             here = [index for index in members.tolist() if tripped.get(index) in ("offset", "score")]
             if len(here) < 2 or len(here) < len(members) or np.ptp(level[SIGNALS.index(tripped[here[0]]), members]) > 0:
                 continue
-            suspicion = np.nan_to_num(np.abs(self._bias_z()[members]))
             active = [index for index in here if index in self._alarms]
-            named = active[0] if active else int(members[int(np.argmax(suspicion))])
+            named = active[0] if active else int(members[np.argmax(np.abs(self._bias[0, members]))])
             for index in here:
                 if index != named:
                     del kept[index]
@@ -283,6 +284,9 @@ class Detectors:
 
     def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
         told: list[wire.Verdict] = []
+        for index, active in self._alarms.items():
+            if index not in tripped and self._dangerous(index):
+                tripped[index] = active.verdict.signal
         for index, signal in sorted(tripped.items()):
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
@@ -293,18 +297,25 @@ class Detectors:
                 self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
             else:
                 self._alarms[index] = _Alarm(verdict=alarm.verdict, tripped_step=step)
-        for index, alarm in list(self._alarms.items()):
-            if step - alarm.tripped_step >= self.config.quiet_steps:
+        for index, active in list(self._alarms.items()):
+            if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
-                quiet = f"{_who(alarm.verdict)} has been quiet for {step - alarm.tripped_step} steps."
-                told.append(alarm.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+                quiet = f"{_who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
+                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
+
+    def _dangerous(self, index: int) -> bool:
+        """A head above the dangerous score is not quiet, whichever way it moves."""
+        growth = self._growth
+        return index != _RUN and growth is not None and bool(growth.end[1, index] >= DANGEROUS_SCORE)
 
     def _verdict(self, index: int, signal: str, step: int, alarm: _Alarm | None) -> wire.Verdict:
         layer, head = self.heads[index] if index != _RUN else (None, None)
         evidence = self._evidence(index)
         forecast, low, high = self._forecast(index) if signal != "nonfinite" else (None, None, None)
-        cause = self._cause(index, signal, evidence)
+        cause = (
+            alarm.verdict.cause if alarm and alarm.verdict.cause != "other" else self._cause(index, signal, evidence)
+        )
         critical = signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2
         verdict = wire.Verdict(
             id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
@@ -324,7 +335,7 @@ class Detectors:
         return verdict.model_copy(update={"sentence": _sentence(verdict)})
 
     def _evidence(self, index: int) -> dict[str, float]:
-        growth = getattr(self, "_growth", None)
+        growth = self._growth
         if index == _RUN or growth is None:
             return {}
         named = {
@@ -356,8 +367,8 @@ class Detectors:
     def _forecast(self, index: int) -> tuple[float | None, float | None, float | None]:
         """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
         growth = self._growth
-        score = float(growth.end[1, index])
-        if not math.isfinite(score):
+        score = math.nan if growth is None else float(growth.end[1, index])
+        if growth is None or not math.isfinite(score):
             return None, None, None
         if score >= DANGEROUS_SCORE:
             return 0.0, 0.0, 0.0
@@ -372,7 +383,7 @@ class Detectors:
             curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
             likely = curve if older > 0 and newer >= 1.2 * older else line
             found.append((likely, 0.7 * min(line, curve), 1.5 * max(line, curve)))
-        return min(found, default=(None, None, None), key=lambda steps: steps[0])  # type: ignore[arg-type, return-value]
+        return min(found, key=lambda steps: steps[0]) if found else (None, None, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""
@@ -396,13 +407,16 @@ class Detectors:
             setattr(self, name, wire.Array.model_validate(state[name]).numpy())
         self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
         self._step = int(state["step"])
+        self._growth = self._measure()
 
     _ARRAYS = ("_runs", "_nearness", "_bias", "_modes")
 
 
 def _least(*parts: Floats) -> Floats:
     """The smallest of all conditions, 0 where one is not known."""
-    return np.nan_to_num(np.minimum.reduce([np.nan_to_num(part, nan=0.0, posinf=9.0, neginf=0.0) for part in parts]))
+    known = [np.nan_to_num(part, nan=0.0, posinf=9.0, neginf=0.0) for part in parts]
+    least: Floats = np.minimum.reduce(known)
+    return least
 
 
 def _differs(old: wire.Verdict, new: wire.Verdict, update_steps: int) -> bool:

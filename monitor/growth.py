@@ -30,19 +30,22 @@ class Growth:
     @property
     def change(self) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        return np.sign(self.end) * (self.end - self.start)
+        change: Floats = np.sign(self.end) * (self.end - self.start)
+        return change
 
     @property
     def newer_share(self) -> Floats:
         """Part of the change that lies in the newer half of the window: 0.5 for a line, 0 for a stop."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return (self.end - self.middle) / (self.end - self.start)
+            share: Floats = (self.end - self.middle) / (self.end - self.start)
+        return share
 
     @property
     def sigmas(self) -> Floats:
         """The change in units of its standard error."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.change / (np.sqrt(2.0) * self.jitter)
+            sigmas: Floats = self.change / (np.sqrt(2.0) * self.jitter)
+        return sigmas
 
 
 class History:
@@ -95,6 +98,11 @@ class History:
         norm = self._open[2].copy()
         self._open[:] = np.nan
         self._open[2] = norm
+
+    @property
+    def last_step(self) -> int:
+        """Step at which the last block was closed; 0 before the first."""
+        return int(self._steps[(self._closed - 1) % len(self._steps)]) if self._closed else 0
 
     def growth(self, window_steps: float, shortest_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while less than `shortest_steps` of past is held."""
