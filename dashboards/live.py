@@ -16,7 +16,6 @@ from foreshock.dashboards.rules import Links, rules
 Kind = Literal["panel", "variable", "annotation", "rule"]
 
 _LABEL_VALUES: Final = re.compile(r"label_values\((.*),\s*(\w+)\)")
-_RESOLUTION: Final = "5s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,17 @@ def concrete(expr: str, *, run: str = ".+", rate_interval: str = "1m") -> str:
 
 
 def ask(
-    prometheus_url: str, asked: Sequence[Query], *, run: str = ".+", rate_interval: str = "1m", window: str = "1h"
+    prometheus_url: str,
+    asked: Sequence[Query],
+    *,
+    run: str = ".+",
+    rate_interval: str = "1m",
+    window: str = "1h",
+    resolution: str = "15s",
 ) -> list[Answer]:
-    """Evaluate each query at every point of the last `window`; a query is alive if any point has a series.
+    """Evaluate each query every `resolution` of the last `window`; a query is alive if any point has a series.
+
+    `rate_interval` should be four scrape intervals, as in Grafana.
 
     Raises httpx.HTTPError when Prometheus cannot be reached.
     """
@@ -81,9 +88,7 @@ def ask(
     with httpx.Client(base_url=prometheus_url, timeout=30) as client:
         for query in asked:
             expr = concrete(query.expr, run=run, rate_interval=rate_interval)
-            response = client.post(
-                "/api/v1/query", data={"query": f"count_over_time(({expr})[{window}:{_RESOLUTION}])"}
-            )
+            response = client.post("/api/v1/query", data={"query": f"count_over_time(({expr})[{window}:{resolution}])"})
             body = response.json()
             if body["status"] != "success":
                 answers.append(Answer(query, 0, body["error"]))

@@ -71,9 +71,13 @@ def alertmanager_config(
     The watchdog has a route of its own, since its silence is the alert; it repeats after one to two times
     `watchdog_interval`.
     """
-    webhook: dict[str, Any] = {"url": webhook_url, "send_resolved": True}
-    if token_file is not None:
-        webhook["http_config"] = {"authorization": {"type": "Bearer", "credentials_file": str(token_file)}}
+
+    def receiver(name: str) -> dict[str, Any]:
+        webhook: dict[str, Any] = {"url": webhook_url, "send_resolved": True}
+        if token_file is not None:
+            webhook["http_config"] = {"authorization": {"type": "Bearer", "credentials_file": str(token_file)}}
+        return {"name": name, "webhook_configs": [webhook]}
+
     return to_yaml(
         {
             "route": {
@@ -92,10 +96,7 @@ def alertmanager_config(
                     }
                 ],
             },
-            "receivers": [
-                {"name": "foreshock", "webhook_configs": [webhook]},
-                {"name": "watchdog", "webhook_configs": [dict(webhook)]},
-            ],
+            "receivers": [receiver("foreshock"), receiver("watchdog")],
         }
     )
 
