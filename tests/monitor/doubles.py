@@ -32,7 +32,7 @@ class ScriptedDetectors:
         self.loaded = state
 
 
-def verdict(layer: int, head: int, **changes: Any) -> wire.Verdict:
+def verdict(layer: int | None, head: int | None, **changes: Any) -> wire.Verdict:
     """A warning about one head."""
     fields: dict[str, Any] = {
         "id": f"verdict-{layer}-{head}",

@@ -1,5 +1,6 @@
 """Small models that are written as people write them, and one training step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,11 +121,11 @@ def batch(step: int, *, rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1000 + step))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+def train_step(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     """Forward, backward, update; returns the loss."""
     ids = batch(step)
     loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return loss

@@ -1,0 +1,226 @@
+"""Policies, switches and commands: who changes a head's mode, when, and that each command is answered once."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
+from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Mode
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.interception import LAYER_ATTRIBUTE
+from foreshock.monitor.policy import decide, with_mitigation
+from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
+
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def board() -> tuple[Switchboard, torch.Tensor]:
+    modes = torch.zeros(4, dtype=torch.int32)
+    ids = iter(range(10**6))
+    return Switchboard(HEADS, modes, lambda: f"id-{next(ids)}"), modes
+
+
+def command(**changes: Any) -> wire.Command:
+    fields: dict[str, Any] = {
+        "id": "c1",
+        "heads": ((1, 0),),
+        "mode": "exact_delta",
+        "reason": "a person asked",
+        "issued_by": "ada",
+    }
+    return wire.Command(**{**fields, **changes})
+
+
+def run(model: TinyGPT, script: dict[int, list[wire.Verdict]], steps: int, **settings: Any) -> tuple[Agent, Listener]:
+    agent = attach(model, **{**QUICK, **settings})
+    listener = Listener()
+    agent.subscribe(listener)
+    agent.detectors = ScriptedDetectors(4, script)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        agent.step(train_step(model, optimizer, step))
+    return agent, listener
+
+
+# ---- policy ---------------------------------------------------------------------------------------------------------
+
+
+def test_observe_only_warns() -> None:
+    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
+    agent.close()
+    assert len(listener.of(wire.Verdict)) == 1
+    assert listener.of(wire.Switched) == []
+    assert set(agent.modes().values()) == {"plain"}
+
+
+def test_approve_proposes_and_changes_nothing() -> None:
+    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="approve")
+    agent.close()
+    (switched,) = listener.of(wire.Switched)
+    assert (switched.outcome, switched.before, switched.after) == ("proposed", ("plain",), ("exact_delta",))
+    assert switched.verdict == "verdict-1-0"
+    assert set(agent.modes().values()) == {"plain"}
+
+
+def test_auto_switches_the_named_head_at_the_same_boundary_and_the_kernel_sees_it() -> None:
+    model = tiny_gpt()
+    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto")
+    (switched,) = listener.of(wire.Switched)
+    assert (switched.step, switched.outcome, switched.heads) == (2, "applied", ((1, 0),))
+    assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): "exact_delta", (1, 1): "plain"}
+    layer = model.blocks[1].__dict__[LAYER_ATTRIBUTE]
+    assert layer.modes.tolist() == [Mode.EXACT_DELTA, Mode.PLAIN]
+    agent.close()
+    modes = [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None]
+    assert modes == [[0] * 4, [0] * 4, [0, 0, 1, 0], [0, 0, 1, 0]]
+
+
+def test_after_a_warning_every_step_is_sampled_for_a_while() -> None:
+    agent, listener = run(tiny_gpt(), {4: [verdict(0, 0)]}, 16, sample_every_steps=4, close_watch_steps=3)
+    agent.close()
+    assert [s.step for s in listener.of(wire.Sample)] == [1, 5, 6, 7, 8, 12, 16]
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        verdict(1, 0, state="cleared"),
+        verdict(1, 0, severity="info"),
+        verdict(1, 0, cause="score growth"),
+        verdict(9, 0),
+        verdict(None, None),
+    ],
+)
+def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Verdict) -> None:
+    assert decide([unfit], "exact_delta", dict.fromkeys(HEADS, 0)) == []
+
+
+def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
+    modes = {**dict.fromkeys(HEADS, 0), (1, 0): int(Mode.EXACT_DELTA)}
+    assert decide([verdict(1, 0)], "exact_delta", modes) == []
+    (decision,) = decide([verdict(1, 0)], "exact_delta+stable_softmax", modes)
+    assert decision.mode == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
+
+
+def test_a_mitigation_keeps_other_flags_and_replaces_a_softmax_rule() -> None:
+    assert with_mitigation(Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA) == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
+    assert with_mitigation(Mode.PAPER_SOFTMAX, Mode.STABLE_SOFTMAX) == Mode.STABLE_SOFTMAX
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_is_applied_once_however_often_it_is_delivered() -> None:
+    switchboard, modes = board()
+    first = switchboard.obey(command(), step=5, unix_seconds=0)
+    assert first is not None
+    assert (first.outcome, first.command, first.reason) == ("applied", "c1", "ada: a person asked")
+    switchboard.switch([(1, 0)], "plain", step=6, reason="undone")
+    assert switchboard.obey(command(), step=7, unix_seconds=0) is None
+    assert modes.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({"expires_step": 5}, "expired", "expired at step 5; this run is at step 5"),
+        ({"expires_unix_seconds": 99.0}, "expired", "expired by the clock"),
+        ({"heads": ((7, 0),)}, "refused", "none of the named heads"),
+        ({"expect": "exact_delta"}, "refused", "expected exact_delta, but layer 1 head 0 has plain"),
+        ({"dry_run": True}, "dry_run", "dry run: a person asked"),
+    ],
+)
+def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
+    changes: dict[str, Any], outcome: str, reason: str
+) -> None:
+    switchboard, modes = board()
+    answer = switchboard.obey(command(**changes), step=5, unix_seconds=100.0)
+    assert answer is not None
+    assert answer.outcome == outcome
+    assert reason in answer.reason
+    assert modes.tolist() == [0, 0, 0, 0]
+
+
+def test_a_command_for_every_head_reaches_every_head_and_compares_before_it_sets() -> None:
+    switchboard, modes = board()
+    switchboard.obey(command(heads=None, expires_step=6, expect="plain"), step=5, unix_seconds=0)
+    assert modes.tolist() == [1, 1, 1, 1]
+    late = switchboard.obey(command(id="c2", heads=None, mode="plain", expect="plain"), step=6, unix_seconds=0)
+    assert late is not None
+    assert late.outcome == "refused"
+
+
+def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here() -> None:
+    switchboard, modes = board()
+    answer = switchboard.obey(command(heads=((1, 0), (1, 9))), step=5, unix_seconds=0)
+    assert answer is not None
+    assert answer.heads == ((1, 0),)
+    assert modes.tolist() == [0, 0, 1, 0]
+
+
+def test_the_memory_of_answered_commands_is_bounded() -> None:
+    switchboard, _ = board()
+    for number in range(MAX_ANSWERED + 10):
+        switchboard.obey(command(id=f"c{number}"), step=1, unix_seconds=0)
+    assert len(switchboard.state_dict()["answered"]) == MAX_ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("heads", "mode", "sentence"),
+    [
+        ([(1, 0)], "fast", "mode 'fast' does not exist; allowed are plain"),
+        ([(5, 5)], "plain", r"\(layer, head\) \[\(5, 5\)\] is not watched here"),
+    ],
+)
+def test_a_person_who_sets_a_wrong_mode_or_head_gets_a_sentence(heads: Any, mode: str, sentence: str) -> None:
+    agent = attach(tiny_gpt(), **QUICK)
+    with pytest.raises(ValueError, match=sentence):
+        agent.set_mode(heads, mode, "a test")
+    agent.close()
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_modes_answers_and_detector_state_are_back_before_the_first_step_of_a_resumed_run() -> None:
+    agent, _ = run(tiny_gpt(), {}, 5, sample_every_steps=3)
+    agent.set_mode([(0, 1)], "exact_delta+stable_softmax", "a person")
+    saved = json.loads(json.dumps(agent.state_dict()))
+    agent.close()
+    model = tiny_gpt()
+    resumed = attach(model, **QUICK)
+    listener = Listener()
+    resumed.subscribe(listener)
+    detectors = resumed.detectors = ScriptedDetectors(4)
+    resumed.load_state_dict(saved)
+    assert resumed.modes()[(0, 1)] == "exact_delta+stable_softmax"
+    assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, 3]
+    assert detectors.loaded == {"seen": 3}  # the samples at 1 and 4, and the one the checkpoint took at 5
+    resumed.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 5))
+    resumed.close()
+    assert resumed.run == agent.run
+    assert [(s.since_step, s.step) for s in listener.of(wire.Sample)] == [(5, 6)]
+    with pytest.raises(ValueError, match="call it before the first step"):
+        resumed.load_state_dict(saved)
+
+
+def test_a_saved_state_of_another_version_is_refused_with_a_sentence() -> None:
+    agent = attach(tiny_gpt(), **QUICK)
+    with pytest.raises(ValueError, match="version 7; this agent reads version 1"):
+        agent.load_state_dict({"version": 7})
+    agent.close()
+
+
+def test_the_report_names_a_layer_that_step_1_did_not_hit(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **QUICK)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent.step(1.0)
+    agent.close()
+    assert any("layer 1 (blocks.1) counted nothing in step 1" in r.message for r in caplog.records)

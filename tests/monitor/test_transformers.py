@@ -1,0 +1,288 @@
+"""Models of transformers and their Trainer: attention, masks, one-line callback, resume."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.doubles import Listener
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor.callbacks.huggingface import ForeshockCallback
+
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+SMALL: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def gpt2(**changes: Any) -> Any:
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 48, "n_positions": 64}
+    options = {**sizes, "bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLMLoss", **changes}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**options))
+
+
+MODELS: dict[str, Any] = {
+    "gpt2": gpt2,
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5)),
+    "gemma2, softcap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=20.0, sliding_window=5)
+    ),
+}
+
+
+def ids(rows: int = 3, length: int = 12) -> Tensor:
+    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture_computes_the_same_and_counts_every_row(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    implementation = "eager" if "softcap" in name else model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    expected = model(ids()).logits
+    agent = attach(model, **QUICK, numerics="float32")
+    listener = Listener()
+    agent.subscribe(listener)
+    got = model(ids()).logits
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    got.square().mean().backward()
+    agent.step()
+    agent.close()
+    words = listener.of(wire.Sample)[0].words()
+    assert slot_values(words, Slot.ROWS).tolist() == [3 * 12] * len(words)
+    assert model.config._attn_implementation == implementation
+    assert "NOTHING" not in agent.report()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral, sliding window"])
+def test_padding_becomes_packed_sequences(name: str, side: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    lengths = [12, 5, 8]
+    mask = torch.zeros(3, 12, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    mask = mask.flip(1) if side == "left" else mask
+    expected = model(ids(), attention_mask=mask).logits[mask.bool()]
+    agent = attach(model, **QUICK, numerics="float32")
+    listener = Listener()
+    agent.subscribe(listener)
+    got = model(ids(), attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    got.square().mean().backward()
+    agent.step()
+    agent.close()
+    words = listener.of(wire.Sample)[0].words()
+    assert slot_values(words, Slot.ROWS).tolist() == [sum(lengths)] * len(words)
+
+
+def test_a_custom_mask_goes_to_pytorch_with_a_named_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt2().eval()
+    mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    mask[..., 3] = False
+    mask[..., 3, 3] = True
+    expected = model(ids(), attention_mask=mask).logits
+    agent = attach(model, **QUICK)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        got = model(ids(), attention_mask=mask).logits
+    agent.close()
+    torch.testing.assert_close(got, expected)
+    assert any("transformer.h.0.attn" in r.message and "its mask is more than" in r.message for r in caplog.records)
+
+
+def test_generation_works_while_attached() -> None:
+    model = gpt2().eval()
+    expected = model.generate(ids(1, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    agent = attach(model, **QUICK, numerics="float32")
+    got = model.generate(ids(1, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    agent.close()
+    assert torch.equal(got, expected)
+
+
+# ---- the Trainer ----------------------------------------------------------------------------------------------------
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """32 sequences of 12 tokens."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(48, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+class Observed(ForeshockCallback):
+    """The callback, with a listener from the start and a switch at a step."""
+
+    def __init__(self, *, switch_at: int | None = None, **overrides: Any) -> None:
+        super().__init__(**overrides)
+        self.listener = Listener()
+        self.switch_at = switch_at
+        self.loss_seen: list[float] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        assert self.agent is not None
+        self.agent.subscribe(self.listener)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        assert self.agent is not None
+        if state.global_step == self.switch_at:
+            self.agent.set_mode([(1, 0)], "exact_delta", "a test")
+
+    def samples(self) -> list[wire.Sample]:
+        return self.listener.of(wire.Sample)
+
+    def state(self) -> dict[str, Any]:
+        saved = super().state()
+        return {**saved, "args": {**saved["args"], "switch_at": self.switch_at}}
+
+
+def train(
+    folder: Path, callback: ForeshockCallback | None, steps: int, *, resume: str | None = None, **changes: Any
+) -> Trainer:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 5,
+        "dataloader_pin_memory": False,
+    }
+    args = TrainingArguments(output_dir=str(folder), max_steps=steps, **{**settings, **changes})
+    callbacks = [callback] if callback is not None else []
+    trainer = Trainer(gpt2(), args, train_dataset=Sequences(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def rows_per_head(sample: wire.Sample) -> list[float]:
+    words = sample.words()
+    assert words is not None
+    counted: list[float] = slot_values(words, Slot.ROWS).tolist()
+    return counted
+
+
+def intervals(callback: Observed) -> list[tuple[int, int]]:
+    return [(s.since_step, s.step) for s in callback.samples()]
+
+
+def test_one_line_in_the_trainer_watches_every_step_with_the_raw_loss(tmp_path: Path) -> None:
+    callback = Observed(**QUICK)
+    trainer = train(tmp_path, callback, 4)
+    assert intervals(callback) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [s.loss for s in callback.samples()] == pytest.approx(logged, rel=1e-4)
+    assert [s.learning_rate for s in callback.samples()] == [1e-2] * 4
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert [s.grad_norm for s in callback.samples()[1:]] == pytest.approx(norms[:3], rel=1e-6)
+    assert callback.listener.events[-1].kind == "finished"
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path) -> None:
+    callback = Observed(**QUICK)
+    trainer = train(tmp_path, callback, 2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [s.loss for s in callback.samples()] == pytest.approx(logged, rel=1e-4)
+    assert [rows_per_head(s) for s in callback.samples()] == [[4 * 12] * 4] * 2
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path, restore: bool) -> None:
+    settings = {**QUICK, "sample_every_steps": 3}
+    straight = Observed(**settings, switch_at=2)
+    train(tmp_path / "a", straight, 9)
+    interrupted = Observed(**settings, switch_at=2)
+    train(tmp_path / "b", interrupted, 5)
+    resumed = Observed(**settings)
+    checkpoint = str(tmp_path / "b" / "checkpoint-4")
+    trainer = train(tmp_path / "b", resumed, 9, resume=checkpoint, restore_callback_states_from_checkpoint=restore)
+    if restore:  # the Trainer then makes the callback anew
+        resumed = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Observed))
+    assert resumed.agent is not None
+    assert interrupted.agent is not None
+    before = [i for i in intervals(interrupted) if i[1] <= 4]
+    assert [step for since, end in before + intervals(resumed) for step in range(since + 1, end + 1)] == [*range(1, 10)]
+    assert resumed.agent.run == interrupted.agent.run
+    assert resumed.agent.boot > interrupted.agent.boot
+    started = resumed.listener.of(wire.Started)[0]
+    assert started.step == 4
+    first = resumed.samples()[0]
+    assert first.modes is not None
+    assert first.modes.numpy().tolist() == [0, 0, 1, 0]
+    # the counts of the steps after the checkpoint are those of the training that was never interrupted
+    merged = np.sum([rows_per_head(s) for s in straight.samples() if s.since_step >= 4], axis=0)
+    again = np.sum([rows_per_head(s) for s in resumed.samples()], axis=0)
+    assert (merged == again).all()
+    assert trainer.state.global_step == 9
+
+
+def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path: Path) -> None:
+    train(tmp_path, ForeshockCallback(**QUICK, token="very-secret-token"), 4)
+    text = "".join(p.read_text() for p in (tmp_path / "checkpoint-4").glob("*.json"))
+    assert "very-secret-token" not in text
+    assert "foreshock" not in (tmp_path / "checkpoint-4" / "config.json").read_text()
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["ForeshockCallback"]["attributes"]["saved"]["step"] == 4
+
+
+def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
+    class FailsOnce(Observed):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_step_end(*args, **kwargs)
+            if not self.loss_seen:
+                self.loss_seen.append(0.0)
+                raise RuntimeError("another callback's fault")
+
+    callback = FailsOnce(**QUICK)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    trainer = Trainer(gpt2(), args, train_dataset=Sequences(), callbacks=[callback])
+    with pytest.raises(RuntimeError, match="another callback's fault"):
+        trainer.train()
+    trainer.train()
+    assert [e.status for e in callback.listener.of(wire.Finished)] == ["failed", "completed"]
