@@ -1,0 +1,513 @@
+"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ (counts ties), dK and dV; then the statistics.
+
+No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
+fixed order, so that equal inputs give equal bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.kernels.flash_attention.blocks import (
+    cap_scores,
+    diagonal,
+    kept,
+    key_ranges,
+    load_tile,
+    sequence,
+    store_tile,
+    to_operand,
+    visible,
+)
+from foreshock.kernels.flash_attention.counting import merge_kernel, row_kernel
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.ties import count_ties, tie_levels, tied
+from foreshock.kernels.flash_attention.tuning import Config, Configs, configs
+
+
+@triton.jit
+def _weights(products, shift, log2_sum, unit):
+    """P from products of queries and keys: exp(score - row max) / row sum, each digit kept at any offset."""
+    return tl.exp2((products - shift) * unit - log2_sum)
+
+
+@triton.jit
+def _grad_query(
+    acc, ties, q, grad_out, key, value, batch, kv_head, low, high, queries, shift, log2_sum, delta, wide, narrow,
+    start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit, score_unit, scale, softcap, left, right,
+    keep_scale, seed, plane, threshold,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [low, high) to dQ of one block of queries, and to its packed counts of ties."""
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
+        grad_p = tl.dot(grad_out, tl.trans(v))
+        keys = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = tl.where(mask, scores, float("-inf"))
+        p = _weights(scores, shift[:, None], log2_sum[:, None], unit)
+        if COUNT:
+            ties += count_ties(scores, score_unit, wide, narrow)
+        if DROPOUT:
+            keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
+            grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
+        grad_s = p * (grad_p - delta[:, None])
+        if SOFTCAP:
+            capped = tl.where(p == 0.0, 0.0, scores / softcap)
+            grad_s = grad_s * (1.0 - capped * capped)
+        acc = tl.dot(to_operand(grad_s, DTYPE), k, acc)
+    return acc, ties
+
+
+@triton.jit
+def grad_query_kernel(
+    query, key, value, grad_out, grad_query, row_max, shifts, log2_sums, deltas, lse, tie_counts,
+    cu_seqlens_q, cu_seqlens_k, seeds,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs,
+    heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
+    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries of one head, and how many of its rows have ties, int64 [planes, 2, blocks]."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    index = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    dtype: tl.constexpr = grad_query.dtype.element_ty
+    total_q = length_q
+    batch = index
+    if PACKED:
+        batch = 0
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    first = block * BLOCK_M
+    plane = batch * heads + head
+    rows = tl.cast(plane, tl.int64) * total_q + start_q
+    grad_query += tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
+    grad_query += tl.cast(start_q, tl.int64) * stride_gs
+    if not TMA:
+        query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
+        query += tl.cast(start_q, tl.int64) * stride_qs
+        key += tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
+        key += tl.cast(start_k, tl.int64) * stride_ks
+        value += tl.cast(batch, tl.int64) * stride_vb + tl.cast(kv_head, tl.int64) * stride_vh
+        value += tl.cast(start_k, tl.int64) * stride_vs
+        grad_out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
+        grad_out += tl.cast(start_q, tl.int64) * stride_os
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seeds)
+    if COUNT:
+        blocks = tl.num_programs(0)
+        counts = tie_counts + tl.program_id(1).to(tl.int64) * 2 * blocks + block
+    if first < length_q:
+        queries = first + tl.arange(0, BLOCK_M)
+        inside = queries < length_q
+        q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        shift = tl.load(shifts + rows + queries, mask=inside, other=0.0)
+        log2_sum = tl.load(log2_sums + rows + queries, mask=inside, other=float("inf"))
+        delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
+        ties = tl.zeros((BLOCK_M,), tl.float32)
+        wide = ties
+        narrow = ties
+        if COUNT:
+            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+            wide, narrow, bf16_is_wide = tie_levels(largest, dtype)
+        offset = diagonal(length_q, length_k, TOP_LEFT)
+        last = tl.minimum(first + BLOCK_M, length_q) - 1
+        low, full_low, full_high, high = key_ranges(
+            first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        if HAS_LEFT:
+            acc, ties = _grad_query(
+                acc, ties, q, do, key, value, batch, kv_head, low, full_low, queries, shift, log2_sum, delta, wide,
+                narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
+                left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT,
+                PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+            )  # fmt: skip
+        acc, ties = _grad_query(
+            acc, ties, q, do, key, value, batch, kv_head, full_low, full_high, queries, shift, log2_sum, delta, wide,
+            narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
+            left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT,
+            PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+        )  # fmt: skip
+        acc, ties = _grad_query(
+            acc, ties, q, do, key, value, batch, kv_head, full_high, high, queries, shift, log2_sum, delta, wide,
+            narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
+            left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT,
+            PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+        )  # fmt: skip
+        store_tile(grad_query, acc * scale, first, stride_gs, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
+        if COUNT:
+            valid = tl.load(lse + rows + queries, mask=inside, other=float("inf"))
+            counted = (tl.abs(valid) < float("inf")) & (tl.abs(largest) < float("inf")) & (tl.abs(delta) < float("inf"))
+            tied_bf16, tied_one = tied(ties, bf16_is_wide)
+            tl.store(counts, tl.sum((tied_bf16 & counted).to(tl.int64), 0))
+            tl.store(counts + blocks, tl.sum((tied_one & counted).to(tl.int64), 0))
+    elif COUNT:
+        tl.store(counts, 0)
+        tl.store(counts + blocks, 0)
+
+
+@triton.jit
+def _grad_key(
+    grad_k, grad_v, k, v, query, grad_out, batch, head, low, high, keys, shifts, log2_sums, deltas, rows,
+    start_q, start_k, offset, length_q, length_k, stride_q, stride_o, dim, unit, scale, softcap, left, right,
+    keep_scale, seed, plane, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are transposed, [keys, queries]."""
+    for start in tl.range(low, high, BLOCK_M):
+        q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        queries = start + tl.arange(0, BLOCK_M)
+        inside = queries < length_q
+        # Past the last query P is exp2(-inf) = 0.
+        shift = tl.load(shifts + rows + queries, mask=inside, other=0.0)
+        log2_sum = tl.load(log2_sums + rows + queries, mask=inside, other=float("inf"))
+        delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
+        scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, PRESCALED, SOFTCAP)
+        grad_p = tl.dot(v, tl.trans(do))
+        if MASKED:
+            mask = visible(queries[None, :], keys[:, None], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = tl.where(mask, scores, float("-inf"))
+        p = _weights(scores, shift[None, :], log2_sum[None, :], unit)
+        if DROPOUT:
+            keep = kept(seed, plane, start_q + queries[None, :], start_k + keys[:, None], threshold)
+            grad_v = tl.dot(to_operand(tl.where(keep, p * keep_scale, 0.0), DTYPE), do, grad_v)
+            grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
+        else:
+            grad_v = tl.dot(to_operand(p, DTYPE), do, grad_v)
+        grad_s = p * (grad_p - delta[None, :])
+        if SOFTCAP:
+            capped = tl.where(p == 0.0, 0.0, scores / softcap)
+            grad_s = grad_s * (1.0 - capped * capped)
+        grad_k = tl.dot(to_operand(grad_s, DTYPE), q, grad_k)
+    return grad_k, grad_v
+
+
+@triton.jit
+def grad_key_kernel(
+    query, key, value, grad_out, grad_key, grad_value, shifts, log2_sums, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, stride_wb, stride_wh, stride_ws,
+    heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
+    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys of one key head, over every query head of its group."""
+    block = tl.program_id(0)
+    kv_heads = heads // group
+    index = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    dtype: tl.constexpr = grad_key.dtype.element_ty
+    total_q = length_q
+    batch = index
+    if PACKED:
+        batch = 0
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    first = block * BLOCK_N
+    grad_key += tl.cast(batch, tl.int64) * stride_gb + tl.cast(kv_head, tl.int64) * stride_gh
+    grad_key += tl.cast(start_k, tl.int64) * stride_gs
+    grad_value += tl.cast(batch, tl.int64) * stride_wb + tl.cast(kv_head, tl.int64) * stride_wh
+    grad_value += tl.cast(start_k, tl.int64) * stride_ws
+    if not TMA:
+        query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(start_q, tl.int64) * stride_qs
+        grad_out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(start_q, tl.int64) * stride_os
+        key += tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
+        key += tl.cast(start_k, tl.int64) * stride_ks
+        value += tl.cast(batch, tl.int64) * stride_vb + tl.cast(kv_head, tl.int64) * stride_vh
+        value += tl.cast(start_k, tl.int64) * stride_vs
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seeds)
+    if first < length_k:
+        keys = first + tl.arange(0, BLOCK_N)
+        k = load_tile(key, batch, kv_head, first, BLOCK_N, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        v = load_tile(value, batch, kv_head, first, BLOCK_N, stride_vs, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        offset = diagonal(length_q, length_k, TOP_LEFT)
+        last = tl.minimum(first + BLOCK_N, length_k) - 1
+        # Key j is seen by the queries j - offset - right to j - offset + left: the same ranges with sides swapped.
+        low, full_low, full_high, high = key_ranges(
+            first, last, -offset, length_q, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT
+        )
+        grad_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        for member in tl.range(0, group):
+            head = kv_head * group + member
+            plane = batch * heads + head
+            rows = tl.cast(plane, tl.int64) * total_q + start_q
+            query_rows = query
+            grad_rows = grad_out
+            if not TMA:
+                query_rows = query + tl.cast(head, tl.int64) * stride_qh
+                grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh
+            if HAS_RIGHT:
+                grad_k, grad_v = _grad_key(
+                    grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, low, full_low, keys, shifts, log2_sums,
+                    deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                    softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
+                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+                )  # fmt: skip
+            grad_k, grad_v = _grad_key(
+                grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, full_low, full_high, keys, shifts, log2_sums,
+                deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, False,
+                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+            )  # fmt: skip
+            grad_k, grad_v = _grad_key(
+                grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, full_high, high, keys, shifts, log2_sums,
+                deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
+                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+            )  # fmt: skip
+        store_tile(grad_key, grad_k * scale, first, stride_gs, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
+        store_tile(grad_value, grad_v, first, stride_ws, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    residual: Tensor,
+    lse: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    state: Tensor | None,
+    modes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_seed: Tensor | None,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
+    call = Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec)
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if call.blank(*grads):
+        if state is not None:
+            state[:, Slot.ROWS_EMPTY] += query.shape[0] * query.shape[2]
+        return grads
+    if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
+        grad_out = grad_out.contiguous()
+    chosen = configs(call.capability, call.block_d)
+    launch_backward(
+        call, chosen, grad_out, query, key, value, out, residual, lse, row_max, row_sum, grads, state, modes, dropout_seed
+    )
+    if call.packed:
+        call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
+        call.blank_tail(cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
+    return grads
+
+
+def launch_backward(
+    call: Call,
+    chosen: Configs,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    lse: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    state: Tensor | None,
+    modes: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    """The three passes under given configurations, and the statistics; the benchmark calls it without a residual."""
+    rows = _launch_rows(call, grad_out, out, residual, lse, row_max, row_sum, state, modes)
+    ties = _launch_grad_query(call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, seed)
+    _launch_grad_key(call, chosen.grad_key, grad_out, query, key, value, rows, grads[1], grads[2], seed)
+    if state is not None and rows.partial is not None and ties is not None:
+        merge_kernel[(call.heads, SLOT_COUNT)](
+            state,
+            rows.partial,
+            ties,
+            call.cu_seqlens_q,
+            *state.stride(),
+            call.heads,
+            call.sequences,
+            call.total_q,
+            rows.partial.shape[2],
+            ties.shape[2],
+            PACKED=call.packed,
+            BLOCK=128,
+            num_warps=4,
+        )
+
+
+class _Rows(NamedTuple):
+    """What the first pass leaves for the others, all [B, H, Sq] fp32, and its statistics."""
+
+    shift: Tensor
+    log2_sum: Tensor
+    delta: Tensor
+    partial: Tensor | None
+
+
+def _launch_rows(
+    call: Call,
+    grad_out: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    lse: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    state: Tensor | None,
+    modes: Tensor | None,
+) -> _Rows:
+    rows_per_block = 64
+    grid = (triton.cdiv(call.longest_q, rows_per_block), call.sequences * call.heads)
+    shift, log2_sum, delta = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
+    partial = None
+    if state is not None:
+        partial = torch.empty((grid[1], SLOT_COUNT, grid[0]), dtype=torch.int64, device=lse.device)
+    spec = call.spec
+    switches = call.switches()
+    row_kernel[grid](
+        grad_out,
+        out,
+        residual,
+        lse,
+        row_max,
+        row_sum,
+        shift,
+        log2_sum,
+        delta,
+        partial,
+        modes,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        *grad_out.stride()[:3],
+        *out.stride()[:3],
+        call.heads,
+        call.total_q,
+        call.total_k,
+        call.dim,
+        float(call.score_unit),
+        spec.window_left,
+        call.right,
+        ROWS=rows_per_block,
+        **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
+        HAS_MODES=modes is not None,
+        RESIDUAL=residual is not None,
+        COUNT=state is not None,
+        num_warps=4,
+    )
+    return _Rows(shift, log2_sum, delta, partial)
+
+
+def _launch_grad_query(
+    call: Call,
+    config: Config,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: _Rows,
+    lse: Tensor,
+    row_max: Tensor,
+    grad_query: Tensor,
+    state: Tensor | None,
+    seed: Tensor | None,
+) -> Tensor | None:
+    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
+    grid = (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads)
+    ties = None
+    if state is not None:
+        ties = torch.empty((grid[1], 2, grid[0]), dtype=torch.int64, device=lse.device)
+    grad_query_kernel[grid](
+        call.rows(query, config.block_m, tma),
+        call.rows(key, config.block_n, tma),
+        call.rows(value, config.block_n, tma),
+        call.rows(grad_out, config.block_m, tma),
+        grad_query,
+        row_max,
+        rows.shift,
+        rows.log2_sum,
+        rows.delta,
+        lse,
+        ties,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        seed,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *grad_out.stride()[:3],
+        *grad_query.stride()[:3],
+        *call.sizes(),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        **call.switches(),
+        TMA=tma,
+        COUNT=state is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return ties
+
+
+def _launch_grad_key(
+    call: Call,
+    config: Config,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: _Rows,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    seed: Tensor | None,
+) -> None:
+    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
+    grid = (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads)
+    grad_key_kernel[grid](
+        call.rows(query, config.block_m, tma),
+        call.rows(key, config.block_n, tma),
+        call.rows(value, config.block_n, tma),
+        call.rows(grad_out, config.block_m, tma),
+        grad_key,
+        grad_value,
+        rows.shift,
+        rows.log2_sum,
+        rows.delta,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        seed,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *grad_out.stride()[:3],
+        *grad_key.stride()[:3],
+        *grad_value.stride()[:3],
+        *call.sizes(),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        **call.switches(),
+        TMA=tma,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )

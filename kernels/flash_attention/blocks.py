@@ -1,0 +1,160 @@
+"""Device functions that the forward and the backward share: which keys a tile sees, loading it, rounding it."""
+
+import triton
+import triton.language as tl
+
+INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
+round, so there tiles are widened to fp32 when loaded and rounded by hand."""
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def to_operand(x, dtype: tl.constexpr):
+    """x rounded to nearest even in the operand's 16-bit type (the interpreter keeps the rounded values in fp32)."""
+    if INTERPRET:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+        return x.to(dtype).to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def load_tile(
+    source,
+    batch,
+    head,
+    row,
+    rows,
+    stride,
+    length,
+    dim,
+    BLOCK_D: tl.constexpr,
+    DIM_FULL: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows [row, row + rows) of one head as a tile [rows, BLOCK_D]; zero outside [0, length) x [0, dim).
+
+    `source` is a tensor descriptor [B, H, S, D] under TMA, else a pointer to the head's first row.
+    """
+    if TMA:
+        tile = source.load([batch, head, row, 0]).reshape(rows, BLOCK_D)
+    else:
+        local = tl.arange(0, rows)
+        columns = tl.arange(0, BLOCK_D)
+        offsets = local[:, None].to(tl.int64) * stride + columns[None, :]
+        pointers = source + tl.cast(row, tl.int64) * stride + offsets
+        if CHECK_ROWS and DIM_FULL:
+            tile = tl.load(pointers, mask=(row + local < length)[:, None], other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(pointers, mask=(row + local < length)[:, None] & (columns < dim)[None, :], other=0.0)
+        elif DIM_FULL:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(columns < dim)[None, :], other=0.0)
+    if INTERPRET:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr
+):
+    """Write a tile [ROWS, BLOCK_D] to rows [row, ...) of the head at `pointer`, rounded to its type."""
+    local = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = pointer + tl.cast(row, tl.int64) * stride + local[:, None].to(tl.int64) * stride + columns[None, :]
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    mask = (row + local < length)[:, None]
+    if not DIM_FULL:
+        mask = mask & (columns < dim)[None, :]
+    tl.store(pointers, to_operand(tile, dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED: tl.constexpr):
+    """First row and length of the queries and keys of sequence `index`; the whole tensors unless PACKED."""
+    start_q = 0
+    start_k = 0
+    if PACKED:
+        start_q = tl.load(cu_seqlens_q + index)
+        start_k = tl.load(cu_seqlens_k + index)
+        length_q = tl.load(cu_seqlens_q + index + 1) - start_q
+        length_k = tl.load(cu_seqlens_k + index + 1) - start_k
+    return start_q, length_q, start_k, length_k
+
+
+@triton.jit
+def diagonal(length_q, length_k, TOP_LEFT: tl.constexpr):
+    """The key that stands on the diagonal of query 0."""
+    if TOP_LEFT:
+        return 0
+    return length_k - length_q
+
+
+@triton.jit
+def key_ranges(
+    first, last, offset, length_k, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """The keys that queries [first, last] see, as (low, full_low, full_high, high).
+
+    Some query sees a key only in [low, high); every query sees every key of [full_low, full_high). The first three
+    are multiples of BLOCK above `low`, so that a loop in steps of BLOCK may run over each part.
+    """
+    low = 0
+    full_low = 0
+    high = length_k
+    full_high = length_k
+    if HAS_RIGHT:
+        high = tl.maximum(tl.minimum(high, last + offset + right + 1), 0)
+        full_high = tl.maximum(tl.minimum(full_high, first + offset + right + 1), 0)
+    full_high = full_high // BLOCK * BLOCK
+    if HAS_LEFT:
+        low = tl.maximum(first + offset - left, 0) // BLOCK * BLOCK
+        full_low = tl.cdiv(tl.maximum(last + offset - left, 0), BLOCK) * BLOCK
+        full_low = tl.minimum(full_low, tl.maximum(tl.cdiv(high, BLOCK) * BLOCK, low))
+        full_high = tl.maximum(full_high, full_low)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def visible(queries, keys, offset, length_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which query sees which key; `queries` and `keys` are indices that broadcast against each other."""
+    mask = keys < length_k
+    if HAS_RIGHT:
+        mask = mask & (keys <= queries + (offset + right))
+    if HAS_LEFT:
+        mask = mask & (keys >= queries + (offset - left))
+    return mask
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def cap_scores(products, scale, softcap, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Scores from products of queries and keys. Unless PRESCALED they stay in units of 1 / scale, which saves a
+    multiplication an entry."""
+    if SOFTCAP:
+        return softcap * tanh(products * (scale / softcap))
+    if PRESCALED:
+        return products * scale
+    return products
+
+
+@triton.jit
+def kept(seed, plane, queries, keys, threshold):
+    """Dropout's mask, as `dropout.kept`: the Philox word at (key, query, plane, 0) is at least `threshold`."""
+    zero = (queries * 0 + keys * 0).to(tl.uint32)
+    word, _, _, _ = tl.philox(
+        seed, keys.to(tl.uint32) + zero, queries.to(tl.uint32) + zero, plane.to(tl.uint32) + zero, zero
+    )
+    return word >= threshold
