@@ -6,6 +6,9 @@ from typing import Any, Final
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, Metric
 from foreshock.dashboards.panels import (
     DATASOURCE,
+    MANY_RUNS,
+    ONE_RUN,
+    Filters,
     Panel,
     by_step,
     describe,
@@ -38,7 +41,7 @@ def boards(links: Links) -> dict[str, Board]:
 
 
 def _overview(links: Links) -> Board:
-    run = ["run"]
+    run = MANY_RUNS
     active, risk, warning, forecast = (
         BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast")
     )
@@ -76,46 +79,44 @@ def _overview(links: Links) -> Board:
             24,
             6,
         ),
-        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], run, single_run=False),
+        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], run),
     ]
-    return _board("overview", "Overview", panels, links, variables=[_run_variable(many=True)])
+    return _board("overview", "Overview", panels, links, filters=MANY_RUNS)
 
 
 def _run(links: Links) -> Board:
-    variables = ["run", "layer"]
     worst = "head.score_max"
-    step = f"max({select(BY_KEY['run.step'], variables)})"
+    step = f"max({select(BY_KEY['run.step'], ONE_RUN)})"
     warning, risk, forecast = (BY_KEY[key] for key in ("warning.active", "run.worst_risk", "warning.forecast"))
     panels: list[Sized] = [
         (stat(BY_KEY["run.step"], "Step", step), 6, 4),
-        (stat(warning, "Active warnings", f"sum({select(warning, ['run'])}) or vector(0)", red_from=1), 6, 4),
-        (stat(risk, "Worst risk now", f"max({select(risk, variables)})", red_from=1), 6, 4),
-        (stat(forecast, "Least time left", f"min({select(forecast, variables)})", red_below=1000), 6, 4),
-        *_grid([m.key for m in RUN_METRICS if m.board == "run"], variables, single_run=True),
-        *_grid([m.key for m in HEAD_METRICS if m.board == "run"], variables, single_run=True),
-        *_grid(["warning.forecast", "warning.raised", "switch.outcomes"], variables, single_run=True),
-        (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], variables)})"), 12, 8),
-        (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], variables)})"), 12, 8),
+        (stat(warning, "Active warnings", f"sum({select(warning, ONE_RUN)}) or vector(0)", red_from=1), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, ONE_RUN)})", red_from=1), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, ONE_RUN)})", red_below=1000), 6, 4),
+        *_grid([m.key for m in RUN_METRICS if m.board == "run"], ONE_RUN),
+        *_grid([m.key for m in HEAD_METRICS if m.board == "run"], ONE_RUN),
+        *_grid(["warning.forecast", "warning.raised", "switch.outcomes"], ONE_RUN),
+        (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], ONE_RUN)})"), 12, 8),
+        (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], ONE_RUN)})"), 12, 8),
     ]
     return _board(
         "run",
         "Run",
         panels,
         links,
-        variables=[_run_variable(many=False), _layer_variable()],
+        filters=ONE_RUN,
     )
 
 
 def _layers(links: Links) -> Board:
-    variables = ["run", "layer"]
     quiet, watch, alarm = "transparent", "semi-dark-orange", "semi-dark-red"
 
     def heads(key: str, fold: str = "max by (layer, head) ({})") -> tuple[Metric, str]:
-        return BY_KEY[key], fold.format(select(BY_KEY[key], variables))
+        return BY_KEY[key], fold.format(select(BY_KEY[key], ONE_RUN))
 
     def layers(key: str) -> tuple[Metric, str]:
         metric = BY_KEY[key]
-        return metric, f"max by (layer) ({select(metric, variables, name=metric.layer_name, labels=('run', 'layer'))})"
+        return metric, f"max by (layer) ({select(metric, ONE_RUN, of_layers=True)})"
 
     panels: list[Sized] = [
         (matrix(*heads("head.risk"), steps=[(quiet, None), (watch, 0.5), (alarm, 1.0)]), 12, 10),
@@ -125,21 +126,19 @@ def _layers(links: Links) -> Board:
         (layers_over_time(*layers("head.risk")), 12, 9),
         (layers_over_time(*layers("head.score_max")), 12, 9),
         (modes_over_time(*heads("head.mode")), 24, 8),
-        *_grid(
-            [m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"], variables, single_run=True
-        ),
+        *_grid([m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"], ONE_RUN),
     ]
     return _board(
         "layers",
         "Layer by head",
         panels,
         links,
-        variables=[_run_variable(many=False), _layer_variable()],
+        filters=ONE_RUN,
     )
 
 
 def _service(links: Links) -> Board:
-    run = ["run"]
+    run = MANY_RUNS
     up = panel(
         "stat",
         "Service",
@@ -155,10 +154,10 @@ def _service(links: Links) -> Board:
         (stat(watchdog, "Since the last watchdog", query(watchdog, run), red_from=300), 6, 4),
         (stat(store, "Store", store.name), 6, 4),
         (stat(dropped, "Series left out", dropped.name, red_from=1), 6, 4),
-        *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], run, single_run=False),
-        *_grid(["run.step", "run.last_sample", "run.active"], run, single_run=False),
+        *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], run),
+        *_grid(["run.step", "run.last_sample", "run.active"], run),
     ]
-    return _board("service", "Fleet and service health", panels, links, variables=[_run_variable(many=True)])
+    return _board("service", "Fleet and service health", panels, links, filters=MANY_RUNS)
 
 
 _BOARDS: Final[dict[str, Callable[[Links], Board]]] = {
@@ -170,16 +169,16 @@ _BOARDS: Final[dict[str, Callable[[Links], Board]]] = {
 
 
 def _by_run(key: str) -> str:
-    return f"max by (run) ({select(BY_KEY[key], ['run'])})"
+    return f"max by (run) ({select(BY_KEY[key], MANY_RUNS)})"
 
 
 def _red_step() -> dict[str, Any]:
     return {"color": "red", "value": None}
 
 
-def _grid(keys: Sequence[str], variables: Sequence[str], *, single_run: bool) -> list[Sized]:
+def _grid(keys: Sequence[str], filters: Filters) -> list[Sized]:
     """Time series panels of the given metrics, two abreast."""
-    return [(time_series(BY_KEY[key], variables, single_run=single_run), 12, 8) for key in keys]
+    return [(time_series(BY_KEY[key], filters), 12, 8) for key in keys]
 
 
 def _place(panels: Sequence[Sized]) -> list[Panel]:
@@ -193,7 +192,7 @@ def _place(panels: Sequence[Sized]) -> list[Panel]:
     return placed
 
 
-def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, variables: list[dict[str, Any]]) -> Board:
+def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, filters: Filters) -> Board:
     return {
         "uid": f"foreshock-{name}",
         "title": f"foreshock / {title}",
@@ -205,8 +204,8 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, vari
         "refresh": "30s",
         "timezone": "browser",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [_datasource_variable(), _service_variable(links), *variables]},
-        "annotations": {"list": [_warning_annotation(), _switch_annotation()]},
+        "templating": {"list": [_datasource_variable(), _service_variable(links), *_run_variables(filters)]},
+        "annotations": {"list": [_warning_annotation(filters), _switch_annotation(filters)]},
         "links": [
             {
                 "title": "Boards",
@@ -245,6 +244,12 @@ def _service_variable(links: Links) -> dict[str, Any]:
     return {"name": "service", "type": "constant", "label": "Service", "query": links.service, "hide": 2}
 
 
+def _run_variables(filters: Filters) -> list[dict[str, Any]]:
+    """The variables that the filters name."""
+    many = filters is MANY_RUNS
+    return [_run_variable(many=many)] if many else [_run_variable(many=many), _layer_variable()]
+
+
 def _run_variable(*, many: bool) -> dict[str, Any]:
     return {
         "name": "run",
@@ -259,13 +264,13 @@ def _run_variable(*, many: bool) -> dict[str, Any]:
 
 
 def _layer_variable() -> dict[str, Any]:
-    risk = BY_KEY["head.risk"]
+    layers = select(BY_KEY["head.risk"], {"run": ONE_RUN["run"]}, of_layers=True)
     return {
         "name": "layer",
         "label": "Layer",
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": f'label_values({risk.layer_name}{{run=~"$run"}}, layer)', "refId": "layer"},
+        "query": {"query": f"label_values({layers}, layer)", "refId": "layer"},
         "refresh": 2,
         "sort": 3,
         "multi": True,
@@ -278,7 +283,7 @@ def _layer_variable() -> dict[str, Any]:
 _ALL: Final = {"text": "All", "value": ["$__all"], "selected": True}
 
 
-def _warning_annotation() -> dict[str, Any]:
+def _warning_annotation(filters: Filters) -> dict[str, Any]:
     """A band for as long as a head is warned about: Grafana joins the samples that stand side by side."""
     metric = BY_KEY["warning.active"]
     return {
@@ -286,7 +291,7 @@ def _warning_annotation() -> dict[str, Any]:
         "datasource": DATASOURCE,
         "enable": True,
         "iconColor": "orange",
-        "expr": f"max by ({', '.join(metric.labels)}) ({select(metric, ['run'])} == 1)",
+        "expr": f"max by ({', '.join(metric.labels)}) ({select(metric, {'run': filters['run']})} == 1)",
         "step": "15s",
         "titleFormat": "{{run}}: layer {{layer}} head {{head}} warned",
         "textFormat": "{{signal}} tripped, cause: {{cause}}",
@@ -294,10 +299,10 @@ def _warning_annotation() -> dict[str, Any]:
     }
 
 
-def _switch_annotation() -> dict[str, Any]:
+def _switch_annotation(filters: Filters) -> dict[str, Any]:
     """A mark at every switch decision; a counter is born with its first event, which `increase` cannot see."""
     metric = BY_KEY["switch.outcomes"]
-    counter = select(metric, ["run"])
+    counter = select(metric, {"run": filters["run"]})
     grown = f"increase({counter}[1m]) > 0 or ({counter} > 0 unless {counter} offset 1m)"
     return {
         "name": "Switches",

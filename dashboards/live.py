@@ -64,8 +64,8 @@ def label_values(text: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def concrete(expr: str, *, run: str = ".+", rate_interval: str = "1m") -> str:
-    """A query with Grafana's variables filled in, as Grafana sends it. `run` is a regular expression."""
+def concrete(expr: str, *, run: str, rate_interval: str = "1m") -> str:
+    """A query with Grafana's variables filled in, as Grafana sends it for one run and all its layers."""
     return expr.replace("$__rate_interval", rate_interval).replace("$run", run).replace("$layer", ".+")
 
 
@@ -73,7 +73,7 @@ def ask(
     prometheus_url: str,
     asked: Sequence[Query],
     *,
-    run: str = ".+",
+    run: str,
     rate_interval: str = "1m",
     window: str = "1h",
     resolution: str = "15s",

@@ -25,7 +25,13 @@ _UNITS: Final = {
     "steps": "short",
     "timestamp_seconds": "s",  # shown as the time since
 }
-_FILTERS: Final = {"run": 'run=~"$run"', "layer": 'layer=~"$layer"'}
+Filters = Mapping[str, str]
+"""What a board's variables choose: a PromQL matcher for each label."""
+
+MANY_RUNS: Final[Filters] = {"run": 'run=~"$run"'}
+# Equality, since Grafana does not escape a dot in a variable of a single value.
+ONE_RUN: Final[Filters] = {"run": 'run="$run"', "layer": 'layer=~"$layer"'}
+
 _LEGENDS: Final = {"layer": "layer {{layer}}", "head": "head {{head}}"}
 
 
@@ -39,16 +45,16 @@ def describe(metric: Metric) -> str:
     return f"{metric.help} Bad: {metric.bad}"
 
 
-def select(metric: Metric, variables: Sequence[str], *, name: str | None = None, labels: Sequence[str] = ()) -> str:
-    """A metric's selector with the filters of the board's variables."""
-    chosen = labels or metric.labels
-    filters = ", ".join(_FILTERS[label] for label in chosen if label in variables and label in _FILTERS)
-    return f"{name or metric.name}{{{filters}}}" if filters else name or metric.name
+def select(metric: Metric, filters: Filters, *, of_layers: bool = False) -> str:
+    """A metric's selector, or that of its values per layer, with the filters of the board's variables."""
+    name, labels = (metric.layer_name, ("run", "layer")) if of_layers else (metric.name, metric.labels)
+    matchers = ", ".join(filters[label] for label in labels if label in filters)
+    return f"{name}{{{matchers}}}" if matchers else name
 
 
-def query(metric: Metric, variables: Sequence[str]) -> str:
+def query(metric: Metric, filters: Filters) -> str:
     """What a metric's panel shows: a gauge as it is, a counter by its increase, a point in time by the time since."""
-    selector = select(metric, variables)
+    selector = select(metric, filters)
     if metric.kind == "counter":
         return f"increase({selector}[$__rate_interval])"
     if metric.unit == "timestamp_seconds":
@@ -113,23 +119,24 @@ _LINE: Final = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 0, "showPoin
 _BARS: Final = {"drawStyle": "bars", "lineWidth": 1, "fillOpacity": 50, "showPoints": "never"}
 
 
-def time_series(metric: Metric, variables: Sequence[str], *, single_run: bool) -> Panel:
+def time_series(metric: Metric, filters: Filters) -> Panel:
     """A metric over time; counters as bars."""
-    labels = [label for label in metric.labels if not (single_run and label == "run")]
+    one_run = filters is ONE_RUN
+    labels = [label for label in metric.labels if not (one_run and label == "run")]
     title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
     log = metric.key in ("head.score_max", "head.row_max_abs", "head.score_offset_rms")  # they grow by factors
     return panel(
         "timeseries",
         title,
         describe(metric),
-        [target(query(metric, variables), legend_format=legend(labels, fallback=metric.title))],
+        [target(query(metric, filters), legend_format=legend(labels, fallback=metric.title))],
         grafana_unit=unit(metric),
         options={"legend": _LEGEND, "tooltip": _TOOLTIP},
         custom={
             **(_BARS if metric.kind == "counter" else _LINE),
             **({"scaleDistribution": {"type": "symlog", "log": 10, "linearThreshold": 1}} if log else {}),
         },
-        defaults={"links": [page_link()]} if "run" in metric.labels and single_run else None,
+        defaults={"links": [page_link()]} if "run" in metric.labels and one_run else None,
     )
 
 

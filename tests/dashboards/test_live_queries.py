@@ -208,13 +208,9 @@ def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> No
 
 
 def test_a_query_that_finds_nothing_or_is_wrong_is_told_apart(stack: Stack) -> None:
-    nothing, wrong = ask(
-        stack.prometheus,
-        [
-            Query("here", "panel", 'foreshock_run_loss{run="unknown"}'),
-            Query("there", "panel", "rate(foreshock_run_loss)"),
-        ],
-    )
+    unknown = Query("here", "panel", 'foreshock_run_loss{run="unknown"}')
+    mistake = Query("there", "panel", "rate(foreshock_run_loss)")
+    nothing, wrong = ask(stack.prometheus, [unknown, mistake], run="a")
     assert (nothing.series, nothing.error) == (0, "")
     assert wrong.series == 0
     assert "expected type range vector" in wrong.error
