@@ -3,11 +3,13 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { type Ink } from "./colour";
-import { NOT_RECORDED, number, steps, tick } from "./format";
+import { NOT_RECORDED, number, percent, steps, tick } from "./format";
 
 export interface Line {
   name: string;
   colour: string;
+  /** The line that matters most, or one that stands back. */
+  emphasis?: "first" | "rest" | undefined;
   steps: readonly number[];
   /** null where nothing was recorded: a gap, never a zero. */
   values: readonly (number | null)[];
@@ -51,7 +53,7 @@ export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic,
   const now = useRef({ markers, lines, format, onRange, ink });
   now.current = { markers, lines, format, onRange, ink };
 
-  const data = useMemo(() => align(lines, logarithmic), [lines, logarithmic]);
+  const data = useMemo(() => align(drawn(lines), logarithmic), [lines, logarithmic]);
   const recorded = lines.some((line) => line.values.some((value) => value !== null));
   const shape = JSON.stringify([lines.map((line) => [line.name, line.colour]), logarithmic, ink.axis, recorded]);
 
@@ -106,7 +108,7 @@ export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic,
         <p class="empty plot">{missing}</p>
       )}
       <ul class="legend" ref={legend}>
-        {lines.map((line) => (
+        {(recorded ? lines : []).map((line) => (
           <li key={line.name}>
             <i style={{ background: line.colour }} />
             <span class="name">{line.name}</span>
@@ -116,6 +118,11 @@ export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic,
       </ul>
     </figure>
   );
+}
+
+/** The first line of the legend is drawn last, above the others. */
+function drawn(lines: readonly Line[]): Line[] {
+  return [...lines].reverse();
 }
 
 /** Puts lines of different steps into one table. A step that a line lacks is bridged; a null is a gap. */
@@ -134,7 +141,8 @@ function align(lines: readonly Line[], logarithmic: boolean): uPlot.AlignedData 
 type Now = { readonly current: { markers: readonly Marker[]; lines: readonly Line[]; onRange: (r: Range) => void; ink: Ink; format: (value: number | null | undefined) => string } };
 
 function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uPlot) => void): uPlot.Options {
-  const { lines, ink } = now.current;
+  const { ink } = now.current;
+  const lines = drawn(now.current.lines);
   const font = "12px Inter, system-ui, sans-serif";
   const axis = { stroke: ink.axis, font, grid: { stroke: ink.grid, width: 1 }, ticks: { show: false } };
   return {
@@ -153,15 +161,17 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
         size: 52,
         gap: 8,
         space: 36,
-        values: (_u, at) => at.map((value) => (value === null ? null : tick(value))),
+        filter: logarithmic ? decades : (_u, at) => at,
+        grid: { ...axis.grid, filter: logarithmic ? decades : (_u, at) => at },
+        values: (_u, at) => at.map((value) => (value === null ? null : now.current.format === percent ? percent(value) : tick(value))),
       },
     ],
     series: [
       {},
-      ...lines.flatMap(({ name, colour }) => [
+      ...lines.flatMap(({ name, colour, emphasis }) => [
         { points: { show: false } },
         { points: { show: false } },
-        { label: name, stroke: colour, width: 1.75, points: { show: false } },
+        { label: name, stroke: colour, width: emphasis === "first" ? 2.25 : 1.75, alpha: emphasis === "rest" ? 0.75 : 1, points: { show: false } },
       ]),
     ],
     bands: lines.map(({ colour }, i) => ({ series: [3 * i + 2, 3 * i + 1], fill: `${colour}2e` })),
@@ -193,6 +203,15 @@ function spread(min: number, max: number): uPlot.Range.MinMax {
   if (min === null || max === null) return [0, 1];
   const room = max > min ? (max - min) * 0.08 : Math.max(Math.abs(max) * 0.1, 1e-6);
   return [min >= 0 && min - room < 0 ? 0 : min - room, max + room];
+}
+
+/** On a logarithmic axis: the powers of ten, with 2 and 5 between them where there are few. */
+function decades(_u: uPlot, at: number[]): (number | null)[] {
+  const few = at.length < 25;
+  return at.map((value) => {
+    const leading = Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9));
+    return leading === 1 || leading === 10 || (few && (leading === 2 || leading === 5)) ? value : null;
+  });
 }
 
 function drawMarkers(u: uPlot, markers: readonly Marker[]): void {

@@ -20,7 +20,9 @@ const FIRST = [
   "head.query_norm",
   "head.risk",
 ];
-const LOGARITHMIC = new Set(["head.score_max", "head.row_max_abs", "run.grad_norm"]);
+/** Shown on a logarithmic axis once they span this factor. */
+const GROWING = new Set(["head.score_max", "head.row_max_abs", "run.grad_norm"]);
+const GROWTH = 20;
 const ELSEWHERE = new Set(["run.active", "run.step", "run.last_sample", "run.worst_risk", "head.mode"]);
 const OTHER_LAYERS = 4;
 
@@ -53,12 +55,12 @@ export function Charts({ views, catalog, head, ink }: Props) {
   return (
     <section aria-label="Charts">
       <header class="title">
-        <h2>Against step</h2>
+        <h2>Signals</h2>
+        <p class="muted">{subject(head, views.length)}</p>
         <p class="key muted">
+          {range && <button onClick={() => setRange(null)}>Show all steps</button>}
           <span style={{ color: ink.warning }}>▲</span> warning <span style={{ color: ink.switched }}>◆</span> switch
-          {" · drag to zoom"}
         </p>
-        {range && <button onClick={() => setRange(null)}>Show all steps</button>}
       </header>
       <div class="charts">{first.map(chart)}</div>
       <details class="more" onToggle={(event) => setMore(event.currentTarget.open)}>
@@ -77,7 +79,7 @@ interface MetricChartProps extends Omit<Props, "catalog"> {
 }
 
 function MetricChart({ metric, views, head, markers, range, onRange, ink }: MetricChartProps) {
-  const [logarithmic, setLogarithmic] = useState(LOGARITHMIC.has(metric.key));
+  const [wanted, setWanted] = useState<boolean | null>(null);
   const runs = views.map((view) => view.detail.run);
   const single = views.length === 1;
   const key = JSON.stringify([metric.key, runs, metric.per_head && head, range]);
@@ -97,12 +99,13 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
     if (!single) return curves.map(({ line, i }) => toLine(line, runs[i]!, views[i]!.colour));
     if (!metric.per_head) return curves.map(({ line }) => toLine(line, metric.title, ink.lines[1]!));
     return curves.flatMap(({ line, i }) => {
-      if (head && i === 0) return [toLine(line, `layer ${head.layer} head ${head.head}`, ink.lines[0]!)];
+      if (head && i === 0) return [toLine(line, `layer ${head.layer} head ${head.head}`, ink.lines[0]!, "first")];
       const place = riskiest.indexOf(line.layer ?? -1);
       if (place < 0 || sameAsChosen(line, head)) return [];
-      return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!)];
+      return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!, "rest")];
     });
   }, [series.data, riskiest, ink, single]);
+  const logarithmic = wanted ?? (GROWING.has(metric.key) && growth(lines) > GROWTH);
   return (
     <Chart
       title={metric.title}
@@ -110,7 +113,7 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
       lines={lines}
       markers={markers}
       logarithmic={logarithmic}
-      onLogarithmic={() => setLogarithmic(!logarithmic)}
+      onLogarithmic={() => setWanted(!logarithmic)}
       missing={series.error?.message ?? (series.data ? NOT_RECORDED : "loading")}
       range={range}
       onRange={onRange}
@@ -120,8 +123,19 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
   );
 }
 
-function toLine({ steps, low, high, last }: SeriesLine, name: string, colour: string): Line {
-  return { name, colour, steps, low, high, values: last };
+function growth(lines: readonly Line[]): number {
+  const positive = lines.flatMap((line) => line.values.filter((value) => value !== null && value > 0 && value < Infinity));
+  const [low, high] = positive.reduce(([a, b], value) => [Math.min(a!, value!), Math.max(b!, value!)], [Infinity, 0]);
+  return high! / low!;
+}
+
+function toLine({ steps, low, high, last }: SeriesLine, name: string, colour: string, emphasis?: Line["emphasis"]): Line {
+  return { name, colour, emphasis, steps, low, high, values: last };
+}
+
+function subject(head: Head | null, runs: number): string {
+  const name = head ? `layer ${head.layer} head ${head.head}` : "the worst heads";
+  return runs > 1 || !head ? `of ${name}, against the step` : `of ${name} and the worst heads, against the step`;
 }
 
 /** A layer's worst head needs no line of its own where it is the chosen head all along. */

@@ -18,7 +18,8 @@ export function percent(value: number | null | undefined): string {
   if (value === null || value === undefined) return NOT_RECORDED;
   if (!Number.isFinite(value)) return number(value);
   const hundredfold = value * 100;
-  return `${hundredfold >= 10 || hundredfold === 0 ? hundredfold.toFixed(0) : Number(hundredfold.toPrecision(2))} %`;
+  const size = Math.abs(hundredfold);
+  return minus(`${size >= 10 || size === 0 ? hundredfold.toFixed(0) : Number(hundredfold.toPrecision(2))} %`);
 }
 
 /** A whole number of steps. */
@@ -59,7 +60,7 @@ export function words(name: string): string {
 /** The shortest forecast of the active warnings, in steps. */
 export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
   const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
-  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))} steps`;
+  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))}`;
   return warnings.length ? "no forecast" : "no warning";
 }
 

@@ -2,7 +2,7 @@
 
 import { api, type Matrix } from "./api";
 
-const MAX_STEPS = 160;
+const MAX_STEPS = 120;
 
 export class Frames {
   layers: readonly number[] = [];
@@ -11,6 +11,8 @@ export class Frames {
   steps: readonly number[] = [];
   low = Infinity;
   high = -Infinity;
+  /** Largest absolute value of each head so far, [layers x heads]. */
+  peaks = new Float32Array();
   failed: Error | null = null;
   private readonly loaded = new Map<number, Float32Array>();
   private wanted: number | null = null;
@@ -79,16 +81,20 @@ export class Frames {
 
   private take(asked: number, matrix: Matrix): void {
     const same = matrix.layers.join() === this.layers.join() && matrix.heads.join() === this.heads.join();
-    if (!same) this.loaded.clear(); // the run came back with other layers
+    if (!same) {
+      this.loaded.clear(); // the run came back with other layers
+      this.peaks = new Float32Array(matrix.layers.length * matrix.heads.length);
+    }
     this.layers = matrix.layers;
     this.heads = matrix.heads;
     if (asked === Infinity) this.steps = matrix.steps;
     const values = Float32Array.from(matrix.values.flat(), (value) => value ?? NaN);
-    for (const value of values) {
-      if (!Number.isFinite(value)) continue;
-      if (value < this.low) this.low = value;
-      if (value > this.high) this.high = value;
-    }
+    values.forEach((value, i) => {
+      if (!Number.isFinite(value)) return;
+      this.low = Math.min(this.low, value);
+      this.high = Math.max(this.high, value);
+      this.peaks[i] = Math.max(this.peaks[i]!, Math.abs(value));
+    });
     if (matrix.step !== null) this.loaded.set(matrix.step, values);
     if (asked !== Infinity) this.loaded.set(asked, values);
   }

@@ -3,7 +3,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import type { MetricInfo } from "./api";
 import type { Ink } from "./colour";
-import { number, percent } from "./format";
+import { NOT_RECORDED, number, percent } from "./format";
 import { Frames } from "./frames";
 import { type Head, HeatMap } from "./heatmap";
 import { useWake } from "./live";
@@ -66,8 +66,8 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
       </header>
       <div class="card pad">
         <p class="muted">{metric.help}</p>
-        {frames.layers.length === 0 ? (
-          <p class="empty">{frames.failed?.message ?? (version ? "not recorded" : "loading")}</p>
+        {frames.low > frames.high ? (
+          <p class="empty">{frames.failed?.message ?? (version ? NOT_RECORDED : "loading")}</p>
         ) : (
           <HeatMap
             title={metric.title}

@@ -1,9 +1,12 @@
-/** Layer by head at one step, with a scrubber through time. Drawn to a canvas, so that 80 x 64 heads scrub fluidly. */
+/** Layer by head at one step, and its heads through time, with a scrubber. On canvas, so that 80 x 64 heads stay fluid. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { paintCells, prepare, useWidth } from "./canvas";
 import { type Ink, ramp } from "./colour";
 import { number, steps as stepText } from "./format";
 import type { Frames } from "./frames";
+import { Raster } from "./raster";
+import { painter, scaleOf } from "./scale";
 
 export interface Head {
   layer: number;
@@ -24,81 +27,109 @@ interface Props {
   onChoose: (head: Head) => void;
 }
 
-const LEFT = 34;
+const LEFT = 30;
 const BOTTOM = 24;
+const ROWS_THROUGH_TIME = 24;
 
 export function HeatMap({ title, frames, version, signed, chosen, warned, switched, ink, format = number, onChoose }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
+  const [box, width] = useWidth();
   const [scrubbed, setScrubbed] = useState<number | null>(null); // null follows the newest step
   const [hovered, setHovered] = useState<Head | null>(null);
-  const [width, setWidth] = useState(600);
+  const colours = useMemo(() => ramp(signed, ink), [signed, ink]);
+  const scale = useMemo(() => scaleOf(frames, signed), [frames, version, signed]);
+  const paint = useMemo(() => painter(scale, colours), [scale, colours]);
+  const rowsThroughTime = useMemo(() => largest(frames, chosen), [frames, version, chosen]);
+  const rows = frames.layers.length;
+  const columns = frames.heads.length;
   const last = frames.steps.length - 1;
   const at = scrubbed === null ? last : nearest(frames.steps, scrubbed);
   const frame = frames.at(frames.steps[at] ?? 0);
-  const colours = useMemo(() => ramp(signed, ink), [signed, ink]);
-  const scale = useMemo(() => scaleOf(frames, signed), [frames, version, signed]);
-  const rows = frames.layers.length;
-  const columns = frames.heads.length;
-  const cell = Math.max(2, Math.min(44, (width - LEFT) / Math.max(1, columns)));
-  const cellHeight = Math.max(4, Math.min(cell, 34, 420 / Math.max(1, rows)));
+  const cell = Math.max(4, Math.min(44, (Math.min(width, 580) - LEFT) / columns));
+  const cellHeight = Math.max(4, Math.min(cell, 36, 400 / rows));
 
   useEffect(() => {
-    const element = canvas.current!.parentElement!;
-    const resize = new ResizeObserver(() => setWidth(element.clientWidth));
-    resize.observe(element);
-    setWidth(element.clientWidth);
-    return () => resize.disconnect();
-  }, []);
-
-  useEffect(() => {
-    draw(canvas.current!, frames, frame?.values ?? null, { cell, cellHeight, colours, scale, ink, chosen, warned, switched });
+    const ctx = prepare(canvas.current!, LEFT + columns * cell, rows * cellHeight + BOTTOM);
+    const values = frame?.values;
+    paintCells(ctx, columns, rows, (column, row) => paint(values?.[row * columns + column] ?? NaN), [LEFT, 0, columns * cell, rows * cellHeight]);
+    if (cell >= 10 && cellHeight >= 10) {
+      ctx.fillStyle = ink.surface;
+      for (let c = 1; c < columns; c++) ctx.fillRect(LEFT + c * cell - 1, 0, 2, rows * cellHeight);
+      for (let r = 1; r < rows; r++) ctx.fillRect(LEFT, r * cellHeight - 1, columns * cell, 2);
+    }
+    ctx.fillStyle = ink.axis;
+    ctx.textAlign = "right";
+    for (let r = 0; r < rows; r += Math.ceil(14 / cellHeight)) ctx.fillText(String(frames.layers[r]), LEFT - 8, (r + 0.5) * cellHeight);
+    ctx.textAlign = "center";
+    for (let c = 0; c < columns; c += Math.ceil(22 / cell)) ctx.fillText(String(frames.heads[c]), LEFT + (c + 0.5) * cell, rows * cellHeight + BOTTOM / 2);
+    const corner = ({ layer, head }: Head) => [LEFT + frames.heads.indexOf(head) * cell, frames.layers.indexOf(layer) * cellHeight] as const;
+    const outline = (head: Head, colour: string, inset: number) => {
+      const [x, y] = corner(head);
+      ctx.strokeStyle = colour;
+      ctx.lineWidth = 2;
+      ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
+    };
+    if (chosen) outline(chosen, ink.outline, 1);
+    for (const head of warned) outline(head, ink.warning, cell > 12 ? 3 : 1);
+    ctx.fillStyle = ink.switched;
+    ctx.strokeStyle = ink.surface;
+    for (const head of switched) {
+      const [x, y] = corner(head);
+      diamond(ctx, x + cell / 2, y + cellHeight / 2, Math.min(6, cell / 3, cellHeight / 3));
+    }
   });
 
   const shown = hovered ?? chosen;
-  const value = shown ? valueOf(frames, frame?.values ?? null, shown) : null;
   const find = (event: MouseEvent): Head | null => {
-    const box = canvas.current!.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left - LEFT) / cell);
-    const row = Math.floor((event.clientY - box.top) / cellHeight);
-    const layer = frames.layers[row];
-    const head = frames.heads[column];
-    return layer === undefined || head === undefined || column < 0 ? null : { layer, head };
+    const place = canvas.current!.getBoundingClientRect();
+    const head = frames.heads[Math.floor((event.clientX - place.left - LEFT) / cell)];
+    const layer = frames.layers[Math.floor((event.clientY - place.top) / cellHeight)];
+    return layer === undefined || head === undefined ? null : { layer, head };
   };
   const walk = (event: KeyboardEvent) => {
-    const moves: Record<string, readonly [number, number]> = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-    const move = moves[event.key];
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!move) return;
     event.preventDefault();
-    const row = clamp(frames.layers.indexOf(chosen?.layer ?? frames.layers[0]!) + move[0], rows);
-    const column = clamp(frames.heads.indexOf(chosen?.head ?? frames.heads[0]!) + move[1], columns);
+    const row = clamp((chosen ? frames.layers.indexOf(chosen.layer) : 0) + move[0]!, rows);
+    const column = clamp((chosen ? frames.heads.indexOf(chosen.head) : 0) + move[1]!, columns);
     onChoose({ layer: frames.layers[row]!, head: frames.heads[column]! });
+  };
+  const scrub = (index: number) => {
+    setScrubbed(index >= last ? null : frames.steps[index]!);
+    frames.want(frames.steps[index]!);
   };
 
   return (
     <div class="heatmap">
-      <div class="canvas">
-        <canvas
-          ref={canvas}
-          role="img"
-          tabIndex={0}
-          aria-label={`${title} by layer and head at step ${stepText(frame?.step)}. Arrow keys choose a head.`}
-          onMouseMove={(event) => setHovered(find(event))}
-          onMouseLeave={() => setHovered(null)}
-          onClick={(event) => {
-            const head = find(event);
-            if (head) onChoose(head);
+      <div class="maps">
+        <div class="canvas grid" ref={box} style={{ flexBasis: `${LEFT + columns * 44}px` }}>
+          <canvas
+            ref={canvas}
+            role="img"
+            tabIndex={0}
+            aria-label={`${title} by layer (rows) and head (columns) at step ${stepText(frame?.step)}. Arrow keys choose a head.`}
+            onMouseMove={(event) => setHovered(find(event))}
+            onMouseLeave={() => setHovered(null)}
+            onClick={(event) => {
+              const head = find(event);
+              if (head) onChoose(head);
+            }}
+            onKeyDown={walk}
+          />
+        </div>
+        <Raster
+          frames={frames}
+          version={version}
+          rows={rowsThroughTime}
+          at={at}
+          paint={paint}
+          chosen={chosen}
+          ink={ink}
+          onPick={(head, index) => {
+            onChoose(head);
+            scrub(index);
           }}
-          onKeyDown={walk}
         />
-      </div>
-      <div class="scale">
-        <span>{format(scale.low)}</span>
-        <Ramp colours={colours} />
-        <span>{format(scale.high)}</span>
-        <span class="muted">{scale.logarithmic ? "log" : "linear"}, over the whole run</span>
-        <output class="reading">
-          {shown ? `layer ${shown.layer} head ${shown.head}: ${format(value)}` : "choose a head to plot it"}
-        </output>
       </div>
       <label class="scrub">
         <span class="label">Step</span>
@@ -107,15 +138,20 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
           min={0}
           max={Math.max(0, last)}
           value={at}
-          aria-valuetext={`step ${stepText(frames.steps[at])}`}
-          onInput={(event) => {
-            const index = Number(event.currentTarget.value);
-            setScrubbed(index >= last ? null : frames.steps[index]!);
-            frames.want(frames.steps[index]!);
-          }}
+          aria-valuetext={`step ${stepText(frame?.step)}`}
+          onInput={(event) => scrub(Number(event.currentTarget.value))}
         />
         <output>{stepText(frame?.step)}</output>
       </label>
+      <div class="scale">
+        <span>{format(scale.low)}</span>
+        <Ramp colours={colours} />
+        <span>{format(scale.high)}</span>
+        <span class="muted">{scale.logarithmic ? "log scale" : "linear scale"} of the whole run</span>
+        <output class="reading">
+          {shown ? `layer ${shown.layer} head ${shown.head}: ${format(valueOf(frames, frame?.values, shown))}` : "choose a head to plot it"}
+        </output>
+      </div>
     </div>
   );
 }
@@ -130,103 +166,30 @@ function Ramp({ colours }: { colours: Uint32Array }) {
   return <canvas class="ramp" ref={canvas} width={256} height={1} aria-hidden="true" />;
 }
 
-interface Scale {
-  low: number;
-  high: number;
-  logarithmic: boolean;
+function diamond(ctx: CanvasRenderingContext2D, x: number, y: number, r: number): void {
+  ctx.lineWidth = 1.5;
+  ctx.beginPath();
+  ctx.moveTo(x, y - r);
+  ctx.lineTo(x + r, y);
+  ctx.lineTo(x, y + r);
+  ctx.lineTo(x - r, y);
+  ctx.closePath();
+  ctx.fill();
+  ctx.stroke();
 }
 
-/** One scale for the whole run, so that a colour means the same at every step. */
-function scaleOf({ low, high }: Frames, signed: boolean): Scale {
-  if (low > high) return { low: 0, high: 1, logarithmic: false };
-  if (signed) {
-    const reach = Math.max(-low, high) || 1;
-    return { low: -reach, high: reach, logarithmic: false };
-  }
-  return { low, high: high > low ? high : low + 1, logarithmic: low > 0 && high / low > 50 };
+/** The heads worth a row through time: all of a small model, the largest of a big one, the chosen one always. */
+function largest(frames: Frames, chosen: Head | null): Head[] {
+  const all = frames.layers.flatMap((layer, row) =>
+    frames.heads.map((head, column) => ({ layer, head, size: frames.peaks[row * frames.heads.length + column] ?? 0 })),
+  );
+  if (all.length <= ROWS_THROUGH_TIME) return all;
+  const isChosen = (head: Head) => head.layer === chosen?.layer && head.head === chosen.head;
+  const picked = [...all].sort((a, b) => Number(isChosen(b)) - Number(isChosen(a)) || b.size - a.size).slice(0, ROWS_THROUGH_TIME);
+  return picked.sort((a, b) => a.layer - b.layer || a.head - b.head);
 }
 
-interface Drawing {
-  cell: number;
-  cellHeight: number;
-  colours: Uint32Array;
-  scale: Scale;
-  ink: Ink;
-  chosen: Head | null;
-  warned: readonly Head[];
-  switched: readonly Head[];
-}
-
-function draw(canvas: HTMLCanvasElement, frames: Frames, values: Float32Array | null, drawing: Drawing): void {
-  const { cell, cellHeight, colours, scale, ink } = drawing;
-  const rows = frames.layers.length;
-  const columns = frames.heads.length;
-  const image = new ImageData(Math.max(1, columns), Math.max(1, rows));
-  const pixels = new Uint32Array(image.data.buffer);
-  const [low, high] = scale.logarithmic ? [Math.log(scale.low), Math.log(scale.high)] : [scale.low, scale.high];
-  for (let i = 0; i < rows * columns; i++) {
-    const value = values?.[i] ?? NaN;
-    if (Number.isNaN(value)) continue; // not recorded: left empty
-    const position = ((scale.logarithmic ? Math.log(value) : value) - low) / (high - low);
-    pixels[i] = colours[Math.max(0, Math.min(255, Math.round(position * 255)))]!;
-  }
-  const small = new OffscreenCanvas(image.width, image.height);
-  small.getContext("2d")!.putImageData(image, 0, 0);
-
-  const width = LEFT + columns * cell;
-  const height = rows * cellHeight + BOTTOM;
-  const ratio = devicePixelRatio;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const ctx = canvas.getContext("2d")!;
-  ctx.scale(ratio, ratio);
-  ctx.imageSmoothingEnabled = false;
-  ctx.drawImage(small, LEFT, 0, columns * cell, rows * cellHeight);
-  if (cell >= 10 && cellHeight >= 10) {
-    ctx.fillStyle = ink.surface;
-    for (let c = 1; c < columns; c++) ctx.fillRect(LEFT + c * cell - 1, 0, 2, rows * cellHeight);
-    for (let r = 1; r < rows; r++) ctx.fillRect(LEFT, r * cellHeight - 1, columns * cell, 2);
-  }
-  ctx.fillStyle = ink.axis;
-  ctx.font = "11px Inter, system-ui, sans-serif";
-  ctx.textBaseline = "middle";
-  ctx.textAlign = "right";
-  const rowStride = Math.ceil(14 / cellHeight);
-  for (let r = 0; r < rows; r += rowStride) ctx.fillText(String(frames.layers[r]), LEFT - 8, (r + 0.5) * cellHeight);
-  ctx.textAlign = "center";
-  const columnStride = Math.ceil(22 / cell);
-  for (let c = 0; c < columns; c += columnStride) {
-    ctx.fillText(String(frames.heads[c]), LEFT + (c + 0.5) * cell, rows * cellHeight + BOTTOM / 2);
-  }
-  const corner = (head: Head) => [LEFT + frames.heads.indexOf(head.head) * cell, frames.layers.indexOf(head.layer) * cellHeight] as const;
-  const frame = (head: Head, colour: string, inset: number) => {
-    const [x, y] = corner(head);
-    ctx.strokeStyle = colour;
-    ctx.lineWidth = 2;
-    ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
-  };
-  for (const head of drawing.warned) frame(head, ink.warning, 2);
-  for (const head of drawing.switched) {
-    const [x, y] = corner(head);
-    ctx.fillStyle = ink.switched;
-    ctx.strokeStyle = ink.surface;
-    ctx.lineWidth = 1.5;
-    const r = Math.min(6, cell / 3, cellHeight / 3);
-    ctx.beginPath();
-    ctx.moveTo(x + cell / 2, y + cellHeight / 2 - r);
-    ctx.lineTo(x + cell / 2 + r, y + cellHeight / 2);
-    ctx.lineTo(x + cell / 2, y + cellHeight / 2 + r);
-    ctx.lineTo(x + cell / 2 - r, y + cellHeight / 2);
-    ctx.closePath();
-    ctx.fill();
-    ctx.stroke();
-  }
-  if (drawing.chosen) frame(drawing.chosen, ink.outline, 1);
-}
-
-function valueOf(frames: Frames, values: Float32Array | null, { layer, head }: Head): number | null {
+function valueOf(frames: Frames, values: Float32Array | undefined, { layer, head }: Head): number | null {
   const row = frames.layers.indexOf(layer);
   const column = frames.heads.indexOf(head);
   if (row < 0 || column < 0) return null;
@@ -235,14 +198,8 @@ function valueOf(frames: Frames, values: Float32Array | null, { layer, head }: H
 }
 
 function nearest(sorted: readonly number[], step: number): number {
-  let low = 0;
-  let high = sorted.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle]! < step) low = middle + 1;
-    else high = middle;
-  }
-  return Math.max(0, low);
+  const index = sorted.findIndex((candidate) => candidate >= step);
+  return index < 0 ? sorted.length - 1 : index;
 }
 
 function clamp(value: number, length: number): number {

@@ -17,7 +17,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
       <header class="title"><h2>What happened</h2></header>
       <ol class="card events">
         {events.map(({ event, colour }) => (
-          <li key={event.id} class={event.kind}>
+          <li key={event.id} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
             <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
             <span class="step">{event.step === null ? "" : `step ${steps(event.step)}`}</span>
             <span>

@@ -23,22 +23,51 @@ function set(next: Connection): void {
   for (const watcher of watchers) watcher(next);
 }
 
-/** Opens the stream. The browser sends Last-Event-ID when it reconnects; what the stream missed is fetched anew. */
+let source: EventSource | null = null;
+let retrying: ReturnType<typeof setTimeout> | undefined;
+
+/**
+ * Opens the stream, and keeps it open while the page can be seen: a browser has six connections to a service, and tabs
+ * in the background shall not hold them. When the stream breaks, the browser comes back with Last-Event-ID.
+ */
 export function connect(): void {
-  const source = new EventSource(new URL("v1/stream", document.baseURI));
+  document.addEventListener("visibilitychange", follow);
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", follow);
+  follow();
+}
+
+function follow(): void {
+  if (document.hidden) close();
+  else if (!source) open();
+}
+
+function close(): void {
+  clearTimeout(retrying);
+  source?.close();
+  source = null;
+}
+
+function open(): void {
+  source = new EventSource(new URL("v1/stream", document.baseURI));
   const wake = (kind: Wake["kind"]) => (event: MessageEvent<string>) => {
     const { run } = JSON.parse(event.data) as { run: string };
     for (const listener of listeners) listener({ kind, run });
   };
+  let opened = connection === "connecting"; // the first time, everything has just been loaded
   source.onopen = () => {
-    if (connection === "lost") for (const listener of listeners) listener({ kind: "reconnected", run: null });
+    if (opened) return set("live");
+    opened = true;
+    for (const listener of listeners) listener({ kind: "reconnected", run: null });
     retry = 1000;
     set("live");
   };
   source.onerror = () => {
+    opened = false;
     set("lost");
-    if (source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
-    setTimeout(connect, retry);
+    if (source?.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
+    close();
+    retrying = setTimeout(follow, retry);
     retry = Math.min(retry * 2, 15_000);
   };
   source.addEventListener("sample", wake("sample"));
@@ -118,23 +147,16 @@ export function useResource<T>(load: (fresh: boolean) => Promise<T>, key: string
       timer = setTimeout(() => void start(), delay);
     };
     const listener: Listener = (wake) => {
-      if (document.hidden || !now.current.on(wake)) return;
+      if (!now.current.on(wake)) return;
       fresh ||= wake.kind !== "sample";
       wait(wake.kind === "sample" ? Math.max(0, finished + pause - performance.now()) : 50);
     };
-    const seen = () => {
-      if (document.hidden) return;
-      fresh = true;
-      wait(0);
-    };
     void start();
     listeners.add(listener);
-    document.addEventListener("visibilitychange", seen);
     return () => {
       ended = true;
       clearTimeout(timer);
       listeners.delete(listener);
-      document.removeEventListener("visibilitychange", seen);
     };
   }, [key, asked]);
 
@@ -153,7 +175,7 @@ export function useWake(matches: (wake: Wake) => boolean, callback: () => void, 
     let timer: ReturnType<typeof setTimeout> | undefined;
     let finished = -Infinity;
     const listener: Listener = (wake) => {
-      if (document.hidden || timer !== undefined || !now.current.matches(wake)) return;
+      if (timer !== undefined || !now.current.matches(wake)) return;
       timer = setTimeout(
         () => {
           timer = undefined;

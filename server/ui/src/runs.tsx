@@ -56,7 +56,7 @@ export function Runs({ go }: { go: (address: string) => void }) {
               <th class="right">Step</th>
               <th class="right">Loss</th>
               <th>Risk</th>
-              <th class="right">Time left</th>
+              <th class="right">Steps left</th>
               <th class="right">Warnings</th>
               <th class="right">Last heard</th>
             </tr>

@@ -18,7 +18,7 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
     ["Step", steps(detail.last_step)],
     ["Loss", number(detail.loss)],
     ["Risk", <Risk value={detail.worst_risk} />],
-    ["Time left", timeLeft(detail.warnings)],
+    ["Steps left", timeLeft(detail.warnings)],
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
     ["Numerics", detail.numerics ?? "not recorded"],
@@ -58,7 +58,7 @@ function Table({ views, go }: Props) {
               <th class="right">Step</th>
               <th class="right">Loss</th>
               <th>Risk</th>
-              <th class="right">Time left</th>
+              <th class="right">Steps left</th>
               <th class="right">Warnings</th>
               <th class="right">Switched heads</th>
             </tr>

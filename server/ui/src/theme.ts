@@ -10,12 +10,14 @@ export function useTheme(): [dark: boolean, toggle: () => void] {
   const dark = chosen === null ? preferred : chosen === "dark";
   useEffect(() => {
     const changed = () => setPreferred(system.matches);
+    changed(); // it may have changed before this effect ran
     system.addEventListener("change", changed);
     return () => system.removeEventListener("change", changed);
   }, []);
   useEffect(() => {
-    document.documentElement.dataset.theme = dark ? "dark" : "light";
-  }, [dark]);
+    if (chosen === null) delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = chosen;
+  }, [chosen]);
   const toggle = () => {
     const next = dark ? "light" : "dark";
     localStorage.setItem("foreshock.theme", next);

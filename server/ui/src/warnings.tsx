@@ -42,6 +42,8 @@ interface WarningProps extends Omit<Props, "views"> {
 
 function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
   const { layer, head } = warning;
+  const state = view.detail.layers.find((candidate) => candidate.layer === layer);
+  const mode = (head !== null && state?.modes[state.heads.indexOf(head)]) || "plain";
   return (
     <li class={`card warning ${warning.severity}`}>
       <header>
@@ -51,6 +53,7 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
           {layer === null ? "whole run" : `layer ${layer}${head === null ? "" : ` head ${head}`}`} · {warning.cause} · raised
           at step {steps(warning.raised_step)}
         </span>
+        {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
       </header>
       <p class="sentence">{warning.sentence}</p>
       <dl class="evidence">
@@ -69,10 +72,10 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
         <footer>
           <button onClick={() => onShow({ layer, head })}>Show this head</button>
           <button
-            class="primary"
-            onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: view.detail.mitigation })}
+            class={mode === "plain" ? "primary" : ""}
+            onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: mode === "plain" ? view.detail.mitigation : "plain" })}
           >
-            Switch this head
+            {mode === "plain" ? "Switch this head" : "Switch back"}
           </button>
         </footer>
       )}

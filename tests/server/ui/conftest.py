@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -22,16 +22,15 @@ ROWS = 4096
 
 
 class Feeder:
-    """One rank's agent, as the service sees it. Head 2 of layer 0 drifts; every value is a known function of the step."""
+    """One rank's agent, as the service sees it. Head 2 of layer 0 drifts; every value follows from the step."""
 
-    def __init__(self, url: str, run: str, *, layers: int = 2, heads: int = 4, drift: float = 1.0) -> None:
-        self.url, self.run, self.drift = url, run, drift
+    def __init__(self, client: httpx.Client, run: str, *, layers: int = 2, heads: int = 4, drift: float = 1.0) -> None:
+        self.client, self.run, self.drift = client, run, drift
         self.shape = (layers, heads)
         self.sequence = 0
         self.step = 0
         self.modes = np.zeros((layers, heads), dtype=np.int32)
         self.recorded = frozenset({"states", "risk", "scalars"})
-        self.client = httpx.Client(base_url=url, timeout=10, trust_env=False)
 
     def send(self, *events: Event) -> Ack:
         """Post one batch; the acknowledgement carries the commands."""
@@ -105,15 +104,15 @@ class Feeder:
             "step_seconds": 0.02,
             "agent_seconds": 1e-4,
         }
-        return Sample(
+        sample = Sample(
             step=self.step,
             since_step=since,
             unix_seconds=time.time(),
             states=Array.of(words.reshape(count, SLOT_COUNT)),
             modes=Array.of(self.modes.reshape(count)),
             risk=risk if "risk" in self.recorded else None,
-            **(scalars if "scalars" in self.recorded else {}),
         )
+        return sample.model_copy(update=scalars if "scalars" in self.recorded else {})
 
     def warn(self, sentence: str = "Layer 0 head 2 drifts: its score offset left its peers and keeps growing.") -> None:
         """Raise the warning about head 2 of layer 0."""
@@ -177,6 +176,7 @@ class Service:
             "FORESHOCK_PORT": str(self.port),
         }
         self.log = directory / "service.log"
+        self.client = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
         self.start()
 
     def start(self) -> None:
@@ -189,7 +189,7 @@ class Service:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the service ended:\n{self.log.read_text()[-4000:]}"
             try:
-                if httpx.get(f"{self.url}/readyz", trust_env=False).status_code == 200:
+                if self.client.get("/readyz").status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -209,6 +209,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     running = Service(tmp_path_factory.mktemp("service"))
     yield running
     running.stop()
+    running.client.close()
 
 
 @pytest.fixture(scope="session")
@@ -243,13 +244,25 @@ def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     chrome.quit()
 
 
+def console(chromium: Chrome) -> list[str]:
+    """What the page complained of since the last call."""
+    entries = chromium.get_log("browser")  # type: ignore[no-untyped-call]
+    return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.fixture
+def complaints(_chromium: Chrome) -> Callable[[], list[str]]:
+    """What the page wrote to its console since the last call."""
+    return lambda: console(_chromium)
+
+
 @pytest.fixture
 def chromium(_chromium: Chrome) -> Iterator[Chrome]:
     """A Chromium with a wide window; fails the test if the page wrote an error to the console."""
     _chromium.set_window_size(1280, 900)
-    _chromium.get_log("browser")
+    console(_chromium)
     yield _chromium
-    complaints = [entry["message"] for entry in _chromium.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    complaints = console(_chromium)
     _chromium.get("about:blank")
     assert not complaints, complaints
 
@@ -257,4 +270,4 @@ def chromium(_chromium: Chrome) -> Iterator[Chrome]:
 @pytest.fixture
 def feeder(service: Service, request: pytest.FixtureRequest) -> Feeder:
     """An agent whose run bears the test's name."""
-    return Feeder(service.url, request.node.name.removeprefix("test_")[:100])
+    return Feeder(service.client, request.node.name.removeprefix("test_")[:100])

@@ -1,0 +1,51 @@
+/** Drawing on canvases at the screen's own resolution. */
+
+import { type RefObject } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+
+/** A canvas of this size in CSS pixels, cleared, ready for text. */
+export function prepare(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
+  const ratio = devicePixelRatio;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const ctx = canvas.getContext("2d")!;
+  ctx.scale(ratio, ratio);
+  ctx.imageSmoothingEnabled = false;
+  ctx.font = "11px Inter, system-ui, sans-serif";
+  ctx.textBaseline = "middle";
+  return ctx;
+}
+
+/** Paints cells as one scaled image: however many there are, it is one call. */
+export function paintCells(
+  ctx: CanvasRenderingContext2D,
+  columns: number,
+  rows: number,
+  colour: (column: number, row: number) => number,
+  [x, y, width, height]: readonly [number, number, number, number],
+): void {
+  if (columns < 1 || rows < 1) return;
+  const image = new ImageData(columns, rows);
+  const pixels = new Uint32Array(image.data.buffer);
+  for (let row = 0; row < rows; row++) {
+    for (let column = 0; column < columns; column++) pixels[row * columns + column] = colour(column, row);
+  }
+  const small = new OffscreenCanvas(columns, rows);
+  small.getContext("2d")!.putImageData(image, 0, 0);
+  ctx.drawImage(small, x, y, width, height);
+}
+
+/** The width of an element, kept up to date. */
+export function useWidth(): [box: RefObject<HTMLDivElement | null>, width: number] {
+  const box = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(320);
+  useEffect(() => {
+    const resize = new ResizeObserver(() => box.current && setWidth(box.current.clientWidth));
+    resize.observe(box.current!);
+    setWidth(box.current!.clientWidth);
+    return () => resize.disconnect();
+  }, []);
+  return [box, width];
+}
