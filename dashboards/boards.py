@@ -41,24 +41,23 @@ def boards(links: Links) -> dict[str, Board]:
 
 
 def _overview(links: Links) -> Board:
-    run = MANY_RUNS
     active, risk, warning, forecast = (
         BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast")
     )
-    warnings = select(warning, run)
+    warnings = select(warning, MANY_RUNS)
     columns = [
         ("active", _by_run("run.active"), "bool_yes_no"),
         ("step", _by_run("run.step"), "short"),
         ("last sample", f"time() - {_by_run('run.last_sample')}", "s"),
         ("worst risk", _by_run("run.worst_risk"), "percentunit"),
         ("warnings", f"sum by (run) ({warnings})", "short"),
-        ("steps left", f"min by (run) ({select(forecast, run)})", "short"),
+        ("steps left", f"min by (run) ({select(forecast, MANY_RUNS)})", "short"),
     ]
     panels: list[Sized] = [
-        (stat(active, "Active runs", f"sum({select(active, run)})"), 6, 4),
+        (stat(active, "Active runs", f"sum({select(active, MANY_RUNS)})"), 6, 4),
         (stat(warning, "Active warnings", f"sum({warnings}) or vector(0)", red_from=1), 6, 4),
-        (stat(risk, "Worst risk now", f"max({select(risk, run)})", red_from=1), 6, 4),
-        (stat(forecast, "Least time left", f"min({select(forecast, run)})", red_below=1000), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, MANY_RUNS)})", red_from=1), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, MANY_RUNS)})", red_below=1000), 6, 4),
         (
             table(
                 "Runs",
@@ -73,13 +72,13 @@ def _overview(links: Links) -> Board:
             table(
                 "Warnings that are raised now",
                 f"{describe(warning)} Click the run to see the evidence and to switch the head.",
-                [("raised", f"max by (run, layer, head, cause, signal, severity) ({warnings} == 1)", "bool_yes_no")],
-                hide=("raised",),
+                [("raised", f"max by (run, layer, head, cause, signal, severity) ({warnings} == 1)", "short")],
+                hide=("Value",),  # always 1; the labels are what is read
             ),
             24,
             6,
         ),
-        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], run),
+        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], MANY_RUNS),
     ]
     return _board("overview", "Overview", panels, links, filters=MANY_RUNS)
 
@@ -99,46 +98,32 @@ def _run(links: Links) -> Board:
         (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], ONE_RUN)})"), 12, 8),
         (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], ONE_RUN)})"), 12, 8),
     ]
-    return _board(
-        "run",
-        "Run",
-        panels,
-        links,
-        filters=ONE_RUN,
-    )
+    return _board("run", "Run", panels, links, filters=ONE_RUN)
 
 
 def _layers(links: Links) -> Board:
     quiet, watch, alarm = "transparent", "semi-dark-orange", "semi-dark-red"
 
-    def heads(key: str, fold: str = "max by (layer, head) ({})") -> tuple[Metric, str]:
-        return BY_KEY[key], fold.format(select(BY_KEY[key], ONE_RUN))
+    def heads(key: str) -> tuple[Metric, str]:
+        return BY_KEY[key], f"max by (layer, head) ({select(BY_KEY[key], ONE_RUN)})"
 
     def layers(key: str) -> tuple[Metric, str]:
-        metric = BY_KEY[key]
-        return metric, f"max by (layer) ({select(metric, ONE_RUN, of_layers=True)})"
+        return BY_KEY[key], f"max by (layer) ({select(BY_KEY[key], ONE_RUN, of_layers=True)})"
 
     panels: list[Sized] = [
         (matrix(*heads("head.risk"), steps=[(quiet, None), (watch, 0.5), (alarm, 1.0)]), 12, 10),
         (matrix(*heads("head.mode"), steps=[(quiet, None), ("semi-dark-blue", 1.0)]), 12, 10),
-        (matrix(*heads("head.score_offset"), steps=[(quiet, None), (watch, 3.0), (alarm, 10.0)]), 12, 10),
+        (matrix(*heads("head.score_offset_rms"), steps=[(quiet, None), (watch, 3.0), (alarm, 10.0)]), 12, 10),
         (matrix(*heads("head.score_max"), steps=[(quiet, None), (watch, 100.0), (alarm, 512.0)]), 12, 10),
         (layers_over_time(*layers("head.risk")), 12, 9),
         (layers_over_time(*layers("head.score_max")), 12, 9),
         (modes_over_time(*heads("head.mode")), 24, 8),
         *_grid([m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"], ONE_RUN),
     ]
-    return _board(
-        "layers",
-        "Layer by head",
-        panels,
-        links,
-        filters=ONE_RUN,
-    )
+    return _board("layers", "Layer by head", panels, links, filters=ONE_RUN)
 
 
 def _service(links: Links) -> Board:
-    run = MANY_RUNS
     up = panel(
         "stat",
         "Service",
@@ -146,16 +131,21 @@ def _service(links: Links) -> Board:
         [target(f'max(up{{job="{JOB}"}})', legend_format="service")],
         grafana_unit="bool_on_off",
         options={"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value"},
-        defaults={"thresholds": {"mode": "absolute", "steps": [_red_step(), {"color": "green", "value": 1}]}},
+        defaults={
+            "thresholds": {
+                "mode": "absolute",
+                "steps": [{"color": "red", "value": None}, {"color": "green", "value": 1}],
+            }
+        },
     )
     watchdog, store, dropped = (BY_KEY[key] for key in ("service.watchdog", "service.store", "service.series_dropped"))
     panels: list[Sized] = [
         (up, 6, 4),
-        (stat(watchdog, "Since the last watchdog", query(watchdog, run), red_from=300), 6, 4),
+        (stat(watchdog, "Since the last watchdog", query(watchdog, MANY_RUNS), red_from=300), 6, 4),
         (stat(store, "Store", store.name), 6, 4),
         (stat(dropped, "Series left out", dropped.name, red_from=1), 6, 4),
-        *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], run),
-        *_grid(["run.step", "run.last_sample", "run.active"], run),
+        *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], MANY_RUNS),
+        *_grid(["run.step", "run.last_sample", "run.active"], MANY_RUNS),
     ]
     return _board("service", "Fleet and service health", panels, links, filters=MANY_RUNS)
 
@@ -170,10 +160,6 @@ _BOARDS: Final[dict[str, Callable[[Links], Board]]] = {
 
 def _by_run(key: str) -> str:
     return f"max by (run) ({select(BY_KEY[key], MANY_RUNS)})"
-
-
-def _red_step() -> dict[str, Any]:
-    return {"color": "red", "value": None}
 
 
 def _grid(keys: Sequence[str], filters: Filters) -> list[Sized]:
@@ -245,21 +231,21 @@ def _service_variable(links: Links) -> dict[str, Any]:
 
 
 def _run_variables(filters: Filters) -> list[dict[str, Any]]:
-    """The variables that the filters name."""
-    many = filters is MANY_RUNS
-    return [_run_variable(many=many)] if many else [_run_variable(many=many), _layer_variable()]
+    """The variables that the filters speak of."""
+    if filters is MANY_RUNS:
+        return [_run_variable() | {"multi": True, "includeAll": True, "allValue": ".+", "current": _ALL}]
+    return [_run_variable(), _layer_variable()]
 
 
-def _run_variable(*, many: bool) -> dict[str, Any]:
+def _run_variable() -> dict[str, Any]:
     return {
         "name": "run",
         "label": "Run",
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": f"label_values({BY_KEY['run.step'].name}, run)", "refId": "run"},
+        "query": {"query": f"label_values({BY_KEY['run.step'].name}, MANY_RUNS)", "refId": "run"},
         "refresh": 2,
         "sort": 1,
-        **({"multi": True, "includeAll": True, "allValue": ".+", "current": _ALL} if many else {}),
     }
 
 
