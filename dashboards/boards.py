@@ -243,7 +243,7 @@ def _run_variable() -> dict[str, Any]:
         "label": "Run",
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": f"label_values({BY_KEY['run.step'].name}, MANY_RUNS)", "refId": "run"},
+        "query": {"query": f"label_values({BY_KEY['run.step'].name}, run)", "refId": "run"},
         "refresh": 2,
         "sort": 1,
     }

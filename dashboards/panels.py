@@ -279,10 +279,12 @@ def table(
     description: str,
     columns: Sequence[tuple[str, str, str]],
     *,
-    transformations: Sequence[dict[str, Any]] = (),
     hide: Sequence[str] = (),
 ) -> Panel:
-    """Rows that share labels, one column for each (name, expression, Grafana unit)."""
+    """Rows that share labels, one column for each (name, expression, Grafana unit).
+
+    `hide` names columns as Grafana has them before they get their names here.
+    """
     refs = [chr(ord("A") + index) for index in range(len(columns))]
     overrides: list[dict[str, Any]] = [
         {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": grafana_unit}]}
@@ -310,6 +312,5 @@ def table(
                 "id": "organize",
                 "options": {"excludeByName": dict.fromkeys(("Time", *hide), True), "renameByName": rename},
             },
-            *transformations,
         ],
     )
