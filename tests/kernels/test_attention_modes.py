@@ -1,0 +1,187 @@
+"""The mitigations: what they change, on which heads and rows, and that the mathematics stays the same."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import MODE_NAMES, Mode, Slot, slot_values
+from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state
+from foreshock.kernels.flash_attention.reference import row_sum_defect
+from foreshock.kernels.flash_attention.shift import paper_shift, stable_shift
+from foreshock.kernels.flash_attention.statistics import one_margin
+
+
+def tied(batch: int = 2, heads: int = 4, length: int = 24, dim: int = 16, seed: int = 0) -> list[Tensor]:
+    """query, key, value and gradient in which every row's keys come twice, so that every row ties."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, grad = (torch.randn(batch, heads, length, dim, generator=generator) for _ in range(4))
+    key[:, :, length // 2 :] = key[:, :, : length // 2]
+    return [x.bfloat16() for x in (query, key, value, grad)]
+
+
+def run(inputs: list[Tensor], modes: Tensor | None, numerics: Numerics = "kernel") -> tuple[list[Tensor], Tensor]:
+    """[out, lse, dQ, dK, dV] and the state."""
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    state = new_state(query.shape[1])
+    out, lse = flash_attention(
+        query,
+        key,
+        value,
+        numerics=numerics,
+        state=state,
+        modes=modes,
+        return_lse=True,
+    )
+    return [out.detach(), lse, *torch.autograd.grad(out, (query, key, value), inputs[3])], state
+
+
+def flags(*modes: Mode) -> Tensor:
+    return torch.tensor([int(mode) for mode in modes], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("numerics", ["kernel", "paper"])
+@pytest.mark.parametrize("mode", MODE_NAMES.values(), ids=MODE_NAMES)
+def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: Mode, numerics: Numerics) -> None:
+    inputs = tied()
+    plain, _ = run(inputs, None, numerics)
+    switched, state = run(inputs, flags(Mode.PLAIN, mode, Mode.PLAIN, Mode.PLAIN), numerics)
+    truth, _ = run([x.double() for x in inputs], None, "float64")
+    for before, after, exact in zip(plain, switched, truth, strict=True):
+        assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
+        torch.testing.assert_close(after.double(), exact, rtol=2e-2, atol=2e-2)
+    shifts = mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)
+    assert torch.equal(plain[0], switched[0]) == (not shifts)
+    assert torch.equal(plain[2], switched[2]) == (mode == Mode.PLAIN)
+    shifted = slot_values(state.numpy(), Slot.ROWS_SHIFTED)
+    assert shifted.tolist() == [0, 48 if shifts else 0, 0, 0]
+
+
+def test_modes_of_zero_are_the_same_as_no_modes() -> None:
+    inputs = tied()
+    without, with_zeros = run(inputs, None), run(inputs, torch.zeros(4, dtype=torch.int32))
+    assert all(torch.equal(a, b) for a, b in zip(without[0], with_zeros[0], strict=True))
+    assert torch.equal(without[1], with_zeros[1])
+
+
+def defects(numerics: Numerics, length: int, common: float) -> tuple[float, float, float, float]:
+    """RMS row sum of dS: plain and exact delta as computed, then both after dS's own rounding."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 2, length, 64, generator=generator) for _ in range(4))
+    value += common * torch.randn(1, 2, 1, 64, generator=generator)
+    inputs = [x.bfloat16() for x in (grad, query, key, value)]
+    spec = AttentionSpec(scale=1 / 8, numerics=numerics)
+    plain, plain_rounded = row_sum_defect(inputs[0], inputs[1], inputs[2], inputs[3], None, spec)
+    both = flags(Mode.EXACT_DELTA, Mode.EXACT_DELTA)
+    exact, exact_rounded = row_sum_defect(inputs[0], inputs[1], inputs[2], inputs[3], both, spec)
+    print(
+        f"row-sum defect of dS, {numerics}, T={length}, common component {common}: plain {plain:.1e} "
+        f"(dS rounded {plain_rounded:.1e}), exact delta {exact:.1e} (dS rounded {exact_rounded:.1e})"
+    )
+    return plain, exact, plain_rounded, exact_rounded
+
+
+@pytest.mark.parametrize("numerics", ["kernel", "paper"])
+@pytest.mark.parametrize("length", [64, 512])
+def test_exact_delta_lowers_the_row_sum_defect_of_ds_fourfold(length: int, numerics: Numerics) -> None:
+    """With values that share a component, as those of the paper's failing head do (figure 6a)."""
+    plain, exact, plain_rounded, exact_rounded = defects(numerics, length, common=1.0)
+    assert 4 * exact <= plain
+    assert exact_rounded < plain_rounded
+
+
+@pytest.mark.parametrize("numerics", ["kernel", "paper"])
+@pytest.mark.parametrize("length", [64, 512])
+def test_exact_delta_lowers_the_defect_for_centred_values_too(length: int, numerics: Numerics) -> None:
+    """There the forward's rounding of P, which the backward's P does not have, leaves more of it under kernel."""
+    plain, exact, plain_rounded, exact_rounded = defects(numerics, length, common=0.0)
+    assert exact < 0.75 * plain
+    assert exact_rounded < plain_rounded
+
+
+@pytest.mark.parametrize("name", ["exact_delta", "exact_delta+stable_softmax"])
+def test_exact_delta_takes_the_bias_out_of_the_gradient_of_a_key_bias(name: str) -> None:
+    """A constant added to every key changes no output, so the sum of dK over keys is 0 but for rounding."""
+    inputs = tied(batch=4, length=64)
+    inputs[1] += 4.0
+    plain, _ = run(inputs, None)
+    mitigated, _ = run(inputs, flags(*[MODE_NAMES[name]] * 4))
+    # Summed in float64 over keys, dK keeps its own rounding; the defect of dS stands out only above that.
+    defect = [grads[3].double().sum((0, 2)).norm().item() for grads in (plain, mitigated)]
+    assert defect[1] < defect[0]
+
+
+def test_a_stable_shift_is_bounded_acts_at_zero_and_is_no_constant() -> None:
+    row_max = torch.cat([torch.zeros(1), torch.linspace(-1e4, 1e4, 100_001), torch.logspace(-30, 30, 1000)])
+    shift = stable_shift(row_max) / math.log(2)
+    assert shift.min() >= 0.25
+    assert shift.max() <= 0.75
+    assert shift[0] >= 0.25
+    assert 0.1 < shift.std() < 0.2  # 0.144 if the hash spreads evenly
+    assert len(set(shift.tolist())) > 0.9 * len(shift)
+
+
+def test_the_papers_shift_follows_algorithm_3_up_to_its_cap() -> None:
+    row_max = torch.tensor([-200.0, -3.0, 0.0, 2.0, 350.0])
+    assert paper_shift(row_max, torch.bfloat16).tolist() == [60.0, 3.0, 0.0, 2.0, 60.0]
+    assert paper_shift(row_max, torch.float16).tolist() == [0.5, 0.5, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("mode", [Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+def test_no_shift_underflows_at_large_scores(mode: Mode, dtype: torch.dtype, size: float) -> None:
+    inputs = [x.to(dtype) for x in tied(batch=1, heads=1)]
+    inputs[0] *= size
+    (out, lse, *grads), state = run(inputs, flags(mode))
+    (plain_out, plain_lse, *_), _ = run(inputs, None)
+    assert all(torch.isfinite(x).all() for x in (out, lse, *grads))
+    torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-5)
+    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 24
+
+
+def test_equal_scores_of_zero_are_shifted_by_the_default_rule_and_not_by_the_papers() -> None:
+    inputs = tied(batch=1, heads=2, length=10)
+    inputs[0].zero_()
+    (out, *_), state = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
+    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).tolist() == [10, 0]
+    mean = inputs[2].double().mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.double(), mean, rtol=0, atol=2.0**-9)
+
+
+def test_a_shifted_rows_output_errs_no_more_than_a_plain_one_and_with_no_bias() -> None:
+    inputs = tied(batch=16, heads=2, length=64)
+    inputs[2] = inputs[2].abs() + 0.5
+    truth, _ = run([x.double() for x in inputs], None, "float64")
+    plain, _ = run(inputs, None)
+    stable, _ = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.STABLE_SOFTMAX))
+    errors = [x[0].double() - truth[0] for x in (plain, stable)]
+    assert errors[1].abs().mean() <= 1.1 * errors[0].abs().mean()
+    assert errors[1].mean().abs() < 0.05 * errors[1].abs().mean()
+    torch.testing.assert_close(stable[1], plain[1], rtol=1e-6, atol=1e-6)  # lse is from unrounded weights
+
+
+def test_ties_count_over_the_whole_row_however_far_apart() -> None:
+    query, key, value, grad = tied(batch=1, heads=1, length=300)
+    key[:, :, 150:] = torch.randn(1, 1, 150, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    best = (query[0, 0, 0] @ key[0, 0].mT).argmax()
+    other = 299 if best < 150 else 0
+    key[0, 0, other] = key[0, 0, best]
+    _, state = run([query[:, :, :1], key, value, grad[:, :, :1]], flags(Mode.STABLE_SOFTMAX))
+    assert slot_values(state.numpy(), Slot.ROWS_TIED_ONE).item() == 1
+    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_margin_of_a_tie_is_where_exp_rounds_to_one(dtype: torch.dtype) -> None:
+    margin = one_margin(dtype)
+    near = torch.tensor([-margin * (1 - 1e-9), -margin * (1 + 1e-9)], dtype=torch.float64).exp().numpy()
+    step = torch.finfo(dtype).eps / 2  # below 1
+    distances = (1 - near) / step
+    assert np.round(distances[0] - 1e-6) == 0  # nearer 1 than the next number below it
+    assert np.round(distances[1] + 1e-6) == 1
+    assert torch.tensor(math.exp(-0.99 * margin)).to(dtype) == 1
+    assert torch.tensor(math.exp(-1.01 * margin)).to(dtype) < 1

@@ -1,0 +1,128 @@
+"""The operators under autograd, torch.compile, activation checkpointing and opcheck; counts land once."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
+
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MODES = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+OPTIONS = (9, 9, None, 0.3, "top_left", -1, -1, 0.0, 0.0)
+
+
+def layer(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    return flash_attention(query, key, value, causal=True, state=state, modes=MODES)
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4, 9, 8, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def step(attention: Layer) -> list[Tensor]:
+    """Output, gradients and the packed states of three layers, of which the second ran."""
+    states = torch.stack([new_state(4)] * 3)
+    query, key, value = tensors()
+    out = attention(query, key, value, states[1])
+    torch.autograd.backward(out.float().square().sum())
+    grads = [x.grad for x in (query, key, value) if x.grad is not None]
+    return [out.detach(), *grads, states]
+
+
+def compiled(function: Layer, backend: str) -> Layer:
+    torch._dynamo.reset()
+    result: Layer = torch.compile(function, backend=backend, fullgraph=True)
+    return result
+
+
+def checkpointed(function: Layer, use_reentrant: bool) -> Layer:
+    def wrapped(*inputs: Tensor) -> Tensor:
+        out: Tensor = checkpoint(function, *inputs, use_reentrant=use_reentrant)
+        return out
+
+    return wrapped
+
+
+@pytest.mark.promise("K10")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor imports TorchScript
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda f: checkpointed(f, True), id="reentrant checkpoint"),
+        pytest.param(lambda f: checkpointed(f, False), id="checkpoint"),
+        pytest.param(lambda f: compiled(f, "aot_eager"), id="aot_eager"),
+        pytest.param(lambda f: compiled(checkpointed(f, False), "aot_eager"), id="aot_eager of a checkpoint"),
+        pytest.param(lambda f: checkpointed(compiled(f, "aot_eager"), False), id="checkpoint of aot_eager"),
+        pytest.param(lambda f: compiled(f, "inductor"), id="inductor"),
+        pytest.param(lambda f: compiled(checkpointed(f, False), "inductor"), id="inductor of a checkpoint"),
+    ],
+)
+def test_a_step_counts_once_and_on_its_own_layer(wrap: Callable[[Layer], Layer]) -> None:
+    eager, wrapped = step(layer), step(wrap(layer))
+    assert all(torch.equal(a, b) for a, b in zip(eager, wrapped, strict=True))
+    assert slot_values(eager[-1].numpy(), Slot.ROWS).tolist() == [[0] * 4, [18] * 4, [0] * 4]
+
+
+@pytest.mark.promise("K10")
+def test_a_recomputed_forward_draws_the_same_dropout() -> None:
+    def dropping(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
+        return flash_attention(query, key, value, causal=True, dropout_p=0.3, state=state)
+
+    torch.manual_seed(0)
+    eager = step(dropping)
+    for use_reentrant in (True, False):
+        torch.manual_seed(0)
+        wrapped = step(checkpointed(dropping, use_reentrant))
+        assert all(torch.equal(a, b) for a, b in zip(eager, wrapped, strict=True))
+
+
+def test_a_state_that_is_emptied_between_forward_and_backward_is_still_counted_into() -> None:
+    state = new_state(4)
+    query, key, value = tensors()
+    out = layer(query, key, value, state)
+    state.copy_(new_state(4))
+    torch.autograd.backward(out.float().sum())
+    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [18] * 4
+
+
+@pytest.mark.promise("K10")
+def test_autocast_is_off_inside_the_operators() -> None:
+    plain = step(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = step(layer)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+@pytest.mark.promise("K10")
+@pytest.mark.parametrize("numerics", ["kernel", "float32"])
+@pytest.mark.parametrize("with_state", [True, False])
+def test_opcheck_passes(numerics: str, with_state: bool) -> None:
+    query, key, value = tensors()
+    state, modes = (new_state(4), MODES) if with_state else (None, None)
+    rest = (state, modes, None, None, *OPTIONS, numerics)
+    torch.library.opcheck(attention_forward, (query, key, value, *rest))
+    inputs = [x.detach() for x in (query, key, value)]
+    outputs = attention_forward(*inputs, *rest)
+    torch.library.opcheck(attention_backward, (torch.ones_like(inputs[0]), *inputs, *outputs, *rest))
+
+
+@pytest.mark.promise("K6")
+def test_opcheck_passes_with_permuted_inputs_and_packed_sequences() -> None:
+    query, key, value = (x.detach().transpose(1, 2).contiguous().transpose(1, 2)[:1] for x in tensors())
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    rest = (new_state(4), MODES, cu_seqlens, cu_seqlens, *OPTIONS, "kernel")
+    torch.library.opcheck(attention_forward, (query.requires_grad_(), key, value, *rest))
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    query, key, value = tensors()
+    out = flash_attention(query, key, value)
+    (grad,) = torch.autograd.grad(out.float().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(grad.float().sum(), key)
