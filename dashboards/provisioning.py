@@ -182,6 +182,15 @@ def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -
                     "group_wait": "5s",
                     "group_interval": "1m",
                     "repeat_interval": "4h",
+                    "routes": [
+                        {
+                            "receiver": "foreshock",
+                            "object_matchers": [["alertname", "=", WATCHDOG.name]],
+                            "group_wait": "0s",
+                            "group_interval": "30s",
+                            "repeat_interval": "30s",
+                        }
+                    ],
                 }
             ],
         }

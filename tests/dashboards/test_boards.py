@@ -14,11 +14,12 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.alerting import RuleGroup
 
 from foreshock.contract.catalog import HEAD_METRICS, METRICS
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.live import Query, concrete, label_values, queries
-from foreshock.dashboards.rules import Links, rules
+from foreshock.dashboards.rules import Links, grafana_rules, rules
 
 with warnings.catch_warnings():
     # The model points to its successor for schema version 2, which Grafana 13 cannot load from files.
@@ -151,6 +152,14 @@ def test_a_misspelt_key_is_found(spoil: Any) -> None:
     board = json.loads(json.dumps(BOARDS["run.json"]))
     spoil(board)
     assert len(list(lost(board, round_trip(board)))) == 1
+
+
+def test_grafanas_own_model_knows_every_key_of_its_alert_rules() -> None:
+    register_default_plugins()
+    placed = {"orgID": 1, "folderUID": "foreshock", "ruleGroup": "foreshock"}
+    group = {"title": "foreshock", "interval": 30, "rules": [rule | placed for rule in grafana_rules(Links())]}
+    back = json.loads(JSONEncoder().encode(RuleGroup.from_json(json.loads(json.dumps(group)))))
+    assert not list(lost(group, back))
 
 
 @every_board

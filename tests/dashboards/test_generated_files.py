@@ -10,7 +10,7 @@ import yaml
 from foreshock.contract.catalog import WATCHDOG
 from foreshock.dashboards.generate import GENERATED, check, files, generate
 from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
-from foreshock.dashboards.rules import Links, alerts
+from foreshock.dashboards.rules import Links, alerts, rules
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,11 +53,11 @@ def test_a_generated_file_says_so(path: Path) -> None:
 
 def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path) -> None:
     generate(tmp_path, Links(grafana="https://g.example", service="https://s.example", runbooks="https://r.example"))
-    rules = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
-    assert "https://g.example/d/foreshock-run?var-run=" in rules
-    assert "runbook_url: https://r.example/ForeshockHeadFailing.md" in rules
+    text = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
+    assert "https://g.example/d/foreshock-run?var-run=" in text
+    assert "runbook_url: https://r.example/ForeshockHeadFailing.md" in text
     assert "https://s.example" in (tmp_path / GENERATED / "boards/run.json").read_text()
-    assert "127.0.0.1" not in rules
+    assert "127.0.0.1" not in text
 
 
 # Read by the programs they are for
@@ -117,17 +117,30 @@ def test_the_rate_interval_of_grafana_is_the_scrape_interval_of_prometheus() -> 
 
 
 def test_grafana_is_given_every_rule_with_texts_that_it_can_read() -> None:
-    rules = generated("grafana-alerting.yml")["groups"][0]["rules"]
-    assert [rule["title"] for rule in rules] == [alert.name for _, alert in alerts()]
-    assert len({rule["uid"] for rule in rules}) == len(rules)
-    assert all(len(rule["uid"]) <= 40 for rule in rules)
-    texts = [text for rule in rules for text in rule["annotations"].values()]
+    provisioned = generated("grafana-alerting.yml")["groups"][0]["rules"]
+    assert [rule["title"] for rule in provisioned] == [alert.name for _, alert in alerts()]
+    assert len({rule["uid"] for rule in provisioned}) == len(provisioned)
+    assert all(len(rule["uid"]) <= 40 for rule in provisioned)
+    texts = [text for rule in provisioned for text in rule["annotations"].values()]
     assert not [text for text in texts if "| query" in text], "Grafana's templates have no query function"
     assert not [text for text in texts if "$value " in text], "Grafana's $value is a sentence, not a number"
     assert any("{{ $values.A.Value | humanize }}" in text for text in texts)
 
 
 def test_grafana_expands_variables_in_labels_so_they_hold_none() -> None:
-    rules = generated("grafana-alerting.yml")["groups"][0]["rules"]
-    assert not [rule["title"] for rule in rules if "$" in "".join(rule["labels"].values())]
-    assert not [rule["title"] for rule in rules if "$" in rule["data"][0]["model"]["expr"]]
+    provisioned = generated("grafana-alerting.yml")["groups"][0]["rules"]
+    assert not [rule["title"] for rule in provisioned if "$" in "".join(rule["labels"].values())]
+    assert not [rule["title"] for rule in provisioned if "$" in rule["data"][0]["model"]["expr"]]
+
+
+def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> None:
+    late = next(rule for rule in rules(Links()) if rule.alert.name == "ForeshockAlertPathBroken")
+    assert late.expr.endswith("> 300")
+    routes = [
+        *generated("alertmanager.yml")["route"]["routes"],
+        *generated("grafana-alerting.yml")["policies"][0]["routes"],
+    ]
+    assert len(routes) == 2
+    for route in routes:
+        assert WATCHDOG.name in str(route.get("matchers", route.get("object_matchers")))
+        assert route["group_interval"] == route["repeat_interval"] == "30s"
