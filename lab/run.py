@@ -119,8 +119,11 @@ def train(
     """
     warned: list[wire.Verdict] = []
     finished: list[wire.Finished] = []
+    sampled: list[int] = []
 
     def listen(event: wire.Event) -> None:
+        if isinstance(event, wire.Sample):
+            sampled.append(event.step)
         if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
             warned.append(event)
         if isinstance(event, wire.Finished):
@@ -136,7 +139,7 @@ def train(
             if on_warning and warned:
                 on_warning(warned[0], before)
                 on_warning = None
-            elif on_warning and training.step % training.recipe.sample_every_steps == 0:
+            elif on_warning and sampled and sampled[-1] == training.step:
                 before = training.checkpoint()
     return finished[0]
 

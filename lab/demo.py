@@ -1,0 +1,226 @@
+"""`foreshock demo`: one natural failure, live: untreated beside its float32 control, and rescued from its warning on.
+
+Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
+detectors with their shipped thresholds, the switch from the agent's own policy. What a CPU can show in five minutes is
+the drift, its warning and its arrest; the explosion itself takes a GPU (`foreshock replay` plays a recorded one).
+"""
+
+import json
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from foreshock.contract import wire
+from foreshock.lab.arms import Branched, Order, Progressed, Told, Workers, in_seconds
+from foreshock.lab.picture import draw
+from foreshock.lab.recipes import CONTROL, RESCUED, UNTREATED, Arm, Recipe, find_recipe
+from foreshock.lab.record import Record
+from foreshock.lab.service import local_service
+
+SECONDS = 270.0
+"""Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
+
+
+@dataclass(slots=True)
+class _Story:
+    """What happened, by arm, and its telling."""
+
+    console: Console
+    records: dict[str, Record] = field(default_factory=dict)
+    branch_step: int | None = None
+
+    @property
+    def warning(self) -> wire.Verdict | None:
+        warnings = self.records[UNTREATED.name].warnings
+        return warnings[0] if warnings else None
+
+    @property
+    def switch(self) -> wire.Switched | None:
+        switches = self.records[RESCUED.name].switches if RESCUED.name in self.records else []
+        return switches[0] if switches else None
+
+    def hear(self, told: Told) -> None:
+        event = told.event
+        self.records[told.arm].add(event)
+        if isinstance(event, wire.Verdict) and event.state != "updated":
+            self.say(
+                told.arm, event.step, f"{event.severity if event.state == 'raised' else 'quiet'}: {event.sentence}"
+            )
+        elif isinstance(event, wire.Switched):
+            heads = ", ".join(f"layer {layer} head {head}" for layer, head in event.heads)
+            self.say(told.arm, event.step, f"{heads}: switched from {event.before[0]} to {event.after[0]}.")
+
+    def say(self, arm: str, step: int, text: str) -> None:
+        self.console.print(f"[bold]step {step:>5}[/bold]  {arm:<9}  {text}", highlight=False)
+
+
+def main(
+    report: Path | None = None,
+    seed: int = 7,
+    port: int = 8765,
+    picture: Path = Path("foreshock-demo.png"),
+    *,
+    recipe: Recipe | None = None,
+    seconds: float = SECONDS,
+    agent_settings: dict[str, Any] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run the demo; what `report` gets as JSON.
+
+    recipe: by default the CPU's, or the GPU's where there is one. seconds: most that training takes. agent_settings: of
+    `attach`, for all arms. Raises OSError when the service does not start, RuntimeError when a worker fails.
+    """
+    console = console or Console()
+    recipe = recipe or _default_recipe()
+    began = time.monotonic()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-")))
+        url = stack.enter_context(local_service(directory, port))
+        stamp = time.strftime("%H%M%S")
+        runs = {arm.name: f"demo-{stamp}-{arm.name}" for arm in (UNTREATED, RESCUED, CONTROL)}
+        page = f"{url}/?runs={','.join(runs.values())}"
+        console.print(f"{recipe.summary}\n\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
+        story = _train(recipe, seed, runs, url, directory, seconds, agent_settings or {}, console)
+        result = _result(story, recipe, seed, page, time.monotonic() - began)
+        head = (story.warning.layer or 0, story.warning.head or 0) if story.warning else (0, 0)
+        marks = {
+            "warned": story.warning.step if story.warning else None,
+            "switched": story.switch.step if story.switch else None,
+        }
+        draw(picture, story.records, head, f"{recipe.name}, seed {seed}", marks)
+        if report is not None:
+            report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+        console.print(f"\n{comparison(result)}\n\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
+        if console.is_terminal and sys.stdin.isatty():
+            console.input("\nThe live page stays up until you press Enter. ")
+    return result
+
+
+def _default_recipe() -> Recipe:
+    import torch
+
+    return find_recipe("key-bias" if torch.cuda.is_available() else "key-bias-small")
+
+
+def _train(
+    recipe: Recipe,
+    seed: int,
+    runs: dict[str, str],
+    url: str,
+    directory: Path,
+    seconds: float,
+    agent_settings: dict[str, Any],
+    console: Console,
+) -> _Story:
+    branch, deadline = directory / "branch.pt", in_seconds(seconds)
+    workers, story = Workers(), _Story(console)
+    columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bars: dict[str, Any] = {}
+
+        def start(arm: Arm, **more: Any) -> None:
+            bars[arm.name] = progress.add_task(arm.name, total=recipe.steps)
+            order = Order(
+                recipe=recipe,
+                arm=arm,
+                seed=seed,
+                run=runs[arm.name],
+                steps=recipe.steps,
+                url=url,
+                deadline=deadline,
+                agent_settings=agent_settings,
+                **more,
+            )
+            workers.start(order)
+
+        try:
+            for arm in (UNTREATED, CONTROL):
+                story.records[arm.name] = Record()
+                start(arm, **({"leave_branch": branch} if arm is UNTREATED else {}))
+            for message in workers.messages():
+                match message:
+                    case Progressed(arm_name, step):
+                        progress.update(bars[arm_name], completed=step)
+                    case Told():
+                        story.hear(message)
+                    case Branched(_, step):
+                        story.branch_step = step
+                        story.records[RESCUED.name] = story.records[UNTREATED.name].until(step)
+                        story.say(RESCUED.name, step, "branches here, identical so far; policy auto from now on.")
+                        start(RESCUED, branch_from=branch)
+        finally:
+            workers.stop()
+    return story
+
+
+def _result(story: _Story, recipe: Recipe, seed: int, page: str, seconds: float) -> dict[str, Any]:
+    first = story.warning
+    return {
+        "recipe": recipe.name,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "page": page,
+        "first_warning_step": first.step if first else None,
+        "first_warning": None
+        if first is None
+        else first.model_dump(
+            mode="json",
+            include={
+                "layer",
+                "head",
+                "signal",
+                "cause",
+                "severity",
+                "evidence",
+                "forecast_steps",
+                "forecast_low_steps",
+                "forecast_high_steps",
+                "sentence",
+            },
+        ),
+        "branch_step": story.branch_step,
+        "switch_step": story.switch.step if story.switch else None,
+        "arms": {name: record.summary() for name, record in story.records.items()},
+    }
+
+
+def comparison(result: dict[str, Any]) -> str:
+    """The report in words."""
+    arms, first = result["arms"], result["first_warning"]
+    control = arms[CONTROL.name]
+    quiet = "stayed quiet" if not control["warnings"] else f"was warned about {control['warnings']} times"
+    if first is None:
+        steps = arms[UNTREATED.name]["steps"]
+        return f"No head was warned about within {steps} steps on this seed. The float32 control {quiet}."
+    row = arms[UNTREATED.name]["heads"].index([first["layer"], first["head"]])
+
+    def last(arm: str) -> float:
+        return float(list(arms[arm]["offset_by_step"].values())[-1][row])
+
+    lines = [
+        f"Layer {first['layer']} head {first['head']} was warned about at step {result['first_warning_step']} "
+        f"(signal {first['signal']}, cause {first['cause']}). The float32 control {quiet}.",
+        f"Its score offset went on to {last(UNTREATED.name):+.2f} nats untreated; in the control it is "
+        f"{last(CONTROL.name):+.2f}.",
+    ]
+    if result["switch_step"] is not None:
+        lines[1] = (
+            f"Its score offset went on to {last(UNTREATED.name):+.2f} nats untreated; switched to exact_delta at step "
+            f"{result['switch_step']} it ended at {last(RESCUED.name):+.2f}; in the control it is "
+            f"{last(CONTROL.name):+.2f}."
+        )
+    losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
+    scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
+    lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
+    lines.append(
+        "This is the drift that precedes the explosion, its warning and its arrest; the explosion itself does not fit "
+        "into minutes on a CPU. A recorded one: foreshock replay TRACE."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""The closing picture of a comparison: offset, largest score and loss by step, one line for each arm."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from foreshock.lab.record import Record
+
+_COLOURS = {"untreated": "#d55e00", "rescued": "#0072b2", "control": "#7f7f7f"}
+"""Told apart by colour-blind eyes as well (Okabe and Ito)."""
+
+
+def draw(
+    path: Path, records: Mapping[str, Record], head: tuple[int, int], title: str, marks: Mapping[str, int | None]
+) -> None:
+    """Write a PNG. `head` is the one whose offset and score are shown; `marks` are steps worth a vertical line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(3, 1, sharex=True)
+    named = f"layer {head[0]} head {head[1]}"
+    panels = (
+        ("offset", f"score offset of {named} (nats)"),
+        ("score", f"largest |score| of {named}"),
+        ("loss", "training loss (nats)"),
+    )
+    for axis, (quantity, label) in zip(axes, panels, strict=True):
+        for name, record in records.items():
+            steps, values = record.series(quantity, head)
+            axis.plot(steps, values, label=name, color=_COLOURS.get(name), linewidth=1.3)
+        for text, step in marks.items():
+            if step is not None:
+                axis.axvline(step, color="black", linewidth=0.8, linestyle=":")
+                axis.annotate(text, (step, 1), xycoords=("data", "axes fraction"), fontsize=8, ha="left", va="top")
+        axis.set_ylabel(label, fontsize=8)
+        axis.grid(alpha=0.3)
+    axes[2].set_yscale("log")
+    axes[2].set_xlabel("optimizer step")
+    axes[0].legend(loc="upper left")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)

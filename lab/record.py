@@ -1,0 +1,81 @@
+"""What one arm showed, kept small: offset and largest score per head and the loss, by step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import catalog, wire
+from foreshock.contract.slots import Slot, slot_values
+
+Floats = npt.NDArray[np.float64]
+_LAST_STEPS = 500
+"""Steps whose mean loss is called final: a single step's loss is mostly the luck of its batch."""
+
+
+@dataclass(slots=True)
+class Record:
+    """Fill it with an agent's events, in order."""
+
+    heads: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    offsets: list[Floats] = field(default_factory=list)
+    scores: list[Floats] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    warnings: list[wire.Verdict] = field(default_factory=list)
+    """verdicts raised"""
+    switches: list[wire.Switched] = field(default_factory=list)
+
+    def add(self, event: wire.Event) -> None:
+        """Take what matters of one event."""
+        if isinstance(event, wire.Started):
+            self.heads = wire.head_refs(event.layers)
+        elif isinstance(event, wire.Verdict) and event.state == "raised":
+            self.warnings.append(event)
+        elif isinstance(event, wire.Switched) and event.outcome == "applied":
+            self.switches.append(event)
+        elif isinstance(event, wire.Sample) and (words := event.words()) is not None:
+            self.steps.append(event.step)
+            self.offsets.append(catalog.offset(words))
+            self.scores.append(slot_values(words, Slot.ROW_MAX_ABS))
+            self.losses.append(np.nan if event.loss is None else event.loss)
+
+    def until(self, step: int) -> "Record":
+        """The part up to `step`, which a branch shares with its trunk."""
+        count = sum(1 for each in self.steps if each <= step)
+        parts = (values[:count] for values in (self.steps, self.offsets, self.scores, self.losses))
+        return Record(list(self.heads), *map(list, parts))  # type: ignore[arg-type]
+
+    def series(self, quantity: str, head: tuple[int, int]) -> tuple[list[int], Floats]:
+        """Steps and values of offset or score of a head, or of loss."""
+        if quantity == "loss":
+            return self.steps, np.array(self.losses)
+        row = self.heads.index(head)
+        chosen = self.offsets if quantity == "offset" else self.scores
+        return self.steps, np.array([values[row] for values in chosen])
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last 500 steps; NaN without any."""
+        last = [loss for step, loss in zip(self.steps, self.losses, strict=True) if step > self.steps[-1] - _LAST_STEPS]
+        return float(np.mean(last)) if last else float("nan")
+
+    @property
+    def largest_score(self) -> float:
+        """The largest |row maximum| of any head and sample."""
+        return float(np.max(self.scores)) if self.scores else float("nan")
+
+    def summary(self) -> dict[str, Any]:
+        """For a report; offsets are in the order of `heads`."""
+        return {
+            "steps": self.steps[-1] if self.steps else 0,
+            "final_loss": self.final_loss,
+            "largest_score": self.largest_score,
+            "warnings": len(self.warnings),
+            "heads": [list(head) for head in self.heads],
+            "offset_by_step": {
+                str(step): [round(float(value), 4) for value in values]
+                for step, values in zip(self.steps, self.offsets, strict=True)
+            },
+        }
