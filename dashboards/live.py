@@ -1,6 +1,6 @@
 """Puts every query of the boards and rules to a running Prometheus: which are in error, which return nothing?
 
-A panel that is always empty looks like good news. `foreshock dashboards check --prometheus URL --run RUN` asks.
+A panel that is always empty looks like good news.
 """
 
 import re

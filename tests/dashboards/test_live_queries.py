@@ -1,8 +1,8 @@
-"""A real Prometheus and a real Alertmanager under the generated configuration.
+"""A real service, Prometheus and Alertmanager under the generated configuration.
 
-A stand-in for the service shows one series of every metric of the catalogue; every query of every board must find
-something, every rule must load, and a warning must travel to the webhook with its token. The test under tests/e2e does
-the same with the service and a training run.
+A stand-in for a training run sends samples, is warned about, and obeys: every query of every board must find something,
+every rule must load, and the warning must come back to the run as an order. The test under tests/e2e does the same with
+a real training run.
 """
 
 import json
@@ -14,85 +14,59 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from foreshock.contract.catalog import HEAD_METRICS, METRICS, Metric
+from foreshock.contract.wire import Ack, AgentHealth, Array, Event
 from foreshock.dashboards.live import Query, ask, queries
 from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config, to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
+from foreshock.server.settings import Token
+from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.servers
 
-TOKEN = "a-token-of-the-test"
-LABELS = {"run": "a", "layer": "0", "head": "2", "severity": "critical", "result": "refused"}
-PATIENCE_SECONDS = 30.0
+RUN = "a.b/c-1"  # a dot and a slash: both mean something in patterns and addresses
+TOKENS = {"agent": "agent-of-the-test", "prometheus": "scraper-of-the-test", "alertmanager": "alerts-of-the-test"}
+SCOPES: dict[str, Any] = {"agent": ("ingest",), "prometheus": ("read",), "alertmanager": ("act",)}
+PATIENCE_SECONDS = 40.0
 
 
-def page(scrape: int) -> str:
-    """What the stand-in shows at its n-th scrape: counters grow, times are now, everything else is 1."""
-    lines = []
-    for metric in METRICS:
-        names = {metric.name: metric.labels}
-        if metric in HEAD_METRICS:
-            names[metric.layer_name] = ("run", "layer")
-        for name, labels in names.items():
-            pairs = ",".join(f'{label}="{LABELS.get(label, label)}"' for label in labels)
-            lines.append(f"# TYPE {name} {metric.kind}\n{name}{{{pairs}}} {value(metric, scrape)}\n")
-    return "".join(lines)
+class Training(threading.Thread):
+    """Sends a sample every quarter of a second with a warning raised, and answers what it is ordered."""
 
+    def __init__(self, service: LiveService) -> None:
+        super().__init__()
+        self.service = service
+        self.rank = FakeRank(run=RUN)
+        self.mode = 0
+        self.over = threading.Event()
 
-def value(metric: Metric, scrape: int) -> float:
-    """A plausible value of a metric at the n-th scrape."""
-    if metric.kind == "counter":
-        return scrape
-    return time.time() if metric.unit == "timestamp_seconds" else 1
+    def run(self) -> None:
+        extra: list[Event] = [self.rank.started(policy="auto"), self.rank.verdict(1)]
+        with self.service.client(TOKENS["agent"]) as client:
+            for step in range(1, 10_000):
+                batch = self.rank.batch(*extra, *self.events(step))
+                headers = {"content-type": "application/json"}
+                answer = client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+                assert answer.status_code == 200, answer.text
+                extra = []
+                for command in Ack.model_validate_json(answer.content).commands:
+                    extra.append(self.rank.answer(command, step))
+                    self.mode = 1
+                if self.over.wait(0.25):
+                    return
 
-
-class StandIn(ThreadingHTTPServer):
-    """Answers /metrics as the service does, and remembers the webhooks that it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.scrapes = 0
-        self.deliveries: list[Any] = []
-        self.strangers: list[str] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: StandIn
-
-    def _reply(self, status: int, text: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def _known(self) -> bool:
-        if self.headers["Authorization"] == f"Bearer {TOKEN}":
-            return True
-        self.server.strangers.append(self.path)
-        self._reply(401)
-        return False
-
-    def do_GET(self) -> None:
-        if self._known():
-            self.server.scrapes += 1
-            self._reply(200, page(self.server.scrapes))
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self._known():
-            self.server.deliveries.append(json.loads(body))
-            self._reply(200)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+    def events(self, step: int) -> list[Event]:
+        """A sample with everything that can be measured, and an agent that has lost something."""
+        norms = Array.of(np.full(self.rank.count, 1.5, dtype=np.float32))
+        sample = self.rank.sample(step, mode=self.mode)
+        measured = sample.model_copy(update=dict.fromkeys(("query_norm", "key_norm", "query_key_norm"), norms))
+        return [measured, AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})]
 
 
 def free_port() -> int:
@@ -105,16 +79,14 @@ def free_port() -> int:
 
 @contextmanager
 def process(log: Path, *command: str) -> Iterator[None]:
-    """A server that is stopped at the end; what it said is shown when the test fails."""
+    """A server that is stopped at the end; what it said is shown when a test fails."""
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as running:
         try:
             yield
-        except BaseException:
-            print(log.read_text())
-            raise
         finally:
             running.terminate()
             running.wait(timeout=10)
+            print(log.read_text())
 
 
 def wait_for(what: str, condition: Callable[[], bool]) -> None:
@@ -126,59 +98,63 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.1)
+        time.sleep(0.2)
     raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:.0f} s")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stack:
-    """Everything that runs."""
+    """What runs, and questions to it."""
 
-    stand_in: StandIn
     prometheus: str
-    alertmanager: str
+
+    def value(self, expr: str) -> float:
+        """The value of a query with one series; 0 where it finds none."""
+        answer = httpx.get(f"{self.prometheus}/api/v1/query", params={"query": expr}).json()
+        return sum(float(series["value"][1]) for series in answer["data"]["result"])
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
+    prometheus, alertmanager = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    tokens = [Token.of(name, TOKENS[name], SCOPES[name]).model_dump() for name in TOKENS]
+    for name, token in TOKENS.items():
+        (folder / name).write_text(token)
+    nice = ("nice", "-n", str(max(0, 10 - os.nice(0))))
     with ExitStack() as running:
-        stand_in = running.enter_context(StandIn())
-        thread = threading.Thread(target=stand_in.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        running.callback(thread.join)
-        running.callback(stand_in.shutdown)
-        target = f"127.0.0.1:{stand_in.server_port}"
-        prometheus, alertmanager = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        (folder / "token").write_text(TOKEN)
+        service = running.enter_context(LiveService(folder, {"FORESHOCK_TOKENS": json.dumps(tokens)}))
+        training = Training(service)
+        training.start()
+        running.callback(training.join)
+        running.callback(training.over.set)
         (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links())))
         (folder / "prometheus.yml").write_text(
             prometheus_config(
-                target,
+                service.url.removeprefix("http://"),
                 folder / "rules.yml",
                 alertmanager,
                 scrape_interval="500ms",
                 evaluation_interval="500ms",
-                token_file=folder / "token",
+                token_file=folder / "prometheus",
             )
         )
         (folder / "alertmanager.yml").write_text(
             alertmanager_config(
-                f"http://{target}/v1/webhooks/alertmanager",
-                folder / "token",
+                f"{service.url}/v1/webhooks/alertmanager",
+                folder / "alertmanager",
                 group_wait="100ms",
                 group_interval="1s",
                 watchdog_interval="1s",
             )
         )
-        nice = ("nice", "-n", str(max(0, 10 - os.nice(0))))
         running.enter_context(
             process(
                 folder / "alertmanager.log",
                 *nice,
                 "prometheus-alertmanager",
                 f"--config.file={folder}/alertmanager.yml",
-                f"--storage.path={folder}/alertmanager",
+                f"--storage.path={folder}/alertmanager-data",
                 f"--web.listen-address={alertmanager}",
                 "--cluster.listen-address=",
             )
@@ -189,28 +165,51 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
                 *nice,
                 "prometheus",
                 f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/prometheus",
+                f"--storage.tsdb.path={folder}/prometheus-data",
                 f"--web.listen-address={prometheus}",
                 # What fires before Prometheus has found Alertmanager is lost, and sent again after this (default 1m).
                 "--rules.alert.resend-delay=1s",
             )
         )
-        wait_for("eight scrapes", lambda: stand_in.scrapes >= 8)
-        yield Stack(stand_in, f"http://{prometheus}", f"http://{alertmanager}")
+        found = Stack(f"http://{prometheus}")
+        wait_for("Prometheus", lambda: found.value('up{job="foreshock"}') == 1)
+        yield found
+
+
+def test_a_warning_comes_back_to_the_run_as_an_order_and_the_watchdog_again_and_again(stack: Stack) -> None:
+    mode = f'foreshock_head_mode{{run="{RUN}", layer="0", head="2"}}'
+    wait_for("the switched head", lambda: stack.value(mode) == 1)
+    assert stack.value(f"count_over_time(({mode} == 0)[1m:500ms])") > 0, "it was plain before"
+    assert stack.value('foreshock_service_webhooks_total{sender="alertmanager", result="ordered"}') == 1
+    wait_for("the watchdog", lambda: stack.value('foreshock_service_webhooks_total{result="watchdog"}') >= 2)
+    applied = f'foreshock_switch_outcomes_total{{run="{RUN}", mode="exact_delta", outcome="applied"}}'
+    wait_for("the confirmed switch", lambda: stack.value(applied) == 1)
 
 
 def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> None:
     asked = list(queries())
-    answers = ask(stack.prometheus, asked, run="a", rate_interval="4s", window="10s", resolution="1s")
-    assert len(answers) == len(asked) > 80
-    assert not [answer for answer in answers if answer.error]
-    assert not [answer.query.where for answer in answers if not answer.series]
+    assert len(asked) > 80
+    missing = dict.fromkeys(asked, "not asked")
+
+    def none_missing() -> bool:
+        answers = ask(stack.prometheus, list(missing), run=RUN, rate_interval="4s", window="20s", resolution="1s")
+        for answer in answers:
+            if answer.series:
+                del missing[answer.query]
+            else:
+                missing[answer.query] = answer.error or "empty"
+        return not missing
+
+    try:
+        wait_for("an answer to every query", none_missing)
+    except AssertionError:
+        assert missing == {}
 
 
 def test_a_query_that_finds_nothing_or_is_wrong_is_told_apart(stack: Stack) -> None:
     unknown = Query("here", "panel", 'foreshock_run_loss{run="unknown"}')
     mistake = Query("there", "panel", "rate(foreshock_run_loss)")
-    nothing, wrong = ask(stack.prometheus, [unknown, mistake], run="a")
+    nothing, wrong = ask(stack.prometheus, [unknown, mistake], run=RUN)
     assert (nothing.series, nothing.error) == (0, "")
     assert wrong.series == 0
     assert "expected type range vector" in wrong.error
@@ -223,25 +222,10 @@ def test_prometheus_loads_every_rule_and_finds_no_fault_in_evaluating_it(stack: 
 
     wait_for("every rule evaluated", lambda: all(rule["health"] != "unknown" for rule in evaluated()))
     assert {rule["name"]: rule["health"] for rule in evaluated()} == {alert.name: "ok" for _, alert in alerts()}
-
-
-def test_a_warning_and_the_watchdog_travel_to_the_webhook_with_the_token(stack: Stack) -> None:
-    def delivered(name: str) -> list[Any]:
-        return [
-            alert
-            for delivery in stack.stand_in.deliveries
-            for alert in delivery["alerts"]
-            if alert["labels"]["alertname"] == name
-        ]
-
-    wait_for("the warning", lambda: bool(delivered("ForeshockHeadFailing")))
-    wait_for("the watchdog, again and again", lambda: len(delivered("ForeshockWatchdog")) >= 2)
-    warning = delivered("ForeshockHeadFailing")[0]
-    assert {label: warning["labels"][label] for label in ("run", "layer", "head", "severity")} == {
-        "run": "a",
-        "layer": "0",
-        "head": "2",
-        "severity": "critical",
+    firing = {rule["name"] for rule in evaluated() if rule["state"] == "firing"}
+    assert firing == {
+        "ForeshockHeadFailing",
+        "ForeshockAgentDropping",
+        "ForeshockAgentFault",
+        "ForeshockWatchdog",
     }
-    assert warning["annotations"]["page_url"] == "http://127.0.0.1:8765/?runs=a"
-    assert not stack.stand_in.strangers
