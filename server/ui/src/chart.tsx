@@ -1,5 +1,6 @@
 /** One quantity against step: lines, markers for warnings and switches, a legend that follows the cursor. */
 
+import type { RefObject } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { type Ink } from "./colour";
@@ -29,6 +30,7 @@ export interface Marker {
 export type Range = readonly [number, number] | null;
 
 interface Props {
+  figure: RefObject<HTMLElement | null>;
   title: string;
   help: string;
   lines: readonly Line[];
@@ -45,7 +47,7 @@ interface Props {
 
 const HEIGHT = 196;
 
-export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic, missing, range, onRange, ink, format = number }: Props) {
+export function Chart({ figure, title, help, lines, markers, logarithmic, onLogarithmic, missing, range, onRange, ink, format = number }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const legend = useRef<HTMLUListElement>(null);
   const caption = useRef<HTMLSpanElement>(null);
@@ -87,7 +89,7 @@ export function Chart({ title, help, lines, markers, logarithmic, onLogarithmic,
   useEffect(() => plot.current?.redraw(false), [markers]);
 
   return (
-    <figure class="card chart">
+    <figure class="card chart" ref={figure}>
       <figcaption>
         <h3 title={help}>{title}</h3>
         <span class="at" ref={caption} />

@@ -6,7 +6,7 @@ import { Chart, type Line, type Marker, type Range } from "./chart";
 import type { Ink } from "./colour";
 import { NOT_RECORDED, number, percent } from "./format";
 import type { Head } from "./heatmap";
-import { useResource } from "./live";
+import { useResource, useSeen } from "./resource";
 import { LiveSeries } from "./series";
 import type { Loaded } from "./view";
 
@@ -79,6 +79,7 @@ interface MetricChartProps extends Omit<Props, "catalog"> {
 }
 
 function MetricChart({ metric, views, head, markers, range, onRange, ink }: MetricChartProps) {
+  const [box, seen] = useSeen<HTMLElement>();
   const [wanted, setWanted] = useState<boolean | null>(null);
   const runs = views.map((view) => view.detail.run);
   const single = views.length === 1;
@@ -92,6 +93,7 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
   }, [key]);
   const series = useResource((fresh) => Promise.all(sources.map((source) => source.load(fresh))), key, {
     on: ({ kind, run }) => run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
+    seen,
   });
   const riskiest = useMemo(() => (single ? riskiestLayers(views[0]!) : []), [views, single]);
   const lines = useMemo((): Line[] => {
@@ -108,6 +110,7 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
   const logarithmic = wanted ?? (GROWING.has(metric.key) && growth(lines) > GROWTH);
   return (
     <Chart
+      figure={box}
       title={metric.title}
       help={`${metric.help} Bad: ${metric.bad}`}
       lines={lines}

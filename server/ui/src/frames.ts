@@ -3,6 +3,7 @@
 import { api, type Matrix } from "./api";
 
 const MAX_STEPS = 120;
+const MOST_FRAMES = 3 * MAX_STEPS;
 
 export class Frames {
   layers: readonly number[] = [];
@@ -13,10 +14,9 @@ export class Frames {
   high = -Infinity;
   /** Largest absolute value of each head so far, [layers x heads]. */
   peaks = new Float32Array();
-  failed: Error | null = null;
   private readonly loaded = new Map<number, Float32Array>();
   private wanted: number | null = null;
-  private busy = false;
+  private filling = false;
   private ended = false;
 
   constructor(
@@ -25,17 +25,17 @@ export class Frames {
     private readonly changed: () => void,
   ) {}
 
-  /** Loads the newest frame and what is still missing. */
-  refresh(): void {
-    this.wanted = Infinity;
-    void this.work();
+  /** Loads the newest frame, then, without being waited for, what is still missing. */
+  async refresh(): Promise<void> {
+    this.take(Infinity, await api.matrix(this.run, { metric: this.metric, max_steps: MAX_STEPS }));
+    void this.fill();
   }
 
   /** Loads this step next. */
   want(step: number): void {
     if (this.loaded.has(step)) return;
     this.wanted = step;
-    void this.work();
+    void this.fill();
   }
 
   end(): void {
@@ -51,32 +51,40 @@ export class Frames {
     return best === null ? null : { step: best, values: this.loaded.get(best)! };
   }
 
-  private async work(): Promise<void> {
-    if (this.busy) return;
-    this.busy = true;
-    for (let step = this.next(); step !== null && !this.ended; step = this.next()) {
-      try {
-        const which = step === Infinity ? { max_steps: MAX_STEPS } : { step, max_steps: 0 };
-        this.take(step, await api.matrix(this.run, { metric: this.metric, ...which }));
-        this.failed = null;
-      } catch (error) {
-        this.failed = error as Error;
-        break; // the next refresh tries again
-      } finally {
-        if (!this.ended) this.changed();
+  /** Loads what is missing, one frame at a time. */
+  private async fill(): Promise<void> {
+    if (this.filling) return;
+    this.filling = true;
+    try {
+      for (let step = this.next(); step !== null && !this.ended; step = this.next()) {
+        this.take(step, await api.matrix(this.run, { metric: this.metric, step, max_steps: 0 }));
       }
+    } catch {
+      // the next refresh says what is wrong, or goes on
+    } finally {
+      this.filling = false;
     }
-    this.busy = false;
   }
 
   private next(): number | null {
     const wanted = this.wanted;
     this.wanted = null;
     if (wanted !== null) return wanted;
+    const near = (this.steps.at(-1)! - this.steps[0]!) / this.steps.length / 2; // as good as the step itself
     for (let stride = 32; stride >= 1; stride /= 2) {
-      for (let i = 0; i < this.steps.length; i += stride) if (!this.loaded.has(this.steps[i]!)) return this.steps[i]!;
+      for (let i = 0; i < this.steps.length; i += stride) {
+        const step = this.steps[i]!;
+        if (Math.abs((this.at(step)?.step ?? Infinity) - step) > near) return step;
+      }
     }
     return null;
+  }
+
+  /** A long watch leaves many frames behind: those stay that a step is nearest to. */
+  private prune(): void {
+    if (this.loaded.size <= MOST_FRAMES) return;
+    const kept = new Set(this.steps.map((step) => this.at(step)!.step));
+    for (const step of this.loaded.keys()) if (!kept.has(step)) this.loaded.delete(step);
   }
 
   private take(asked: number, matrix: Matrix): void {
@@ -97,5 +105,7 @@ export class Frames {
     });
     if (matrix.step !== null) this.loaded.set(matrix.step, values);
     if (asked !== Infinity) this.loaded.set(asked, values);
+    this.prune();
+    if (!this.ended) this.changed();
   }
 }

@@ -6,7 +6,7 @@ import type { Ink } from "./colour";
 import { NOT_RECORDED, number, percent } from "./format";
 import { Frames } from "./frames";
 import { type Head, HeatMap } from "./heatmap";
-import { useWake } from "./live";
+import { useResource, useSeen } from "./resource";
 import { Swatch } from "./parts";
 import type { SwitchTarget } from "./switch";
 import type { Loaded } from "./view";
@@ -30,13 +30,10 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
   const view = views[Math.min(shown, views.length - 1)]!;
   const { run } = view.detail;
   const metric = metrics.find((candidate) => candidate.key === key) ?? metrics[0];
+  const [box, seen] = useSeen<HTMLDivElement>();
   const frames = useMemo(() => new Frames(run, key, () => setVersion((old) => old + 1)), [run, key]);
-
-  useEffect(() => {
-    frames.refresh();
-    return () => frames.end();
-  }, [frames]);
-  useWake((wake) => wake.run === null || wake.run === run, () => frames.refresh(), 2000);
+  useEffect(() => () => frames.end(), [frames]);
+  const loaded = useResource(() => frames.refresh(), `${run} ${key}`, { on: (wake) => wake.run === null || wake.run === run, seen });
 
   const warned = view.detail.warnings.flatMap(({ layer, head }) => (layer === null || head === null ? [] : [{ layer, head }]));
   const switched = view.detail.layers.flatMap(({ layer, heads, modes }) =>
@@ -64,10 +61,10 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
           </select>
         </label>
       </header>
-      <div class="card pad">
+      <div class="card pad" ref={box}>
         <p class="muted">{metric.help}</p>
         {frames.low > frames.high ? (
-          <p class="empty">{frames.failed?.message ?? (version ? NOT_RECORDED : "loading")}</p>
+          <p class="empty">{loaded.error?.message ?? (version ? NOT_RECORDED : "loading")}</p>
         ) : (
           <HeatMap
             title={metric.title}

@@ -28,7 +28,9 @@ interface Props {
 }
 
 const LEFT = 30;
+const RIGHT = 6;
 const BOTTOM = 24;
+const GRID = 560;
 const ROWS_THROUGH_TIME = 24;
 
 export function HeatMap({ title, frames, version, signed, chosen, warned, switched, ink, format = number, onChoose }: Props) {
@@ -39,17 +41,17 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
   const colours = useMemo(() => ramp(signed, ink), [signed, ink]);
   const scale = useMemo(() => scaleOf(frames, signed), [frames, version, signed]);
   const paint = useMemo(() => painter(scale, colours), [scale, colours]);
-  const rowsThroughTime = useMemo(() => largest(frames, chosen), [frames, version, chosen]);
+  const rowsThroughTime = useMemo(() => outstanding(frames, chosen), [frames, version, chosen]);
   const rows = frames.layers.length;
   const columns = frames.heads.length;
   const last = frames.steps.length - 1;
   const at = scrubbed === null ? last : nearest(frames.steps, scrubbed);
   const frame = frames.at(frames.steps[at] ?? 0);
-  const cell = Math.max(4, Math.min(44, (Math.min(width, 580) - LEFT) / columns));
+  const cell = Math.max(4, Math.min(44, (Math.min(width, GRID) - LEFT - RIGHT) / columns));
   const cellHeight = Math.max(4, Math.min(cell, 36, 400 / rows));
 
   useEffect(() => {
-    const ctx = prepare(canvas.current!, LEFT + columns * cell, rows * cellHeight + BOTTOM);
+    const ctx = prepare(canvas.current!, LEFT + columns * cell + RIGHT, rows * cellHeight + BOTTOM);
     const values = frame?.values;
     paintCells(ctx, columns, rows, (column, row) => paint(values?.[row * columns + column] ?? NaN), [LEFT, 0, columns * cell, rows * cellHeight]);
     if (cell >= 10 && cellHeight >= 10) {
@@ -102,7 +104,7 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
   return (
     <div class="heatmap">
       <div class="maps">
-        <div class="canvas grid" ref={box} style={{ flexBasis: `${LEFT + columns * 44}px` }}>
+        <div class="canvas grid" ref={box} style={{ flexBasis: `${Math.min(GRID, LEFT + columns * 44 + RIGHT)}px` }}>
           <canvas
             ref={canvas}
             role="img"
@@ -178,11 +180,14 @@ function diamond(ctx: CanvasRenderingContext2D, x: number, y: number, r: number)
   ctx.stroke();
 }
 
-/** The heads worth a row through time: all of a small model, the largest of a big one, the chosen one always. */
-function largest(frames: Frames, chosen: Head | null): Head[] {
-  const all = frames.layers.flatMap((layer, row) =>
-    frames.heads.map((head, column) => ({ layer, head, size: frames.peaks[row * frames.heads.length + column] ?? 0 })),
-  );
+/** The heads worth a row through time: all of a small model; of a big one those furthest from their layer, and the chosen one. */
+function outstanding(frames: Frames, chosen: Head | null): Head[] {
+  const width = frames.heads.length;
+  const all = frames.layers.flatMap((layer, row) => {
+    const peaks = frames.peaks.slice(row * width, (row + 1) * width);
+    const median = peaks.toSorted()[width >> 1]!;
+    return frames.heads.map((head, column) => ({ layer, head, size: peaks[column]! - median }));
+  });
   if (all.length <= ROWS_THROUGH_TIME) return all;
   const isChosen = (head: Head) => head.layer === chosen?.layer && head.head === chosen.head;
   const picked = [...all].sort((a, b) => Number(isChosen(b)) - Number(isChosen(a)) || b.size - a.size).slice(0, ROWS_THROUGH_TIME);

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { api } from "./api";
 import { moment, steps } from "./format";
-import { useResource } from "./live";
+import { useResource } from "./resource";
 import { ErrorNote, Swatch } from "./parts";
 import type { Loaded } from "./view";
 

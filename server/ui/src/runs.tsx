@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { api, type RunSummary } from "./api";
 import { ago, number, steps, timeLeft } from "./format";
-import { useResource } from "./live";
+import { useResource } from "./resource";
 import { address, ErrorNote, Labels, Link, Risk, State } from "./parts";
 
 /** A run of the list; the time left of the runs with warnings needs their details. */

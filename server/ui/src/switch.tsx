@@ -4,7 +4,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { api, type CommandStatus, type HeadRef } from "./api";
 import { ago, moment, words } from "./format";
 import type { Head } from "./heatmap";
-import { useResource } from "./live";
+import { useResource } from "./resource";
 import { ErrorNote, Swatch } from "./parts";
 import type { Loaded } from "./view";
 

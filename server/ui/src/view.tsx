@@ -7,7 +7,7 @@ import type { Head } from "./heatmap";
 import { Heads } from "./heads";
 import { History } from "./history";
 import { ink as inkOf } from "./colour";
-import { useResource } from "./live";
+import { useResource } from "./resource";
 import { address, ErrorNote, Link } from "./parts";
 import { Summary } from "./summary";
 import { Commands, SwitchDialog, type SwitchTarget } from "./switch";

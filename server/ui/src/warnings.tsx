@@ -58,7 +58,7 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
       <p class="sentence">{warning.sentence}</p>
       <dl class="evidence">
         <div>
-          <dt>time left</dt>
+          <dt>forecast</dt>
           <dd>{forecast(warning)}</dd>
         </div>
         {Object.entries(warning.evidence).map(([name, value]) => (

@@ -258,8 +258,8 @@ def complaints(_chromium: Chrome) -> Callable[[], list[str]]:
 
 @pytest.fixture
 def chromium(_chromium: Chrome) -> Iterator[Chrome]:
-    """A Chromium with a wide window; fails the test if the page wrote an error to the console."""
-    _chromium.set_window_size(1280, 900)
+    """A Chromium with a window that shows the whole page; fails the test if the page wrote an error to the console."""
+    _chromium.set_window_size(1280, 4000)  # the page loads what can be seen
     console(_chromium)
     yield _chromium
     complaints = console(_chromium)

@@ -1,0 +1,115 @@
+/** What the page has loaded: fetched once, again when the stream says that it is out of date, and only while it is seen. */
+
+import type { RefObject } from "preact";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { listen, type Wake } from "./live";
+
+/** Loads when asked: never twice at once, and for samples alone not more often than every `pause` milliseconds. */
+class Loader {
+  private wanted: "everything" | "newest" | null = "everything";
+  private loading = false;
+  private failed = false;
+  private finished = -Infinity;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+  private seen = false;
+
+  constructor(
+    private readonly load: (fresh: boolean) => Promise<void>,
+    private readonly pause: number,
+  ) {}
+
+  wake({ kind }: Wake): void {
+    this.wanted = kind === "sample" && !this.failed ? (this.wanted ?? "newest") : "everything";
+    this.schedule();
+  }
+
+  show(seen: boolean): void {
+    this.seen = seen;
+    this.schedule();
+  }
+
+  end(): void {
+    this.seen = false;
+    clearTimeout(this.timer);
+  }
+
+  private schedule(): void {
+    clearTimeout(this.timer);
+    if (!this.wanted || this.loading || !this.seen) return;
+    const waited = performance.now() - this.finished;
+    const patience = this.wanted === "newest" || this.failed ? this.pause : 50; // what happens together is loaded together
+    this.timer = setTimeout(() => void this.run(), Math.max(0, patience - waited));
+  }
+
+  private async run(): Promise<void> {
+    const fresh = this.wanted === "everything";
+    this.wanted = null;
+    this.loading = true;
+    try {
+      await this.load(fresh);
+      this.failed = false;
+    } catch {
+      this.failed = true; // the next wake loads everything
+    }
+    this.loading = false;
+    this.finished = performance.now();
+    this.schedule();
+  }
+}
+
+interface When {
+  /** Which wakes make it out of date. */
+  on: (wake: Wake) => boolean;
+  pause?: number;
+  /** False while nobody can see it. */
+  seen?: boolean;
+}
+
+export interface Resource<T> {
+  data: T | null;
+  error: Error | null;
+}
+
+/**
+ * Loads something when `key` changes and when a wake says that it is out of date. `load` is told whether to load
+ * everything (`fresh`) or whether only samples came in since the last time.
+ */
+export function useResource<T>(load: (fresh: boolean) => Promise<T>, key: string, { on, pause = 2000, seen = true }: When): Resource<T> {
+  const [state, setState] = useState<Resource<T> & { key: string }>({ key, data: null, error: null });
+  const now = useRef({ load, on });
+  now.current = { load, on };
+  const loader = useMemo(
+    () =>
+      new Loader(async (fresh) => {
+        try {
+          const data = await now.current.load(fresh);
+          setState({ key, data, error: null });
+        } catch (error) {
+          setState((old) => ({ key, data: old.key === key ? old.data : null, error: error as Error }));
+          throw error;
+        }
+      }, pause),
+    [key, pause],
+  );
+  useEffect(() => {
+    const deaf = listen((wake) => now.current.on(wake) && loader.wake(wake));
+    return () => {
+      deaf();
+      loader.end();
+    };
+  }, [loader]);
+  useEffect(() => loader.show(seen), [loader, seen]);
+  return state.key === key ? state : { data: null, error: null };
+}
+
+/** Whether an element is on the screen, or nearly. */
+export function useSeen<T extends Element>(): [element: RefObject<T | null>, seen: boolean] {
+  const element = useRef<T>(null);
+  const [seen, setSeen] = useState(false);
+  useEffect(() => {
+    const observer = new IntersectionObserver((entries) => setSeen(entries.at(-1)!.isIntersecting), { rootMargin: "200px" });
+    observer.observe(element.current!);
+    return () => observer.disconnect();
+  }, []);
+  return [element, seen];
+}
