@@ -12,13 +12,15 @@ from typing import Final
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
 
 import foreshock
-from foreshock.server import commands, ingest, problems, routes, stream, webhooks
+from foreshock.server import ingest, problems, routes, stream, webhooks
 from foreshock.server.auth import Gate, Keyring
 from foreshock.server.counters import Counters
+from foreshock.server.delivery import expire
 from foreshock.server.ingest import Writer
 from foreshock.server.limits import Buckets
 from foreshock.server.logs import configure_logs
@@ -66,7 +68,6 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        max_body_size=settings.max_body_bytes,
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
@@ -76,6 +77,7 @@ def create_app(settings: Settings) -> FastAPI:
     for router in (ingest.router, stream.router, webhooks.router, routes.router):
         app.include_router(router)
     _serve_page(app)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
     return app
 
@@ -101,7 +103,7 @@ async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster) ->
         await asyncio.sleep(_CHORES_SECONDS)
         try:
             async with store.write() as connection:
-                await commands.expire(store, connection)
+                await expire(store, connection)
             await delete_old_runs(store, settings.retention_seconds, time.time())
             broadcaster.wake()
         except Exception:

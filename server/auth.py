@@ -21,7 +21,7 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.problems import ProblemError, problem
+from foreshock.server.problems import TOO_LARGE, ProblemError, problem
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 
 COOKIE: Final = "foreshock_session"
@@ -74,12 +74,19 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
+        replaced = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal replaced
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
-            await send(message)
+                if message["status"] == 413 and "problem" not in headers.get("content-type", ""):
+                    replaced = True  # the framework's body limit answers in plain text, past every handler
+                    await problem(413, TOO_LARGE, headers=_SECURITY_HEADERS)(scope, receive, send)
+            if not replaced:
+                await send(message)
 
         try:
             scope.setdefault("state", {})["caller"] = self._admit(scope)

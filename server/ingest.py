@@ -12,9 +12,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
 from foreshock.contract.wire import Ack, Batch
-from foreshock.server import commands
 from foreshock.server.auth import Sender, check_run
 from foreshock.server.counters import Counters
+from foreshock.server.delivery import exchange
 from foreshock.server.limits import Buckets, retry_after
 from foreshock.server.models import Problem
 from foreshock.server.problems import ProblemError, items
@@ -108,7 +108,7 @@ class Writer:
     async def _write(self, group: list[Batch]) -> list[Ack]:
         async with self._store.write() as connection:
             done = await record(self._store, connection, group)
-            orders = await commands.exchange(self._store, connection, done, group)
+            orders = await exchange(self._store, connection, done, group)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:

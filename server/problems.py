@@ -14,6 +14,7 @@ from foreshock.server.models import Problem, ProblemItem
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
+TOO_LARGE = "The body is larger than the service takes (FORESHOCK_MAX_BODY_BYTES)."
 
 
 class ProblemError(Exception):
@@ -59,7 +60,7 @@ def install(app: FastAPI) -> None:
         sentences = {
             404: "There is nothing at this address; /openapi.json lists what there is.",
             405: "This address does not take that method.",
-            413: "The body is larger than the service takes (FORESHOCK_MAX_BODY_BYTES).",
+            413: TOO_LARGE,
         }
         detail = sentences.get(error.status_code, str(error.detail))
         return problem(error.status_code, detail, headers=dict(error.headers or {}))

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
 from foreshock.server import audit, commands
 from foreshock.server.auth import Actor
+from foreshock.server.holdings import holdings
 from foreshock.server.models import Problem, WebhookResult
 from foreshock.server.problems import ProblemError, items
 from foreshock.server.runs import described
@@ -159,7 +160,7 @@ async def _act(
     row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
     if row is None or not run.startswith(prefix):
         return "refused: no such run"
-    held = {ref for h in (await commands.holdings(connection, [row.id])).get(row.id, {}).values() for ref in h.heads}
+    held = {ref for h in (await holdings(connection, [row.id])).get(row.id, {}).values() for ref in h.heads}
     ref = (int(layer), int(head)) if _is_number(layer) and _is_number(head) else None
     if ref is None or ref not in held:
         return "refused: no such head"

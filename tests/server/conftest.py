@@ -1,11 +1,19 @@
 """Fixtures of the service's tests."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
-from foreshock.server.testing import LiveService
+from foreshock.contract.wire import Ack, Batch, Event
+from foreshock.server.app import create_app
+from foreshock.server.settings import Settings
+from foreshock.server.testing import FakeRank, LiveService
 
 
 @pytest.fixture
@@ -13,3 +21,64 @@ def live_service(tmp_path: Path) -> Iterator[LiveService]:
     """A real service without a token, on a free loopback port, with a new store."""
     with LiveService(tmp_path) as service:
         yield service
+
+
+@dataclass
+class Service:
+    """A service within the test's own process."""
+
+    app: FastAPI
+    client: httpx.AsyncClient
+
+    async def post(self, batch: Batch) -> httpx.Response:
+        """Send a batch."""
+        headers = {"content-type": "application/json"}
+        return await self.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+
+    async def store(self, rank: FakeRank, *events: Event) -> Ack:
+        """Send a rank's next batch, which must be stored."""
+        answer = await self.post(rank.batch(*events))
+        assert answer.status_code == 200, answer.text
+        return Ack.model_validate_json(answer.content)
+
+    async def get(self, path: str, **query: Any) -> Any:
+        """The JSON at a path, which must be there."""
+        answer = await self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+Story = Callable[[Service], Awaitable[None]]
+
+
+class Play(Protocol):
+    """Runs a story in a service with these settings."""
+
+    def __call__(self, story: Story, **settings: Any) -> None:
+        """Open the service, let the story happen, close it."""
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """A service within the process, on a new store; settings can be given."""
+
+    def run(story: Story, **settings: Any) -> None:
+        asyncio.run(play_at(f"sqlite:///{tmp_path / 'foreshock.db'}", story, **settings))
+
+    return run
+
+
+async def play_at(database_url: str, story: Story, **settings: Any) -> None:
+    app = create_app(Settings(database_url=database_url, **settings))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8765") as client,
+    ):
+        await story(Service(app, client))
+
+
+@pytest.fixture
+def player() -> Callable[..., Awaitable[None]]:
+    """`await player(database_url, story, **settings)`: a service on a store of the test's choice."""
+    return play_at

@@ -1,0 +1,131 @@
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.slots import merge_words
+from foreshock.contract.wire import AgentHealth, Batch, Finished
+from foreshock.server.testing import FakeRank
+
+KEYS = ("head.score_offset", "head.tied_rows_bf16", "head.score_max", "head.delta_bias", "head.mode", "head.risk")
+
+
+def a_run_of_three_ranks_one_restarted() -> list[Batch]:
+    """Ranks 0 and 1 hold the same heads, rank 2 others; rank 1 dies at step 40 and goes on from step 20."""
+    ranks = [FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))]
+    batches = [rank.batch(rank.started()) for rank in ranks]
+    for step in (10, 20, 30, 40):
+        batches += [rank.batch(rank.sample(step, since=step - 10)) for rank in ranks]
+    again = FakeRank(rank=1, boot="b2")
+    batches.append(again.batch(again.started(step=20)))
+    batches += [again.batch(again.sample(step, since=step - 10)) for step in (30, 40, 50)]
+    batches += [ranks[0].batch(ranks[0].sample(50, since=40), ranks[0].verdict(50))]
+    batches += [ranks[0].batch(ranks[0].verdict(51, state="updated", forecast_steps=900.0))]
+    batches += [ranks[0].batch(AgentHealth(step=51, dropped={"full": 3}))]
+    batches += [ranks[0].batch(AgentHealth(step=52, dropped={"full": 4}))]
+    batches += [again.batch(again.verdict(50, name="warn-2"), again.verdict(51, name="warn-2", state="cleared"))]
+    batches += [again.batch(Finished(step=52, unix_seconds=1.0, status="completed"))]
+    return batches
+
+
+async def everything_shown(service: Any) -> dict[str, Any]:
+    """What the API says of the run, without clock times and the order of arrival."""
+    shown: dict[str, Any] = {"detail": await service.get("/v1/runs/run-1")}
+    for key in ("first_seen_unix_seconds", "last_seen_unix_seconds"):
+        shown["detail"].pop(key)
+    for key in KEYS:
+        shown[key] = await service.get("/v1/runs/run-1/series", metric=key)
+        shown[f"{key} at 30"] = await service.get("/v1/runs/run-1/matrix", metric=key, step=30)
+    shown["loss"] = await service.get("/v1/runs/run-1/series", metric="run.loss")
+    events = (await service.get("/v1/runs/run-1/events"))["events"]
+    shown["events"] = sorted((event["rank"], event["step"], event["kind"], event["sentence"]) for event in events)
+    return shown
+
+
+def shown_after(player: Any, batches: list[Batch], at_once: int = 1) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+
+    async def story(service: Any) -> None:
+        for i in range(0, len(batches), at_once):
+            answers = await asyncio.gather(*(service.post(batch) for batch in batches[i : i + at_once]))
+            assert {answer.status_code for answer in answers} == {200}
+        shown.update(await everything_shown(service))
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(player(f"sqlite:///{Path(folder) / 'foreshock.db'}", story))
+    return shown
+
+
+@pytest.fixture(scope="module")
+def in_order() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.promise("S2")
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), repeats=st.integers(0, 20), at_once=st.integers(1, 8))
+def test_any_order_repetition_and_interleaving_gives_the_same_state(
+    player: Any, in_order: dict[str, Any], seed: int, repeats: int, at_once: int
+) -> None:
+    batches = a_run_of_three_ranks_one_restarted()
+    if not in_order:
+        in_order.update(shown_after(player, batches))
+    shuffled = random.Random(seed)
+    mixed = batches + shuffled.choices(batches, k=repeats)
+    shuffled.shuffle(mixed)
+    assert shown_after(player, mixed, at_once) == in_order
+
+
+def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(play: Any) -> None:
+    async def story(service: Any) -> None:
+        first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
+        for rank in (other, second, first):
+            await service.store(rank, rank.started())
+        for rank in (second, first):
+            await service.store(rank, rank.sample(10))
+        merged = merge_words([first.words(10), second.words(10)])
+        for key in ("head.score_offset", "head.tied_rows_bf16", "head.score_max", "head.nonfinite_rows"):
+            reading = BY_KEY[key].head
+            assert reading is not None
+            assert reading.read is not None
+            shown = await service.get("/v1/runs/run-1/matrix", metric=key)
+            assert shown["heads"] == [0, 1, 2, 3, 4]
+            values = np.array(shown["values"], dtype=float)
+            assert np.array_equal(values[:, :3].ravel(), reading.read(merged))
+            assert np.isnan(values[:, 3:]).all()
+
+    play(story)
+
+
+def test_a_restarted_rank_replaces_the_steps_that_it_does_again(play: Any) -> None:
+    async def story(service: Any) -> None:
+        old, new = FakeRank(boot="b1"), FakeRank(boot="b2")
+        await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)))
+        await service.store(old, old.verdict(30))
+        await service.store(new, new.started(step=15), new.sample(20, since=15, loss=2.0))
+        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+        assert (line["steps"], line["last"]) == ([10, 20], [1.0, 2.0])
+        detail = await service.get("/v1/runs/run-1")
+        assert detail["last_step"] == 20
+        assert detail["warnings"] == []
+
+    play(story)
+
+
+def test_the_newest_reading_waits_for_the_ranks_that_lag_behind(play: Any) -> None:
+    async def story(service: Any) -> None:
+        fast, slow = FakeRank(rank=0), FakeRank(rank=1, heads=(3, 4))
+        await service.store(fast, fast.started(), fast.sample(10), fast.sample(20))
+        await service.store(slow, slow.started(), slow.sample(10))
+        assert (await service.get("/v1/runs/run-1"))["last_step"] == 10
+        await service.store(slow, slow.sample(20))
+        assert (await service.get("/v1/runs/run-1"))["last_step"] == 20
+
+    play(story)

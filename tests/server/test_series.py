@@ -1,0 +1,158 @@
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import text
+
+from foreshock.contract.catalog import BY_KEY
+from foreshock.server.merging import badness
+from foreshock.server.rollups import build
+from foreshock.server.testing import FakeRank
+
+
+async def store_run(service: Any, steps: range) -> FakeRank:
+    rank = FakeRank()
+    await service.store(rank, rank.started())
+    events = [rank.sample(step, since=step - steps.step, loss=float(step % 97)) for step in steps]
+    for i in range(0, len(events), 400):
+        await service.store(rank, *events[i : i + 400])
+    return rank
+
+
+def test_a_series_keeps_every_minimum_and_maximum(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(1, 1001))
+        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=7))["lines"]
+        assert len(line["steps"]) == 7
+        values = np.arange(1, 1001) % 97
+        bounds = [0, *line["steps"]]
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            assert (line["low"][i], line["high"][i]) == (values[begin:end].min(), values[begin:end].max())
+            assert line["last"][i] == values[end - 1]
+
+    play(story)
+
+
+def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = await store_run(service, range(1, 4))
+        for key in ("head.score_offset", "head.score_max"):
+            metric = BY_KEY[key]
+            assert metric.head is not None
+            assert metric.head.read is not None
+            truth = np.stack([metric.head.read(rank.words(step)) for step in (1, 2, 3)])
+            [own] = (await service.get("/v1/runs/run-1/series", metric=key, layer=1, head=2))["lines"]
+            assert own["last"] == truth[:, 5].tolist()
+            lines = (await service.get("/v1/runs/run-1/series", metric=key))["lines"]
+            assert [line["layer"] for line in lines] == [0, 1]
+            worst = np.argmax(badness(metric, truth[:, 3:]), axis=1)
+            assert lines[1]["worst_head"] == worst.tolist()
+            assert lines[1]["last"] == [truth[i, 3 + head] for i, head in enumerate(worst)]
+
+    play(story)
+
+
+@pytest.mark.parametrize("metric", ["run.loss", "head.score_max", "head.score_offset", "run.worst_risk"])
+def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(2, 9000, 4))
+        query = {"metric": metric, "max_points": 8, "from_step": 0}
+        before = await service.get("/v1/runs/run-1/series", **query)
+        for span in range(8):
+            assert await build(service.app.state.store, 1, span)
+        async with service.app.state.store.read() as connection:
+            count = (await connection.execute(text("SELECT count(*) FROM rollups"))).scalar()
+        assert count > 0
+        after = await service.get("/v1/runs/run-1/series", **query)
+        for old, new in zip(before["lines"], after["lines"], strict=True):
+            # A span of 1024 steps counts where it ends, so compare where both series hold all that came before.
+            for key, pick in (("low", min), ("high", max)):
+                assert pick(old[key]) == pytest.approx(pick(new[key]), rel=1e-6)
+            assert old["steps"][-1] == new["steps"][-1]
+            assert old["last"][-1] == pytest.approx(new["last"][-1], rel=1e-6)
+
+    play(story)
+
+
+def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = await store_run(service, range(1, 2200))
+        for span in (0, 1):
+            assert await build(service.app.state.store, 1, span)
+        late = FakeRank(rank=1)
+        await service.store(late, late.started(), late.sample(500, loss=-5.0))
+        lines = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=4))["lines"]
+        assert min(lines[0]["low"]) == (-5.0 + 500 % 97) / 2
+        assert rank.sequence > 1
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "word"),
+    [
+        ("/v1/runs/nobody/series?metric=run.loss", 404, "no run"),
+        ("/v1/runs/run-1/series?metric=run.unknown", 422, "allowed are"),
+        ("/v1/runs/run-1/matrix?metric=run.loss", 422, "allowed are"),
+        ("/v1/runs/run-1/series?metric=head.score_max&layer=9", 404, "no layer 9"),
+        ("/v1/runs/run-1/series?metric=head.score_max&layer=0&head=9", 404, "no layer 0 head 9"),
+        ("/v1/runs/run-1/series?metric=head.score_max&head=1", 422, "head needs layer"),
+        ("/v1/runs/run-1/series?metric=run.loss&max_points=0", 422, "wrong"),
+        ("/v1/runs/nobody", 404, "no run"),
+        ("/v1/commands/nothing", 404, "no command"),
+    ],
+)
+def test_wrong_questions_get_a_clear_sentence(play: Any, path: str, status: int, word: str) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.sample(1))
+        answer = await service.client.get(path)
+        assert answer.status_code == status
+        assert word in answer.json()["detail"]
+        assert answer.headers["content-type"] == "application/problem+json"
+
+    play(story)
+
+
+def test_a_run_name_may_hold_slashes_dots_and_colons(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="team/../a:b.c/x")
+        await service.store(rank, rank.started(), rank.sample(1))
+        for tail in ("", "/series", "/matrix", "/events", "/commands"):
+            path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
+            answer = await service.client.get(path, params={"metric": "head.score_max"})
+            assert answer.status_code == 200, path
+
+    play(story)
+
+
+def test_runs_are_listed_page_by_page(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for number in range(5):
+            rank = FakeRank(run=f"run-{number}")
+            await service.store(rank, rank.started(), rank.sample(1))
+        seen: list[str] = []
+        cursor = None
+        while True:
+            page = await service.get("/v1/runs", limit=2, **({"cursor": cursor} if cursor else {}))
+            seen += [run["run"] for run in page["runs"]]
+            if (cursor := page["next_cursor"]) is None:
+                break
+        assert seen == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
+
+    play(story)
+
+
+def test_a_matrix_of_one_step_among_many_is_quick(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(1, 3000))
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            await service.get("/v1/runs/run-1/matrix", metric="head.score_max", step=1500)
+            times.append(time.perf_counter() - began)
+        assert min(times) < 0.05
+
+    play(story)
