@@ -93,7 +93,18 @@ class Agent:
         self._sender: Sender | None = None
         self._guards = {
             name: Guard(name, self.faults, strict=config.strict)
-            for name in ("collector", "detectors", "policy", "switch", "norms", "sinks", "sender")
+            for name in (
+                "agent",
+                "loss",
+                "collector",
+                "sample",
+                "detectors",
+                "policy",
+                "switch",
+                "norms",
+                "sinks",
+                "sender",
+            )
         }
         self._started = self._closed = self._busy = self._checked = False
         self._watch_until = -1
@@ -123,17 +134,20 @@ class Agent:
         began = time.perf_counter()
         self._busy = True
         try:
-            self._begin()
-            self._advance(step)
-            with self._guards["collector"] as guard:
+            with self._guards["agent"] as guard:
                 if guard.on:
-                    self._collector.note(loss, grad_norm, learning_rate)
-                    if self._due():
-                        self._snapshot()
-            self._settle()
+                    self._boundary(loss, grad_norm, learning_rate, step)
         finally:
             self._busy = False
             self._agent_seconds += time.perf_counter() - began
+
+    def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
+        self._begin()
+        self._advance(step)
+        with self._guards["loss"] as guard:
+            if guard.on:
+                self._collector.note(loss, grad_norm, learning_rate)
+        self._settle(self._collect(sample=self._due()))
 
     def _advance(self, step: int | None) -> None:
         now = time.monotonic()
@@ -172,12 +186,24 @@ class Agent:
                 self._norms_at = self.current_step
         return measured
 
-    def _settle(self, *, wait: bool = False) -> None:
-        """Everything that follows from samples that have arrived and commands that came in."""
+    def _collect(self, *, sample: bool, wait: bool = False) -> list[Counted]:
+        """The samples that have arrived, after starting another one if it is due."""
         counted: list[Counted] = []
         with self._guards["collector"] as guard:
             if guard.on:
-                counted = self._collector.landed(wait=wait)
+                if wait:  # makes room for one more
+                    counted = self._collector.landed(wait=True)
+                if sample:
+                    self._snapshot()
+                counted = counted + self._collector.landed(wait=wait)
+        return counted
+
+    def _collect_the_rest(self) -> None:
+        """Sample what was counted since the last sample, and wait for it."""
+        self._settle(self._collect(sample=self.current_step > self._collector.since_step, wait=True))
+
+    def _settle(self, counted: list[Counted]) -> None:
+        """Everything that follows from samples that have arrived and commands that came in."""
         for sample in counted:
             self._digest(sample)
         with self._guards["switch"] as guard:
@@ -197,8 +223,9 @@ class Agent:
             if guard.on:
                 verdicts = self.detectors.update(_readings(counted))
                 risk = self.detectors.risk
-        with self._guards["collector"]:
-            self._emit(_sample(counted, risk))
+        with self._guards["sample"] as guard:
+            if guard.on:
+                self._emit(_sample(counted, risk))
         for verdict in verdicts:
             self._emit(verdict)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
@@ -315,18 +342,17 @@ class Agent:
 
         Counts of steps not sampled yet are sampled first, so that no step before the checkpoint is lost.
         """
-        if not self._inert() and self._started and self.current_step > self._collector.since_step:
-            with self._guards["collector"] as guard:
-                if guard.on:
-                    self._collector.landed(wait=True)
-                    self._snapshot()
-            self._settle(wait=True)
+        detectors = None
+        with self._guards["detectors"]:
+            if not self._inert() and self._started:
+                self._collect_the_rest()
+            detectors = self.detectors.state_dict()
         return {
             "version": 1,
             "run": self.run,
             "step": self.current_step,
             "switch": self._switchboard.state_dict(),
-            "detectors": self.detectors.state_dict(),
+            "detectors": detectors,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -339,7 +365,8 @@ class Agent:
         if state.get("version") != 1:
             raise ValueError(f"the saved state has version {state.get('version')!r}; this agent reads version 1")
         self._switchboard.load_state_dict(state["switch"])
-        self.detectors.load_state_dict(state["detectors"])
+        if state["detectors"] is not None:  # None: saving them failed and was contained
+            self.detectors.load_state_dict(state["detectors"])
         self.current_step = self._collector.since_step = int(state["step"])
         if not self.config.run:
             self.run = str(state["run"])
@@ -356,14 +383,11 @@ class Agent:
         """Sample what is left, send it (at most `close_seconds`), detach. Doing it again does nothing."""
         if self._inert():
             return
-        if self._started:
-            if self.current_step > self._collector.since_step:
-                with self._guards["collector"] as guard:
-                    if guard.on:
-                        self._collector.landed(wait=False)
-                        self._snapshot()
-            self._settle(wait=True)
-            self._emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
+        self._busy = True
+        with self._guards["agent"]:
+            if self._started:
+                self._collect_the_rest()
+                self._emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
         self._closed = True
         atexit.unregister(self.close)
         with self._guards["sender"]:

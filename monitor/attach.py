@@ -39,7 +39,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     placed = _Buffers(watched, _device(watched[0].module, model))
-    undo = _install(model, watched, placed.layers(watched, settings.numerics))
+    undo = _install(model, watched, placed.layers(watched, settings))
     try:
         return Agent(settings, _instruments(settings, found, watched, placed), undo)
     except BaseException:
@@ -78,10 +78,12 @@ class _Buffers:
         self.modes = torch.zeros(total, dtype=torch.int32, device=device)
         assert self.state.shape[1] == SLOT_COUNT
 
-    def layers(self, watched: list[Found], numerics: str) -> list[WatchedLayer]:
+    def layers(self, watched: list[Found], settings: AgentConfig) -> list[WatchedLayer]:
         sizes = [f.heads for f in watched]
         views = zip(watched, torch.split(self.state, sizes), torch.split(self.modes, sizes), strict=True)
-        return [WatchedLayer(f.name, state, modes, numerics) for f, state, modes in views]
+        return [
+            WatchedLayer(f.name, state, modes, settings.numerics, strict=settings.strict) for f, state, modes in views
+        ]
 
 
 def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer]) -> Callable[[], None]:

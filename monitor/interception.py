@@ -29,11 +29,12 @@ class WatchedLayer:
     It lives on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile.
     """
 
-    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str) -> None:
+    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
         self.name = name
         self.state = state
         self.modes = modes
         self.numerics = numerics
+        self.strict = strict
         self.unserved: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedLayer":
@@ -67,8 +68,10 @@ class WatchedLayer:
             return cast(Tensor, flash_attention(query, key, value, **options))
         try:
             return cast(Tensor, flash_attention(query, key, value, **options))
-        except (ValueError, NotImplementedError) as refusal:
-            self.leave_alone(str(refusal))
+        except Exception as refusal:
+            if self.strict and not isinstance(refusal, ValueError):
+                raise
+            self.leave_alone(str(refusal) or type(refusal).__name__)
             return None
 
 

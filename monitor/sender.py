@@ -174,7 +174,9 @@ class Sender:
         headers = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
         if self._config.token is not None:
             headers["Authorization"] = f"Bearer {self._config.token.get_secret_value()}"
-        return httpx.AsyncClient(base_url=str(self._config.url), headers=headers, timeout=self._config.request_seconds)
+        # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
+        steps = httpx.Timeout(self._config.request_seconds, connect=0.4 * self._config.request_seconds)
+        return httpx.AsyncClient(base_url=str(self._config.url), headers=headers, timeout=steps)
 
     def _open_stores(self) -> None:
         self._stores = [self._own]

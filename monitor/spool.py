@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, Self
 _MAGIC: Final = b"FSK1"
 _HEADER: Final = struct.Struct("<4sIIQ")
 _CHUNK: Final = 1 << 16
+_pwrite: Final = os.pwrite
 
 
 class Record(NamedTuple):
@@ -211,6 +212,6 @@ def _read(fd: int, offset: int, size: int) -> bytes:
 def _write_all(fd: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while view:
-        written = os.pwrite(fd, view, offset)
+        written = _pwrite(fd, view, offset)
         offset += written
         view = view[written:]

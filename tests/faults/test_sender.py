@@ -1,0 +1,374 @@
+"""The sender against servers that are well, down, slow, hostile or lying; real sockets throughout."""
+
+import ast
+import email.utils
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.hostile_server import (
+    HostileServer,
+    acknowledge,
+    answer,
+    close_mid_body,
+    closed_port,
+    drip,
+    endless,
+    hang,
+    hostile_server,
+)
+
+import foreshock.monitor
+from foreshock.contract import wire
+from foreshock.monitor import AgentConfig, sender
+from foreshock.monitor.retry import is_retryable, retry_after_seconds, retry_delay
+from foreshock.monitor.sender import Sender
+
+
+def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "retry_delay", lambda failures, retry_after: 0.05)
+
+
+def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:
+    quick: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
+    config = AgentConfig(run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
+    made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
+    made.start()
+    return made
+
+
+def sample(step: int) -> wire.Sample:
+    return wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss=float(step))
+
+
+def send(to: Sender, *steps: int) -> None:
+    for step in steps:
+        to.put(sample(step))
+
+
+def steps_at(server: HostileServer) -> list[int]:
+    return sorted({event["step"] for event in server.events("sample")})
+
+
+# ---- when to ask again ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("A3")
+def test_408_429_and_every_5xx_are_asked_again_and_nothing_else() -> None:
+    assert [s for s in range(100, 700) if is_retryable(s)] == [408, 429, *range(500, 600)]
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("unit", [0.0, 0.5, 1.0])
+def test_waiting_doubles_from_one_second_to_sixty_and_is_spread_out(unit: float) -> None:
+    delays = [retry_delay(n, None, unit) for n in range(1, 2000)]
+    assert all(1 <= delay <= 60 for delay in delays)
+    assert delays[:10] == sorted(delays[:10])
+    assert retry_delay(20, None, 0.0) < retry_delay(20, None, 1.0)
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.promise("A12")
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("30", 30.0),
+        ("1e9", 1e9),
+        ("-5", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        (",,,", None),
+        ("", None),
+        (email.utils.formatdate(1030, usegmt=True), 30.0),
+        (email.utils.formatdate(10, usegmt=True), None),
+        ("Wed, 99 Foo 2026 99:99:99 GMT", None),
+    ],
+)
+def test_retry_after_is_read_in_both_forms_and_ignored_when_senseless(header: str, seconds: float | None) -> None:
+    assert retry_after_seconds(header, now=1000.0) == seconds
+    assert 1 <= retry_delay(1, header, 0.5) <= 60
+
+
+def test_clients_released_by_one_retry_after_do_not_return_together() -> None:
+    assert len({retry_delay(1, "20") for _ in range(100)}) > 90
+
+
+# ---- servers --------------------------------------------------------------------------------------------------------
+
+
+def test_every_event_arrives_once_in_numbered_batches() -> None:
+    with hostile_server(acknowledge) as server:
+        to = started_sender(server.url)
+        for step in range(1, 101):
+            send(to, step)
+            time.sleep(0.001)
+        to.close(2)
+        assert [event["step"] for event in server.events("sample")] == [*range(1, 101)]
+        assert server.sequences() == [*range(1, len(server.batches) + 1)]
+        assert to.dropped == {}
+
+
+@pytest.mark.promise("A2")
+@pytest.mark.parametrize("behaviour", [hang, drip, close_mid_body, endless])
+def test_a_slow_or_broken_answer_ends_at_the_deadline_and_the_batch_is_sent_again(
+    behaviour: Any, quick_retries: None
+) -> None:
+    with hostile_server(behaviour) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("a second try", lambda: len(server.requests_at) >= 2)
+        assert server.requests_at[1] - server.requests_at[0] < 0.4 + 0.05 + 2.0
+        server.behaviour = acknowledge
+        send(to, 2)
+        eventually("all is stored", lambda: steps_at(server) == [1, 2] and len(server.batches) > 2)
+        to.close(2)
+        assert to.dropped == {}
+
+
+@pytest.mark.promise("A2")
+def test_a_server_that_never_finishes_tls_is_given_up_at_the_deadline(quick_retries: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        to = started_sender(f"https://127.0.0.1:{listener.getsockname()[1]}")
+        send(to, 1)
+        eventually("two tries", lambda: to.retries >= 2)
+        began = time.monotonic()
+        to.close(1)
+        assert time.monotonic() - began < 1.5
+
+
+MALFORMED = {
+    "html": (b"<html>welcome</html>", ()),
+    "cut": (b'{"boot":"boot-1","acknow', ()),
+    "another boot": (b'{"boot":"boot-9","acknowledged":1,"commands":[]}', ()),
+    "a future sequence": (b'{"boot":"boot-1","acknowledged":999,"commands":[]}', ()),
+    "an older sequence": (b'{"boot":"boot-1","acknowledged":0,"commands":[]}', ()),
+    "nothing": (b"", ()),
+    "a gzip header on plain text": (b"not gzip", ("Content-Encoding: gzip",)),
+    "a bad charset": (b'{"boot":"\xff\xfe"}', ("Content-Type: application/json; charset=klingon",)),
+    "nested deep": (b"[" * 100_000, ()),
+    "an unknown mode": (
+        b'{"boot":"boot-1","acknowledged":1,"commands":[{"id":"c","mode":"x","reason":"","issued_by":""}]}',
+        (),
+    ),
+    "more than may be read": (b" " * (sender.MAX_REPLY_BYTES + 1), ()),
+}
+
+
+@pytest.mark.promise("A4")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_answer_acknowledges_nothing_and_raises_nothing(name: str, quick_retries: None) -> None:
+    body, headers = MALFORMED[name]
+    with hostile_server(answer(200, *headers, body=body)) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("it is sent again", lambda: len(server.batches) >= 2)
+        server.behaviour = acknowledge
+        eventually("it is stored", lambda: not len(to._own))
+        assert set(server.sequences()) == {1}
+        assert to.commands() == []
+        to.close(2)
+        assert to.faults == {}
+        assert to.dropped == {}
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 301, 307])
+def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
+    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("the refusal", lambda: to.dropped)
+        server.behaviour = acknowledge
+        send(to, 2)
+        eventually("the next batch", lambda: 2 in steps_at(server))
+        to.close(2)
+        assert to.dropped == {f"refused_{status}": 1}
+        assert server.sequences() == [1, 2]
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_passing_trouble_is_asked_again_until_it_passes(status: int, quick_retries: None) -> None:
+    with hostile_server(answer(status, "Retry-After: 0")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("three tries", lambda: len(server.batches) >= 3)
+        server.behaviour = acknowledge
+        eventually("it is stored", lambda: not len(to._own))
+        to.close(2)
+        assert to.dropped == {}
+
+
+@pytest.mark.promise("A3")
+def test_back_off_is_real_when_nothing_is_patched() -> None:
+    with hostile_server(answer(503)) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("two tries", lambda: len(server.requests_at) >= 2)
+        assert server.requests_at[1] - server.requests_at[0] >= 0.95
+        began = time.monotonic()
+        to.close(2)
+        assert time.monotonic() - began < 2.2
+
+
+# ---- what waits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("A1")
+def test_with_no_server_the_queue_is_bounded_samples_go_first_and_losses_are_counted() -> None:
+    to = started_sender(closed_port(), queue_bytes=2**16)
+    for step in range(1, 500):
+        to.put(sample(step))
+        if step % 50 == 0:
+            time.sleep(0.03)
+    finished = wire.Finished(step=500, unix_seconds=0.0, status="completed")
+    to.put(finished)
+    to.close(0.5)
+    assert to.dropped["queue_full"] > 0
+    waiting = [json.loads(payload) for _, payload in to._own._batches]  # type: ignore[attr-defined]
+    kept = [event for batch in waiting for event in batch["events"]]
+    assert len(kept) + to.dropped["queue_full"] == 500
+    assert len(b"".join(payload for _, payload in to._own._batches)) <= 2**16 * 3 // 2  # type: ignore[attr-defined]
+    assert kept[-1]["kind"] == "finished"
+
+
+@pytest.mark.promise("A8")
+def test_what_a_dead_server_never_took_is_sent_at_the_next_start(tmp_path: Path, quick_retries: None) -> None:
+    first = started_sender(closed_port(), tmp_path)
+    send(first, *range(1, 31))
+    first.close(0.3)
+    with hostile_server(acknowledge) as server:
+        second = started_sender(server.url, tmp_path, boot="boot-2")
+        send(second, 31)
+        eventually("everything", lambda: steps_at(server) == [*range(1, 32)])
+        second.close(2)
+        assert server.sequences("boot-1") == [*range(1, len(server.sequences("boot-1")) + 1)]
+    assert list(tmp_path.rglob("*.spool")) == []
+
+
+@pytest.mark.promise("A5")
+@pytest.mark.parametrize("trouble", ["not a directory", "vanished", "disk full"])
+def test_without_a_disk_the_way_through_memory_goes_on(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    folder = tmp_path / "spool"
+    if trouble == "not a directory":
+        folder.write_text("a file")
+    with hostile_server(answer(503)) as server:
+        to = started_sender(server.url, folder)
+        send(to, 1)
+        eventually("a try", lambda: server.batches)
+        if trouble == "vanished":
+            for path in folder.rglob("*.spool"):
+                path.unlink()
+        if trouble == "disk full":
+
+            def full(*args: Any) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr("foreshock.monitor.spool._pwrite", full)
+        send(to, 2)
+        time.sleep(0.1)
+        server.behaviour = acknowledge
+        eventually("both", lambda: steps_at(server) == [1, 2] and not any(len(s) for s in to._stores))
+        to.close(2)
+        assert to.faults["spool"] == (0 if trouble == "vanished" else 1)
+        assert to.dropped == {}
+
+
+def test_a_quiet_agent_reports_its_health_and_fetches_commands_with_it() -> None:
+    with hostile_server(acknowledge) as server:
+        server.commands = [{"id": "c1", "mode": "exact_delta", "reason": "a test", "issued_by": "ada"}]
+        to = started_sender(server.url, heartbeat_seconds=0.1)
+        eventually("a command", lambda: to._commands)
+        to.close(2)
+        (health, *_) = server.events("health")
+        assert (health["step"], health["faults"]) == (7, {"detectors": 1})
+        assert [c.id for c in to.commands()] == ["c1"]
+
+
+@pytest.mark.promise("A10")
+def test_after_a_long_stall_there_is_no_burst(quick_retries: None) -> None:
+    with hostile_server(hang) as server:
+        to = started_sender(server.url)
+        for step in range(1, 200):
+            send(to, step)
+            time.sleep(0.002)
+        server.behaviour = acknowledge
+        eventually("everything", lambda: steps_at(server) == [*range(1, 200)])
+        to.close(2)
+        # one connection, one request at a time, and what waited travelled in few batches
+        assert len(server.batches) < 60
+
+
+# ---- what leaves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("A16")
+def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG), hostile_server(acknowledge) as server:
+        to = started_sender(server.url, token="very-secret-token")
+        send(to, 1)
+        eventually("a batch", lambda: server.batches)
+        to.close(2)
+    (head,) = set(server.headers)
+    assert [line for line in head.split("\r\n") if "very-secret-token" in line] == [
+        "Authorization: Bearer very-secret-token"
+    ]
+    names = {line.partition(":")[0].lower() for line in head.split("\r\n")[1:]}
+    assert names <= {
+        *("host", "accept", "accept-encoding", "connection", "user-agent"),
+        *("content-type", "content-length", "authorization"),
+    }
+    assert "very-secret-token" not in caplog.text
+    assert "very-secret-token" not in repr(to._config)
+
+
+@pytest.mark.promise("A16")
+def test_a_certificate_that_nobody_vouches_for_is_refused() -> None:
+    to = started_sender("https://127.0.0.1:9")
+    eventually("the thread", lambda: to._ready.is_set())
+    client = to._client()
+    context = client._transport._pool._ssl_context  # type: ignore[attr-defined]
+    assert context.check_hostname
+    assert context.verify_mode.name == "CERT_REQUIRED"
+    to.close(1)
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    (folder,) = foreshock.monitor.__path__
+    for path in Path(folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield path.name, node
+
+
+@pytest.mark.promise("A13")
+def test_the_agent_calls_no_collective() -> None:
+    for name, node in sources():
+        if isinstance(node, ast.Attribute):
+            assert node.attr != "distributed", f"{name} line {node.lineno} reaches torch.distributed"
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        assert not any("distributed" in module for module in modules), f"{name} imports {modules}"
+
+
+@pytest.mark.promise("A16")
+def test_the_agent_opens_no_port() -> None:
+    for name, node in sources():
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("listen", "bind", "create_server", "start_server"), f"{name} line {node.lineno}"

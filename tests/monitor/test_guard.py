@@ -1,0 +1,169 @@
+"""Faults of our own: contained, counted, told at most every 20 seconds, and off after three in a row."""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.doubles import Listener, ScriptedDetectors
+from tests.monitor.tiny_models import tiny_gpt, train_step
+
+from foreshock.contract import wire
+from foreshock.monitor import attach, interception
+from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard
+
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
+
+
+def test_a_fault_is_swallowed_and_counted() -> None:
+    counts: Counter[str] = Counter()
+    with Guard("part", counts):
+        raise RuntimeError("ours")
+    assert counts == {"part": 1}
+
+
+@pytest.mark.promise("A9")
+@pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_always_passes(leaving: type[BaseException]) -> None:
+    with pytest.raises(leaving), Guard("part", Counter()):
+        raise leaving
+
+
+def test_strict_raises_what_it_counted() -> None:
+    counts: Counter[str] = Counter()
+    with pytest.raises(RuntimeError, match="ours"), Guard("part", counts, strict=True):
+        raise RuntimeError("ours")
+    assert counts == {"part": 1}
+
+
+@pytest.mark.promise("A15")
+def test_a_component_is_off_after_three_faults_in_a_row_and_a_success_between_starts_anew() -> None:
+    guard = Guard("part", Counter())
+    for outcome in (1, 1, 0, 1, 1):
+        with guard:
+            if outcome:
+                raise RuntimeError("ours")
+    assert guard.on
+    for _ in range(FAULTS_IN_A_ROW - 2):
+        with guard:
+            raise RuntimeError("ours")
+    assert not guard.on
+
+
+@pytest.mark.promise("A15")
+@pytest.mark.promise("A12")
+def test_one_line_per_site_is_logged_in_twenty_seconds_of_the_monotonic_clock(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    guard = Guard("part", Counter(), clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        for second in range(100):
+            now[0] = float(second)
+            with guard:
+                if second % 2:
+                    raise RuntimeError("ours")
+    assert len(caplog.records) == 100 // int(LOG_EVERY_SECONDS)
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a bug of ours")
+
+
+BREAKAGES: dict[str, tuple[str, str]] = {
+    "note": ("_collector.note", "loss"),
+    "snapshot": ("_collector.snapshot", "collector"),
+    "landed": ("_collector.landed", "collector"),
+    "norms": ("_norms.measure", "norms"),
+    "detectors": ("detectors.update", "detectors"),
+    "sender": ("_sender.put", "sender"),
+    "commands": ("_sender.commands", "switch"),
+}
+
+
+@pytest.mark.promise("A15")
+@pytest.mark.parametrize("where", BREAKAGES)
+def test_training_finishes_whatever_part_of_the_agent_raises(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, component = BREAKAGES[where]
+    model = tiny_gpt()
+    sending = {"url": "http://127.0.0.1:9", "spool_directory": None} if path.startswith("_sender") else {}
+    agent = attach(model, **{**QUICK, **sending, "norms_every_steps": 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    agent.step(train_step(model, optimizer, 0))
+    owner, _, name = path.partition(".")
+    monkeypatch.setattr(getattr(agent, owner), name, broken)
+    losses = []
+    for step in range(1, 6):
+        losses.append(train_step(model, optimizer, step).item())
+        agent.step(losses[-1])
+    agent.close()
+    assert len(losses) == 5
+    assert agent.faults[component] >= 1
+    assert agent.faults[component] <= FAULTS_IN_A_ROW
+
+
+@pytest.mark.promise("A15")
+def test_a_sink_that_raises_disturbs_neither_training_nor_the_other_events() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **QUICK)
+    listener = Listener()
+    agent.subscribe(listener)
+    agent.subscribe(broken)
+    agent.detectors = ScriptedDetectors(4)
+    agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
+    agent.close()
+    assert [e.kind for e in listener.events][:2] == ["started", "sample"]
+    assert agent.faults["sinks"] >= 1
+
+
+@pytest.mark.promise("A15")
+def test_an_attention_call_that_our_operator_refuses_goes_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a kernel that cannot be built")
+
+    expected = train_step(tiny_gpt(), torch.optim.SGD([torch.zeros(1)], lr=0.1), 0)
+    model = tiny_gpt()
+    agent = attach(model, **QUICK)
+    monkeypatch.setattr(interception, "flash_attention", refuse)
+    got = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    agent.close()
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.promise("A11")
+def test_non_finite_losses_and_gradients_are_counted_and_travel() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **{**QUICK, "sample_every_steps": 4, "strict": True})
+    listener = Listener()
+    agent.subscribe(listener)
+    values = [1.0, float("nan"), torch.tensor(float("inf")), 2.0, 3.0]
+    for value in values:
+        agent.step(value, grad_norm=value)
+    agent.close()
+    first, second = listener.of(wire.Sample)
+    assert (first.loss_nonfinite_steps, second.loss_nonfinite_steps) == (0, 2)
+    assert second.grad_norm_nonfinite_steps == 2
+    assert second.loss != second.loss
+    again = wire.Sample.model_validate_json(second.model_dump_json())
+    assert again.loss is not None
+    assert again.loss != again.loss
+
+
+def test_a_loss_that_is_not_one_number_is_a_contained_fault() -> None:
+    agent = attach(tiny_gpt(), **QUICK)
+    agent.step(torch.zeros(3))
+    agent.close()
+    assert agent.faults["loss"] == 1
+
+
+@pytest.mark.promise("A7")
+def test_a_step_called_from_within_a_step_does_nothing() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **{**QUICK, "strict": True})
+    seen = Listener()
+    agent.subscribe(seen)
+    agent.subscribe(lambda event: agent.step(9.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        agent.step(train_step(model, optimizer, step))
+    agent.close()
+    assert [s.step for s in seen.of(wire.Sample)] == [1, 2, 3]
