@@ -96,7 +96,7 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
         try:
             if condition():
                 return
-        except httpx.TransportError:
+        except httpx.HTTPError:
             pass
         time.sleep(0.2)
     raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:.0f} s")
@@ -110,8 +110,8 @@ class Stack:
 
     def value(self, expr: str) -> float:
         """The value of a query with one series; 0 where it finds none."""
-        answer = httpx.get(f"{self.prometheus}/api/v1/query", params={"query": expr}).json()
-        return sum(float(series["value"][1]) for series in answer["data"]["result"])
+        answer = httpx.get(f"{self.prometheus}/api/v1/query", params={"query": expr}).raise_for_status()
+        return sum(float(series["value"][1]) for series in answer.json()["data"]["result"])
 
 
 @pytest.fixture(scope="module")
