@@ -5,12 +5,12 @@ both have the same command.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from foreshock import __version__
-from foreshock.cli.errors import Commands
+from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.service_client import DEFAULT_URL
 
 app = typer.Typer(
@@ -73,14 +73,14 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind; any but loopback needs a token.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     database_url: Annotated[
-        str | None, typer.Option(help="sqlite+aiosqlite:///FILE or postgresql+asyncpg://...; see docs/service.md.")
+        str | None, typer.Option(help="sqlite:///FILE or postgresql://...; see docs/service.md.")
     ] = None,
 ) -> None:
     """Run the service: ingest, API, /metrics, the live page. Settings come from FORESHOCK_* too: docs/service.md."""
     from foreshock.server.app import serve as serve_app
     from foreshock.server.settings import Settings
 
-    given = {"host": host, "port": port, "database_url": database_url}
+    given: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
     serve_app(Settings(**{name: value for name, value in given.items() if value is not None}))
 
 
@@ -154,3 +154,128 @@ def switch(
         )
     if not done:
         raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A recorded run: gzipped JSON lines.")],
+    url: Annotated[str | None, typer.Option(help="Play into this service; by default one is started for it.")] = None,
+    token: Token = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run it becomes.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
+    steps_per_second: Annotated[
+        float | None, typer.Option(help="Pace; as fast as possible by default.", min=0.001)
+    ] = None,
+    offline: Annotated[bool, typer.Option(help="Only tell what the detectors say; no service, no page.")] = False,
+) -> None:
+    """Play a recorded run through the same detectors, service and page. What it did not record stays unknown."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.play(
+        trace,
+        Console(),
+        url=url,
+        token=token,
+        run=run,
+        port=port,
+        steps_per_second=steps_per_second,
+        offline=offline,
+    )
+
+
+@lab.command("recipes")
+def lab_recipes() -> None:
+    """List the recipes and their arms."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.list_recipes(Console())
+
+
+@lab.command("run")
+def lab_run(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; `foreshock lab recipes` lists them.")],
+    arm: Annotated[str, typer.Option(help="untreated, rescued, control, paper or exact-delta.")] = "untreated",
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Stop here; by default the recipe's own number.", min=1)] = None,
+    trace: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.jsonl.gz"),
+    url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
+) -> None:
+    """Train one arm of a recipe and record every head of every sample."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.run(recipe, Console(), arm_name=arm, seed=seed, steps=steps, trace=trace, url=url)
+
+
+@lab.command("score")
+def lab_score(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of others.")],
+    report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
+) -> None:
+    """Score the detectors on recorded runs: who was warned about, when, why, and how good the forecast was."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.score(traces, Console(), report=report)
+
+
+@dashboards.command("generate")
+def dashboards_generate() -> None:
+    """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""
+    from foreshock.dashboards import generate
+
+    for path in generate.generate(_checkout()):
+        typer.echo(path)
+
+
+@dashboards.command("check")
+def dashboards_check() -> None:
+    """Say which generated files differ from what the catalogue says."""
+    from foreshock.dashboards import generate
+
+    changed = generate.check(_checkout())
+    if changed:
+        raise ValueError(f"stale: {', '.join(map(str, changed))}; run `make docs`")
+
+
+def _checkout() -> Path:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
+    return root
+
+
+@dashboards.command("push")
+def dashboards_push(
+    grafana_url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="Address of Grafana.")],
+    grafana_token: Annotated[str, typer.Option(envvar="GRAFANA_TOKEN", help="Token of a service account, Editor.")],
+    service_url: Annotated[str, typer.Option(help="Address of the service, as people reach it.")] = DEFAULT_URL,
+    prometheus_url: Annotated[
+        str | None, typer.Option(help="Make the data source too, for this Prometheus (needs Admin).")
+    ] = None,
+    alert_rules: Annotated[
+        str, typer.Option(help="leave, push or remove Grafana-managed rules; Prometheus has the same rules.")
+    ] = "leave",
+) -> None:
+    """Load the boards into a Grafana that is not provisioned by file."""
+    from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
+    from foreshock.dashboards.push import push
+    from foreshock.dashboards.rules import Links
+
+    if alert_rules not in ("leave", "push", "remove"):
+        raise ValueError(f"--alert-rules {alert_rules!r} is unknown; allowed are leave, push, remove")
+    client = GrafanaClient(grafana_url, grafana_token)
+    try:
+        links = Links(grafana=grafana_url, service=service_url)
+        for line in push(client, links, prometheus_url=prometheus_url, alert_rules=alert_rules):  # type: ignore[arg-type]
+            typer.echo(line)
+    except GrafanaError as error:
+        raise CommandError(str(error)) from None
+    finally:
+        client.close()
