@@ -47,7 +47,7 @@ class DetectorConfig(BaseModel):
     score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
     score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
-    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the median head by this factor")
+    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the other layers by this factor")
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
@@ -155,6 +155,11 @@ class Detectors:
         self.config = config or DetectorConfig()
         count = len(self.heads)
         self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
+        names, self._layer_place = np.unique(self._layers, return_inverse=True)
+        members = [np.flatnonzero(self._layers == name) for name in names]
+        self._grid = np.full((len(names), max(map(len, members), default=0)), count, dtype=np.int64)
+        for place, rows in enumerate(members):
+            self._grid[place, : len(rows)] = rows
         self._step = -1
         self._alarms: dict[int, _Alarm] = {}
         self._modes = np.full(count, -1, dtype=np.int32)
@@ -244,11 +249,7 @@ class Detectors:
             factor = level / start
             factor[0] = (1 + level[0]) / (1 + start[0])
             lasting = [growth.newer_share / config.share_of_newer_half, growth.sigmas / config.noise_multiple]
-            excess = np.zeros_like(factor)
-            for row in range(len(SIGNALS)):
-                known = factor[row][np.isfinite(factor[row])]
-                middle = float(np.median(known)) if len(known) >= 3 else 1.0
-                excess[row] = factor[row] / (max(middle, 1.0) * config.peer_excess)
+            excess = factor / (np.fmax(self._other_layers(factor), 1.0) * config.peer_excess)
             settled = np.full(len(self.heads), 1.0 if readings.step >= config.settle_steps else 0.0)
             dangerous = np.where(level[1] >= DANGEROUS_SCORE / 4, 1.0, settled)
             near = np.stack(
@@ -266,6 +267,17 @@ class Detectors:
         self._nearness = np.clip(near, 0.0, 1.0).max(axis=0) * np.where(lasts.any(axis=0), 1.0, 0.99)
         tripped = {int(i): SIGNALS[int(np.argmax(lasts[:, i]))] for i in np.flatnonzero(lasts.any(axis=0))}
         return self._name_heads(tripped, growth, level)
+
+    def _other_layers(self, factor: Floats) -> Floats:
+        """The typical growth of the heads of the other layers, [signals, N]: failure begins in one layer (section 3.2).
+
+        The lower median of the layers' lower medians, NaN without another layer.
+        """
+        known = np.concatenate([factor, np.full((len(factor), 1), np.nan)], axis=1)
+        layers = _lower_median(known[:, self._grid])
+        places = np.arange(layers.shape[1])
+        others = np.array([np.delete(places, place) for place in places], dtype=np.int64)
+        return _lower_median(layers[:, others])[:, self._layer_place]
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
@@ -287,7 +299,7 @@ class Detectors:
         for index, active in self._alarms.items():
             if index not in tripped and self._dangerous(index):
                 tripped[index] = active.verdict.signal
-        for index, signal in sorted(tripped.items()):
+        for index, signal in sorted(tripped.items(), key=self._moved, reverse=True):
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
@@ -304,6 +316,12 @@ class Detectors:
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
 
+    def _moved(self, trip: tuple[int, str]) -> float:
+        """How far the offset of a tripped head moved, so that the one that drifts most is told first."""
+        if trip[0] == _RUN or self._growth is None:
+            return math.inf
+        return float(np.nan_to_num(self._growth.change[0, trip[0]]))
+
     def _dangerous(self, index: int) -> bool:
         """A head above the dangerous score is not quiet, whichever way it moves."""
         growth = self._growth
@@ -313,9 +331,9 @@ class Detectors:
         layer, head = self.heads[index] if index != _RUN else (None, None)
         evidence = self._evidence(index)
         forecast, low, high = self._forecast(index) if signal != "nonfinite" else (None, None, None)
-        cause = (
-            alarm.verdict.cause if alarm and alarm.verdict.cause != "other" else self._cause(index, signal, evidence)
-        )
+        cause = self._cause(index, signal, evidence)
+        if alarm is not None and alarm.verdict.cause == "rounding":
+            cause = "rounding"  # what a switch was founded on does not change under it
         critical = signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2
         verdict = wire.Verdict(
             id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
@@ -343,6 +361,7 @@ class Detectors:
             "offset_before": growth.start[0, index],
             "score": growth.end[1, index],
             "score_before": growth.start[1, index],
+            "score_error": growth.jitter[1, index],
             "query_norm": growth.end[2, index],
             "query_norm_before": growth.start[2, index],
             "tied_share": growth.end[3, index],
@@ -358,7 +377,7 @@ class Detectors:
         plain = index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
         moved = abs(evidence.get("offset", 0.0)) - abs(evidence.get("offset_before", 0.0))
         grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
-        together = moved >= self.config.offset_change and moved >= grown / 2
+        together = moved >= self.config.offset_change and moved >= grown / 2 - evidence.get("score_error", 0.0)
         biased = abs(evidence.get("delta_bias_z", 0.0)) >= self.config.bias_z
         if plain and (together or (biased and moved > 0)):
             return "rounding"
@@ -410,6 +429,15 @@ class Detectors:
         self._growth = self._measure()
 
     _ARRAYS = ("_runs", "_nearness", "_bias", "_modes")
+
+
+def _lower_median(values: Floats) -> Floats:
+    """Along the last axis, NaN left out; NaN where nothing is known."""
+    if values.shape[-1] == 0:
+        return np.full(values.shape[:-1], np.nan)
+    ordered = np.sort(values, axis=-1)
+    middle = np.maximum(np.count_nonzero(~np.isnan(values), axis=-1) - 1, 0) // 2
+    return np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]
 
 
 def _least(*parts: Floats) -> Floats:
