@@ -89,6 +89,8 @@ def ask(
         for query in asked:
             expr = concrete(query.expr, run=run, rate_interval=rate_interval)
             response = client.post("/api/v1/query", data={"query": f"count_over_time(({expr})[{window}:{resolution}])"})
+            if response.status_code not in (200, 400, 422):  # the last two are Prometheus's word on a wrong query
+                response.raise_for_status()
             body = response.json()
             if body["status"] != "success":
                 answers.append(Answer(query, 0, body["error"]))
