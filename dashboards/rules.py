@@ -33,6 +33,10 @@ class Links:
     runbooks: str = "docs/runbooks"
     """Address of the folder with the runbook pages; by default their place in the source tree."""
 
+    def __post_init__(self) -> None:
+        for name in ("grafana", "service", "runbooks"):
+            object.__setattr__(self, name, getattr(self, name).rstrip("/"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:

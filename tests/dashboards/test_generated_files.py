@@ -52,7 +52,7 @@ def test_a_generated_file_says_so(path: Path) -> None:
 
 
 def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path) -> None:
-    generate(tmp_path, Links(grafana="https://g.example", service="https://s.example", runbooks="https://r.example"))
+    generate(tmp_path, Links(grafana="https://g.example/", service="https://s.example", runbooks="https://r.example"))
     text = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
     assert "https://g.example/d/foreshock-run?var-run=" in text
     assert "runbook_url: https://r.example/ForeshockHeadFailing.md" in text
