@@ -1,14 +1,16 @@
 """The operators under autograd, torch.compile, activation checkpointing and opcheck; counts land once."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import foreshock.kernels.flash_attention as flash_attention_package
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import flash_attention, new_state, op
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -126,3 +128,28 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
     (grad,) = torch.autograd.grad(out.float().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(grad.float().sum(), key)
+
+
+@pytest.fixture
+def fresh_choice() -> Iterator[None]:
+    op._triton.cache_clear()
+    yield
+    op._triton.cache_clear()
+
+
+@pytest.mark.promise("K11")
+@pytest.mark.usefixtures("fresh_choice")
+def test_the_reference_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORESHOCK_KERNELS", "reference")
+    assert op._triton() is None
+
+
+@pytest.mark.promise("K11")
+@pytest.mark.usefixtures("fresh_choice")
+def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+    monkeypatch.setitem(sys.modules, "foreshock.kernels.flash_attention.backward", None)
+    monkeypatch.delattr(flash_attention_package, "backward", raising=False)
+    with pytest.warns(UserWarning, match="Triton kernels are not available"):
+        assert op._triton() is None
+    assert op._triton() is None  # and no second warning, which would be an error
