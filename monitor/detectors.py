@@ -274,10 +274,7 @@ class Detectors:
         The lower median of the layers' lower medians, NaN without another layer.
         """
         known = np.concatenate([factor, np.full((len(factor), 1), np.nan)], axis=1)
-        layers = _lower_median(known[:, self._grid])
-        places = np.arange(layers.shape[1])
-        others = np.array([np.delete(places, place) for place in places], dtype=np.int64)
-        return _lower_median(layers[:, others])[:, self._layer_place]
+        return _median_of_others(_lower_median(known[:, self._grid]))[:, self._layer_place]
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
@@ -433,17 +430,27 @@ class Detectors:
 
 def _lower_median(values: Floats) -> Floats:
     """Along the last axis, NaN left out; NaN where nothing is known."""
-    if values.shape[-1] == 0:
-        return np.full(values.shape[:-1], np.nan)
-    ordered = np.sort(values, axis=-1)
+    ordered = np.sort(values, axis=-1)  # NaN last
     middle = np.maximum(np.count_nonzero(~np.isnan(values), axis=-1) - 1, 0) // 2
-    return np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]
+    median: Floats = np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]
+    return median
+
+
+def _median_of_others(values: Floats) -> Floats:
+    """For every place of the last axis, the lower median of the other places; NaN where there is none."""
+    order = np.argsort(values, axis=-1)
+    rank = np.argsort(order, axis=-1)
+    others = np.count_nonzero(~np.isnan(values), axis=-1)[..., None] - ~np.isnan(values)
+    middle = np.maximum(others - 1, 0) // 2
+    middle += rank <= middle  # the own place is skipped
+    ordered = np.take_along_axis(values, order, axis=-1)
+    median = np.take_along_axis(ordered, np.minimum(middle, values.shape[-1] - 1), axis=-1)
+    return np.where(others > 0, median, np.nan)
 
 
 def _least(*parts: Floats) -> Floats:
-    """The smallest of all conditions, 0 where one is not known."""
-    known = [np.nan_to_num(part, nan=0.0, posinf=9.0, neginf=0.0) for part in parts]
-    least: Floats = np.minimum.reduce(known)
+    """The smallest of all conditions, each 1 where it is just met; 0 where one is not known."""
+    least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
     return least
 
 
