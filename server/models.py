@@ -6,8 +6,9 @@ are Unix seconds by the service's clock unless a field says otherwise.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -208,6 +209,13 @@ class CommandRequest(BaseModel):
     expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
     expires_step: Step | None = None
     dry_run: bool = False
+
+    @field_validator("mode", "expect")
+    @classmethod
+    def _mode_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in MODE_NAMES:
+            raise ValueError(f"mode {value[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+        return value
 
 
 class Decision(BaseModel):

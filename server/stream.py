@@ -84,7 +84,7 @@ class Broadcaster:
     async def run(self) -> None:
         """Serve until cancelled."""
         last: int | None = None
-        while True:
+        while not self.closed:
             try:
                 last = await self._turn(last)
             except Exception:
@@ -93,7 +93,8 @@ class Broadcaster:
 
     async def _turn(self, last: int | None) -> int | None:
         try:
-            await asyncio.wait_for(self._moved.wait(), _POLL_SECONDS)
+            async with asyncio.timeout(_POLL_SECONDS):
+                await self._moved.wait()
             await asyncio.sleep(_SAMPLE_SECONDS / 4)  # what is committed close together is read together
         except TimeoutError:
             pass
@@ -124,6 +125,7 @@ class Broadcaster:
     def close(self) -> None:
         """End every stream, so that the service can go down."""
         self.closed = True
+        self._moved.set()
         for client in self.clients:
             client.offer(None)
 

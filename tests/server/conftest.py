@@ -54,16 +54,16 @@ Story = Callable[[Service], Awaitable[None]]
 class Play(Protocol):
     """Runs a story in a service with these settings."""
 
-    def __call__(self, story: Story, **settings: Any) -> None:
-        """Open the service, let the story happen, close it."""
+    def __call__(self, story: Story, name: str = "foreshock", **settings: Any) -> None:
+        """Open the service on the store of this name, let the story happen, close it."""
 
 
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
     """A service within the process, on a new store; settings can be given."""
 
-    def run(story: Story, **settings: Any) -> None:
-        asyncio.run(play_at(f"sqlite:///{tmp_path / 'foreshock.db'}", story, **settings))
+    def run(story: Story, name: str = "foreshock", **settings: Any) -> None:
+        asyncio.run(play_at(f"sqlite:///{tmp_path / name}.db", story, **settings))
 
     return run
 

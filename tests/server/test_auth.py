@@ -1,0 +1,174 @@
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from foreshock.server import ingest, routes, stream, webhooks
+from foreshock.server.auth import Needs
+from foreshock.server.settings import Token
+from foreshock.server.testing import FakeRank
+
+SECRET = "a-secret-of-sixteen-or-more"
+OPEN = {
+    ("GET", "/healthz"),
+    ("GET", "/v1/session"),
+    ("POST", "/v1/login"),
+    ("POST", "/v1/webhooks/grafana"),
+    ("GET", "/"),
+}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FOO")
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def paths_of(app: Any) -> list[str]:
+    paths = [re.sub(r"\{[^}]+\}", "x", path) for path in app.openapi()["paths"]]
+    return [*paths, "/openapi.json", "/", "/v1", "/nothing/here", "/v1/runs/%2e%2e/x", "/v1/../healthz/x"]
+
+
+@pytest.mark.promise("S7")
+def test_every_path_is_closed_to_every_method_without_a_token(play: Any) -> None:
+    async def story(service: Any) -> None:
+        paths = paths_of(service.app)
+        assert len(paths) > 15
+        for path in paths:
+            for method in METHODS:
+                answer = await service.client.request(method, path)
+                if (method, path) in OPEN or (method, path) in {("HEAD", p) for m, p in OPEN if m == "GET"}:
+                    assert answer.status_code != 401, (method, path)
+                else:
+                    assert answer.status_code in (401, 403, 405), (method, path, answer.status_code)
+                    assert answer.headers["content-type"] == "application/problem+json" or method == "HEAD"
+
+    play(story, token=SECRET)
+
+
+@pytest.mark.promise("S7")
+def test_every_route_says_which_scope_it_needs() -> None:
+    unguarded = set()
+    for module in (ingest, routes, stream, webhooks):
+        for route in module.router.routes:
+            needs = [d.call for d in route.dependant.dependencies if isinstance(d.call, Needs)]
+            if not needs:
+                unguarded |= {(method, route.path) for method in route.methods}
+    assert unguarded == {
+        ("GET", "/healthz"),
+        ("GET", "/v1/session"),
+        ("POST", "/v1/login"),
+        ("POST", "/v1/logout"),
+        ("POST", "/v1/webhooks/grafana"),
+    }
+
+
+@pytest.mark.promise("S7")
+def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(play: Any) -> None:
+    sender = Token.of("sender", "the-sender-secret-0001", ("ingest",), run_prefix="team-a/")
+    reader = Token.of("reader", "the-reader-secret-0001", ("read",))
+
+    async def story(service: Any) -> None:
+        own, foreign = FakeRank(run="team-a/1"), FakeRank(run="team-b/1")
+        json_type = {"content-type": "application/json"}
+
+        async def send(rank: FakeRank, secret: str) -> int:
+            body = rank.batch(rank.started(), rank.sample(1), sequence=1).model_dump_json()
+            headers = {**json_type, **bearer(secret)}
+            answer: httpx.Response = await service.client.post("/v1/batches", content=body, headers=headers)
+            return answer.status_code
+
+        assert await send(own, "the-sender-secret-0001") == 200
+        assert await send(foreign, "the-sender-secret-0001") == 403
+        assert await send(own, "the-reader-secret-0001") == 403
+        assert await send(own, "the-reader-secret-0002") == 401
+        read = await service.client.get("/v1/runs/team-a/1", headers=bearer("the-reader-secret-0001"))
+        assert read.status_code == 200
+        listed = await service.client.get("/v1/runs", headers=bearer("the-sender-secret-0001"))
+        assert listed.status_code == 403
+        order = {"who": "a", "reason": "b", "mode": "plain"}
+        path = "/v1/runs/team-a/1/commands"
+        refused = await service.client.post(path, json=order, headers=bearer("the-reader-secret-0001"))
+        assert refused.status_code == 403
+
+    play(story, tokens=(sender, reader))
+
+
+def test_a_reader_of_some_runs_sees_only_those(play: Any) -> None:
+    some = Token.of("some", "the-reader-secret-0001", ("read",), run_prefix="team-a/")
+
+    async def story(service: Any) -> None:
+        for name in ("team-a/1", "team-b/1"):
+            rank = FakeRank(run=name)
+            body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+            headers = {"content-type": "application/json", **bearer(SECRET)}
+            assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+        own = bearer("the-reader-secret-0001")
+        assert [run["run"] for run in (await service.client.get("/v1/runs", headers=own)).json()["runs"]] == [
+            "team-a/1"
+        ]
+        assert "team-b" not in (await service.client.get("/metrics", headers=own)).text
+        for path in ("/v1/runs/team-b/1", "/v1/runs/team-b/1/series?metric=run.loss", "/v1/audit"):
+            assert (await service.client.get(path, headers=own)).status_code == 403
+
+    play(story, token=SECRET, tokens=(some,))
+
+
+def test_the_pages_session_reads_and_changes_things_only_with_its_csrf_token(play: Any) -> None:
+    async def story(service: Any) -> None:
+        client = service.client
+        assert (await client.get("/v1/session")).json()["login_needed"]
+        assert (await client.post("/v1/login", json={"token": "wrong"})).status_code == 401
+        login = await client.post("/v1/login", json={"token": SECRET})
+        assert login.status_code == 200
+        cookie = login.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert SECRET not in cookie
+        assert (await client.get("/v1/runs")).status_code == 200
+        order = {"who": "a", "reason": "b", "mode": "plain"}
+        assert (await client.post("/v1/runs/x/commands", json=order)).status_code == 403
+        csrf = {"x-csrf-token": login.json()["csrf_token"]}
+        assert (await client.post("/v1/runs/x/commands", json=order, headers=csrf)).status_code == 404
+        forged = f"foreshock_session={client.cookies['foreshock_session'][:-1]}0"
+        client.cookies.clear()
+        for bad in (forged, "foreshock_session=x", "foreshock_session=.", "foreshock_session=e30.00"):
+            assert (await client.get("/v1/runs", headers={"cookie": bad})).status_code == 401
+
+    play(story, token=SECRET)
+
+
+def test_an_expired_session_is_no_session(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await service.client.post("/v1/login", json={"token": SECRET})
+        assert (await service.client.get("/v1/runs")).status_code == 401
+
+    play(story, token=SECRET, session_seconds=1e-6)
+
+
+@pytest.mark.promise("S7")
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.evil:8765", "[::2]"])
+def test_without_a_token_only_loopback_names_are_answered(play: Any, host: str) -> None:
+    async def story(service: Any) -> None:
+        assert (await service.client.get("/v1/runs", headers={"host": host})).status_code == 403
+        for good in ("localhost:1", "127.0.0.1", "[::1]:8765", "LOCALHOST"):
+            assert (await service.client.get("/v1/runs", headers={"host": good})).status_code == 200
+
+    play(story)
+
+
+@pytest.mark.promise("S7")
+def test_without_a_token_requests_from_other_origins_are_refused(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for origin, status in (
+            ("https://evil.example", 403),
+            ("null", 403),
+            ("http://127.0.0.1:8765", 200),
+            ("http://localhost:3000", 200),
+        ):
+            assert (await service.client.get("/v1/runs", headers={"origin": origin})).status_code == status
+        answer = await service.client.get("/v1/runs")
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+
+    play(story)

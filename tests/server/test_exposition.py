@@ -1,0 +1,138 @@
+import shutil
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from foreshock.contract.catalog import METRICS
+from foreshock.contract.wire import AgentHealth, Finished
+from foreshock.server.testing import FakeRank
+
+OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
+
+
+async def a_full_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeRank:
+    rank = FakeRank(run=run, layers=layers)
+    await service.store(rank, rank.started(), rank.sample(1))
+    health = AgentHealth(step=1, dropped={"queue_full": 3}, faults={"sender": 1})
+    await service.store(rank, rank.verdict(1), health)
+    return rank
+
+
+def series_of(text: str) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
+        for family in parse_text(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.promise("S15")
+def test_metrics_parse_in_both_formats_with_the_right_content_type(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await a_full_run(service)
+        plain = await service.client.get("/metrics")
+        assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+        opened = await service.client.get("/metrics", headers=OPENMETRICS)
+        assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+        families = list(parse_openmetrics(opened.text))
+        known = {metric.name for metric in METRICS} | {m.layer_name for m in METRICS if m.head is not None}
+        seen = {sample.name for family in families for sample in family.samples}
+        assert seen <= known
+        assert {"foreshock_head_score_max", "foreshock_layer_score_max", "foreshock_run_loss"} <= seen
+        assert {(s[0], *s[1:]) for s in series_of(plain.text)} == {
+            (s.name, *(f"{k}={v}" for k, v in sorted(s.labels.items()))) for f in families for s in f.samples
+        }
+
+    play(story)
+
+
+@pytest.mark.promise("S15")
+@pytest.mark.servers
+def test_promtool_accepts_the_metrics(play: Any) -> None:
+    if shutil.which("promtool") is None:
+        pytest.fail("promtool is missing; `make test` installs it with Debian's package prometheus")
+
+    async def story(service: Any) -> None:
+        await a_full_run(service)
+        text = (await service.client.get("/metrics")).text
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout + done.stderr == ""
+
+    play(story)
+
+
+def test_a_warning_its_forecast_and_the_agents_losses_are_shown(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = await a_full_run(service)
+        shown = series_of((await service.client.get("/metrics")).text)
+        where = ("head=2", "layer=0", "run=run-1")
+        assert shown["foreshock_warning_forecast_steps", *where] == 2100
+        warning = ("cause=rounding", "head=2", "layer=0", "run=run-1", "severity=warning", "signal=offset")
+        assert shown["foreshock_warning_active", *warning] == 1
+        assert shown["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
+        assert shown["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 3
+        assert shown["foreshock_service_batches_total", "result=stored"] == 2
+        await service.store(rank, rank.verdict(2, state="cleared"))
+        after = series_of((await service.client.get("/metrics")).text)
+        assert ("foreshock_warning_active", *warning) not in after
+        assert after["foreshock_warning_raised_total", "cause=rounding", "run=run-1"] == 1
+
+    play(story)
+
+
+def test_only_the_worst_heads_are_shown_one_by_one(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await a_full_run(service)
+        shown = series_of((await service.client.get("/metrics")).text)
+        heads = {key[1:3] for key in shown if key[0] == "foreshock_head_risk_ratio"}
+        assert heads == {("head=2", "layer=1"), ("head=1", "layer=1")}
+        layers = [key for key in shown if key[0] == "foreshock_layer_risk_ratio"]
+        assert len(layers) == 2
+
+    play(story, worst_heads=2)
+
+
+@pytest.mark.promise("S6")
+def test_series_beyond_the_budget_are_dropped_and_counted(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for number in range(6):
+            await a_full_run(service, run=f"run-{number}", layers=4)
+        shown = series_of((await service.client.get("/metrics")).text)
+        dropped = shown[("foreshock_service_series_dropped",)]
+        assert len(shown) <= 201
+        assert dropped > 100
+        assert ("foreshock_run_active", "run=run-5") in shown
+
+    play(story, max_series=200)
+
+
+@pytest.mark.promise("S6")
+def test_strangers_methods_paths_and_names_make_no_series(play: Any) -> None:
+    async def story(service: Any) -> None:
+        before = set(series_of((await service.client.get("/metrics")).text))
+        for i in range(50):
+            await service.client.request(f"M{i}", f"/p{i}?q{i}=1", headers={f"x-{i}": "1"})
+            await service.client.post("/v1/batches", json={"run": f"r{i}"})
+            await service.client.post("/v1/webhooks/alertmanager", json={"alerts": [{"status": f"s{i}"}]})
+        after = set(series_of((await service.client.get("/metrics")).text))
+        assert len(after - before) <= 2
+
+    play(story)
+
+
+def test_a_finished_run_leaves_after_its_time(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = await a_full_run(service)
+        await service.store(rank, Finished(step=1, unix_seconds=1.0, status="completed"))
+        shown = series_of((await service.client.get("/metrics")).text)
+        assert shown["foreshock_run_active", "run=run-1"] == 0
+        time.sleep(0.6)
+        gone = (await service.client.get("/metrics")).text
+        assert "run-1" not in gone
+
+    play(story, finished_run_seconds=0.5)

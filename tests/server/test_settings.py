@@ -1,0 +1,91 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from foreshock.server.settings import Settings
+
+SECRET = "a-secret-of-sixteen-or-more"
+
+
+@pytest.mark.promise("S7")
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "training.example"])
+def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
+    with pytest.raises(ValidationError, match="no token is set"):
+        Settings(host=host)
+    assert Settings(host=host, token=SECRET).all_tokens[0].scopes == ("ingest", "read", "act", "admin")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
+def test_loopback_needs_none(host: str) -> None:
+    assert Settings(host=host).all_tokens == ()
+
+
+def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(tmp_path / "token"))
+    assert Settings().all_tokens == Settings(token=SECRET).all_tokens  # type: ignore[arg-type]
+    (tmp_path / "tokens").write_text('[{"name": "a", "sha256": "%s", "scopes": ["read"]}]' % ("0" * 64))
+    monkeypatch.setenv("FORESHOCK_TOKENS_FILE", str(tmp_path / "tokens"))
+    assert [token.name for token in Settings().all_tokens] == ["token", "a"]
+    monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        Settings()
+
+
+def test_a_short_token_and_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValidationError, match="16"):
+        Settings(token="short")  # type: ignore[arg-type]
+    twice = [{"name": "a", "sha256": "0" * 64, "scopes": ["read"]}] * 2
+    with pytest.raises(ValidationError, match="same name"):
+        Settings(tokens=twice)  # type: ignore[arg-type]
+
+
+def test_the_command_says_in_a_sentence_why_it_does_not_start(tmp_path: Path) -> None:
+    for variables, words in (
+        ({"FORESHOCK_HOST": "0.0.0.0"}, "no token is set"),
+        ({"FORESHOCK_PORT": "many"}, "FORESHOCK_PORT"),
+        ({"FORESHOCK_DATABASE_URL": "mysql://x/y"}, "postgresql://"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "foreshock.server"],
+            env={"PATH": "/usr/bin:/bin", **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_service_imports_and_answers_without_torch(tmp_path: Path) -> None:
+    script = f"""
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "triton"):
+            raise ImportError(f"{{name}} is not installed")
+sys.meta_path.insert(0, NoTorch())
+import asyncio, httpx
+from foreshock.server.app import create_app
+from foreshock.server.settings import Settings
+from foreshock.server.testing import FakeRank
+async def main():
+    app = create_app(Settings(database_url="sqlite:///{tmp_path}/x.db"))
+    rank = FakeRank()
+    async with app.router.lifespan_context(app):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+            headers = {{"content-type": "application/json"}}
+            stored = await client.post("/v1/batches", content=body, headers=headers)
+            print(stored.status_code, (await client.get("/metrics")).status_code)
+asyncio.run(main())
+assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["200", "200"]

@@ -1,0 +1,64 @@
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from foreshock.server.testing import FakeRank, LiveService
+
+
+def send(client: httpx.Client, rank: FakeRank, *events: object) -> None:
+    batch = rank.batch(*events)  # type: ignore[arg-type]
+    headers = {"content-type": "application/json"}
+    assert client.post("/v1/batches", content=batch.model_dump_json(), headers=headers).status_code == 200
+
+
+def events_of(response: httpx.Response) -> Iterator[dict[str, str]]:
+    event: dict[str, str] = {}
+    for line in response.iter_lines():
+        if line.startswith(":"):
+            continue
+        if not line:
+            if "event" in event:
+                yield event
+            event = {}
+        else:
+            name, _, value = line.partition(": ")
+            event[name] = value
+
+
+def test_events_arrive_live_and_a_returning_client_gets_what_it_missed(live_service: LiveService) -> None:
+    rank, other = FakeRank(), FakeRank(run="run-2")
+    with live_service.client() as client, live_service.client() as listener:
+        send(client, rank, rank.started())
+        with listener.stream("GET", "/v1/stream", params={"run": "run-1"}) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            stream = events_of(response)
+            send(client, other, other.started(), other.sample(1))
+            seen = []
+            send(client, rank, rank.sample(1))
+            for event in stream:
+                seen.append(event)
+                if event["event"] == "sample":
+                    send(client, rank, rank.verdict(1))
+                if event["event"] == "verdict":
+                    break
+        assert {json.loads(event["data"])["run"] for event in seen} == {"run-1"}
+        assert [event for event in seen if event["event"] == "sample"][0].get("id") is None
+        last = seen[-1]["id"]
+        send(client, rank, rank.verdict(2, name="warn-2"))
+        send(client, rank, rank.verdict(3, name="warn-3"))
+        with listener.stream("GET", "/v1/stream", headers={"last-event-id": last}) as response:
+            stream = events_of(response)
+            missed = [json.loads(next(stream)["data"])["verdict"]["id"] for _ in range(2)]
+        assert missed == ["warn-2", "warn-3"]
+
+
+@pytest.mark.promise("S17")
+def test_the_service_goes_down_in_order_with_a_client_still_listening(live_service: LiveService) -> None:
+    rank = FakeRank()
+    with live_service.client() as client, live_service.client() as listener:
+        with listener.stream("GET", "/v1/stream") as response:
+            send(client, rank, rank.started())
+            assert next(events_of(response))["event"] == "started"
+            assert live_service.stop(timeout_seconds=10) == 0
