@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -33,6 +34,8 @@ class Order:
     """a checkpoint to go on from"""
     leave_branch: Path | None = None
     """where the checkpoint before the first warning goes"""
+    trace: Path | None = None
+    """where the run is recorded"""
     deadline: float
     """on the monotonic clock; the worker stops there, wherever it is"""
     agent_settings: dict[str, Any]
@@ -126,7 +129,8 @@ def _work(order: Order, queue: Any) -> None:
 def _train(order: Order, queue: Any) -> None:
     import torch
 
-    from foreshock.lab.run import Training, train
+    from foreshock.lab.run import Sink, Training, train
+    from foreshock.lab.trace import TraceWriter
 
     torch.set_num_threads(1)
     name = order.arm.name
@@ -143,14 +147,19 @@ def _train(order: Order, queue: Any) -> None:
         torch.save(before, order.leave_branch)
         queue.put(("branch", name, before["step"]))
 
-    train(
-        training,
-        order.steps,
-        sinks=(lambda event: queue.put(("event", name, event.model_dump_json())),),
-        on_step=stepped,
-        on_warning=warned if order.leave_branch is not None else None,
-        deadline=order.deadline,
-    )
+    with ExitStack() as stack:
+        sinks: list[Sink] = [lambda event: queue.put(("event", name, event.model_dump_json()))]
+        if order.trace is not None:
+            header = {"recipe": order.recipe.name, "arm": name, "seed": order.seed, "run": order.run}
+            sinks.append(stack.enter_context(TraceWriter(order.trace, header)))
+        train(
+            training,
+            order.steps,
+            sinks=tuple(sinks),
+            on_step=stepped,
+            on_warning=warned if order.leave_branch is not None else None,
+            deadline=order.deadline,
+        )
 
 
 def in_seconds(seconds: float) -> float:

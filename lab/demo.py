@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,12 +71,14 @@ def main(
     recipe: Recipe | None = None,
     seconds: float = SECONDS,
     agent_settings: dict[str, Any] | None = None,
+    traces: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Run the demo; what `report` gets as JSON.
 
     recipe: by default the CPU's, or the GPU's where there is one. seconds: most that training takes. agent_settings: of
-    `attach`, for all arms. Raises OSError when the service does not start, RuntimeError when a worker fails.
+    `attach`, for all arms. traces: a folder where every arm is recorded. Raises OSError when the service does not
+    start, RuntimeError when a worker fails.
     """
     console = console or Console()
     recipe = recipe or _default_recipe()
@@ -87,7 +90,24 @@ def main(
         runs = {arm.name: f"demo-{stamp}-{arm.name}" for arm in (UNTREATED, RESCUED, CONTROL)}
         page = f"{url}/?runs={','.join(runs.values())}"
         console.print(f"{recipe.summary}\n\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
-        story = _train(recipe, seed, runs, url, directory, seconds, agent_settings or {}, console)
+        branch, deadline = directory / "branch.pt", in_seconds(seconds)
+
+        def order(arm: Arm) -> Order:
+            return Order(
+                recipe=recipe,
+                arm=arm,
+                seed=seed,
+                run=runs[arm.name],
+                steps=recipe.steps,
+                url=url,
+                branch_from=branch if arm is RESCUED else None,
+                leave_branch=branch if arm is UNTREATED else None,
+                trace=traces and traces / f"{recipe.name}_{arm.name}_seed{seed}.jsonl.gz",
+                deadline=deadline,
+                agent_settings=agent_settings or {},
+            )
+
+        story = _train(order, console)
         result = _result(story, recipe, seed, page, time.monotonic() - began)
         head = (story.warning.layer or 0, story.warning.head or 0) if story.warning else (0, 0)
         marks = {
@@ -109,41 +129,22 @@ def _default_recipe() -> Recipe:
     return find_recipe("key-bias" if torch.cuda.is_available() else "key-bias-small")
 
 
-def _train(
-    recipe: Recipe,
-    seed: int,
-    runs: dict[str, str],
-    url: str,
-    directory: Path,
-    seconds: float,
-    agent_settings: dict[str, Any],
-    console: Console,
-) -> _Story:
-    branch, deadline = directory / "branch.pt", in_seconds(seconds)
+def _train(order: Callable[[Arm], Order], console: Console) -> _Story:
+    """Untreated and control side by side, and the rescued arm from the warning on."""
     workers, story = Workers(), _Story(console)
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bars: dict[str, Any] = {}
 
-        def start(arm: Arm, **more: Any) -> None:
-            bars[arm.name] = progress.add_task(arm.name, total=recipe.steps)
-            order = Order(
-                recipe=recipe,
-                arm=arm,
-                seed=seed,
-                run=runs[arm.name],
-                steps=recipe.steps,
-                url=url,
-                deadline=deadline,
-                agent_settings=agent_settings,
-                **more,
-            )
-            workers.start(order)
+        def start(arm: Arm, shared: Record) -> None:
+            ordered = order(arm)
+            story.records[arm.name] = shared
+            bars[arm.name] = progress.add_task(arm.name, total=ordered.steps)
+            workers.start(ordered)
 
         try:
-            for arm in (UNTREATED, CONTROL):
-                story.records[arm.name] = Record()
-                start(arm, **({"leave_branch": branch} if arm is UNTREATED else {}))
+            start(UNTREATED, Record())
+            start(CONTROL, Record())
             for message in workers.messages():
                 match message:
                     case Progressed(arm_name, step):
@@ -152,9 +153,8 @@ def _train(
                         story.hear(message)
                     case Branched(_, step):
                         story.branch_step = step
-                        story.records[RESCUED.name] = story.records[UNTREATED.name].until(step)
+                        start(RESCUED, story.records[UNTREATED.name].until(step))
                         story.say(RESCUED.name, step, "branches here, identical so far; policy auto from now on.")
-                        start(RESCUED, branch_from=branch)
         finally:
             workers.stop()
     return story
