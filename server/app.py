@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 import structlog
@@ -143,6 +144,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._ready = ready
         self.address = ""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT end the service in order, with exit status 0; a second one ends it at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell."""

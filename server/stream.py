@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import structlog
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import func, select
 
@@ -39,6 +39,10 @@ class _Client:
     prefix: str
     waiting: asyncio.Queue[ServerSentEvent | None]
     lost: bool = False
+    since: int = 0
+    resumes: bool = False
+    joined: int | None = None
+    """Newest event when the client came; None until that is known."""
 
     def wants(self, run: str) -> bool:
         return self.run in (None, run) and run.startswith(self.prefix)
@@ -99,17 +103,16 @@ class Broadcaster:
         except TimeoutError:
             pass
         self._moved.clear()
-        if last is not None and not self.clients:
-            last = None  # nobody listens: nothing to read until somebody does
-        if not self.clients:
-            return None
+        joined = [client.joined for client in self.clients if client.joined is not None]
+        if not joined:
+            return None  # nobody listens: nothing to read until somebody does
+        after = min(joined) if last is None else last
         async with self.store.read() as connection:
-            if last is None:
-                last = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
-                found: list[RunEvent] = []
-            else:
-                found = await read_events(connection, after=last, limit=_REPLAY)
+            found = await read_events(connection, after=after, limit=_REPLAY)
+        last = after
         waiting, self._samples = self._samples, {}
+        if len(found) == _REPLAY:
+            self._moved.set()
         for event in found:
             last = event.id
             self._hand_out(event.run, _as_sse(event))
@@ -139,32 +142,45 @@ def _as_stream_sample(run: str, sample: Sample) -> StreamSample:
     return StreamSample(run=run, step=sample.step, latest={k: scalars[name] for k, name in RUN_SCALARS.items()})
 
 
-@router.get("/v1/stream", response_class=EventSourceResponse, summary="What happens, as it happens")
-async def stream(
+async def _listen(
     request: Request,
     caller: Reader,
     run: Annotated[str | None, Query(max_length=128)] = None,
-    last_event_id: Annotated[int | None, Header(ge=0)] = None,
-) -> AsyncIterator[ServerSentEvent]:
-    """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
+    last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
+) -> AsyncIterator[_Client]:
+    """Join before the answer begins: what happens after the client sees the first byte is not missed."""
     broadcaster: Broadcaster = request.app.state.broadcaster
     if len(broadcaster.clients) >= broadcaster.settings.stream_clients:
         raise ProblemError(429, "Too many clients listen already.", headers=retry_after(5.0))
     client = _Client(run, caller.run_prefix, asyncio.Queue(broadcaster.settings.stream_queue_events))
     broadcaster.clients.add(client)
-    broadcaster.wake()
-    sent = last_event_id or 0
     try:
-        yield ServerSentEvent(comment="listening", retry=2000)
-        if last_event_id is not None:
-            async with broadcaster.store.read() as connection:
-                missed = await read_events(connection, run=run, after=last_event_id, limit=_REPLAY)
-            for event in missed:
-                if client.wants(event.run):
-                    sent = event.id
-                    yield _as_sse(event)
-        while not broadcaster.closed and (item := await client.waiting.get()) is not None:
-            if item.id is None or int(item.id) > sent:
-                yield item
+        async with broadcaster.store.read() as connection:
+            newest = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
+        client.since = newest if last_event_id is None else min(last_event_id, newest)
+        client.resumes = last_event_id is not None
+        client.joined = newest
+        broadcaster.wake()
+        yield client
     finally:
         broadcaster.clients.discard(client)
+
+
+@router.get("/v1/stream", response_class=EventSourceResponse, summary="What happens, as it happens")
+async def stream(request: Request, client: Annotated[_Client, Depends(_listen)]) -> AsyncIterator[ServerSentEvent]:
+    """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
+    broadcaster: Broadcaster = request.app.state.broadcaster
+    yield ServerSentEvent(comment="listening", retry=2000)
+    sent = client.since
+    while client.resumes:
+        async with broadcaster.store.read() as connection:
+            missed = await read_events(connection, run=client.run, after=sent, limit=_REPLAY)
+        for event in missed:
+            sent = event.id
+            if client.wants(event.run):
+                yield _as_sse(event)
+        if len(missed) < _REPLAY:
+            break
+    while not broadcaster.closed and (item := await client.waiting.get()) is not None:
+        if item.id is None or int(item.id) > sent:
+            yield item

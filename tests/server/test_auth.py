@@ -51,7 +51,8 @@ def test_every_route_says_which_scope_it_needs() -> None:
     unguarded = set()
     for module in (ingest, routes, stream, webhooks):
         for route in module.router.routes:
-            needs = [d.call for d in route.dependant.dependencies if isinstance(d.call, Needs)]
+            parts = route.dependant.dependencies
+            needs = [d for d in [*parts, *(s for p in parts for s in p.dependencies)] if isinstance(d.call, Needs)]
             if not needs:
                 unguarded |= {(method, route.path) for method in route.methods}
     assert unguarded == {

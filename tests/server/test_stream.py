@@ -44,7 +44,7 @@ def test_events_arrive_live_and_a_returning_client_gets_what_it_missed(live_serv
                 if event["event"] == "verdict":
                     break
         assert {json.loads(event["data"])["run"] for event in seen} == {"run-1"}
-        assert [event for event in seen if event["event"] == "sample"][0].get("id") is None
+        assert next(event for event in seen if event["event"] == "sample").get("id") is None
         last = seen[-1]["id"]
         send(client, rank, rank.verdict(2, name="warn-2"))
         send(client, rank, rank.verdict(3, name="warn-3"))
@@ -57,8 +57,11 @@ def test_events_arrive_live_and_a_returning_client_gets_what_it_missed(live_serv
 @pytest.mark.promise("S17")
 def test_the_service_goes_down_in_order_with_a_client_still_listening(live_service: LiveService) -> None:
     rank = FakeRank()
-    with live_service.client() as client, live_service.client() as listener:
-        with listener.stream("GET", "/v1/stream") as response:
-            send(client, rank, rank.started())
-            assert next(events_of(response))["event"] == "started"
-            assert live_service.stop(timeout_seconds=10) == 0
+    with (
+        live_service.client() as client,
+        live_service.client() as listener,
+        listener.stream("GET", "/v1/stream") as response,
+    ):
+        send(client, rank, rank.started())
+        assert next(events_of(response))["event"] == "started"
+        assert live_service.stop(timeout_seconds=10) == 0
