@@ -27,6 +27,7 @@ class AgentConfig(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="FORESHOCK_",
         extra="forbid",
+        use_attribute_docstrings=True,
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
@@ -39,7 +40,7 @@ class AgentConfig(BaseSettings):
     """Free text shown beside the run: {"team": "vision"}."""
 
     url: str | None = None
-    """Address of the service, such as http://127.0.0.1:8470. None: detect and act locally, send nothing."""
+    """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: SecretStr | None = None
     """Bearer token of the service."""
 
@@ -108,7 +109,7 @@ class AgentConfig(BaseSettings):
     @classmethod
     def _url_is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError("url must start with http:// or https://, such as http://127.0.0.1:8470")
+            raise ValueError("url must start with http:// or https://, such as http://127.0.0.1:8765")
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value

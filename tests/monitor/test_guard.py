@@ -1,6 +1,9 @@
 """Faults of our own: contained, counted, told at most every 20 seconds, and off after three in a row."""
 
+import itertools
 import logging
+import signal
+import time
 from collections import Counter
 from typing import Any
 
@@ -135,7 +138,7 @@ def test_non_finite_losses_and_gradients_are_counted_and_travel() -> None:
     agent = attach(model, **{**QUICK, "sample_every_steps": 4, "strict": True})
     listener = Listener()
     agent.subscribe(listener)
-    values = [1.0, float("nan"), torch.tensor(float("inf")), 2.0, 3.0]
+    values: list[float | torch.Tensor] = [1.0, float("nan"), torch.tensor(float("inf")), 2.0, 3.0]
     for value in values:
         agent.step(value, grad_norm=value)
     agent.close()
@@ -167,3 +170,62 @@ def test_a_step_called_from_within_a_step_does_nothing() -> None:
         agent.step(train_step(model, optimizer, step))
     agent.close()
     assert [s.step for s in seen.of(wire.Sample)] == [1, 2, 3]
+
+
+@pytest.mark.promise("A7")
+def test_a_signal_handler_and_a_log_handler_may_call_the_agent() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **{**QUICK, "strict": True})
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            agent.step(5.0)
+
+    def on_signal(number: int, frame: object) -> None:
+        agent.step(7.0)
+
+    seen = Listener()
+    agent.subscribe(seen)
+    handler = Handler()
+    logging.getLogger("foreshock").addHandler(handler)
+    before = signal.signal(signal.SIGALRM, on_signal)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        for _ in range(300):
+            agent.step(1.0)  # the first one also logs: no layer was hit
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        logging.getLogger("foreshock").removeHandler(handler)
+    agent.close()
+    samples = seen.of(wire.Sample)
+    assert all(a.step == b.since_step for a, b in itertools.pairwise(samples))
+    assert len(samples) >= 300
+    assert agent.faults == {}
+
+
+@pytest.mark.promise("A12")
+@pytest.mark.parametrize("jump", [-3600.0, 86400.0, 0.0])
+def test_a_wall_clock_that_jumps_or_stands_still_changes_no_duration(
+    jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = [1e9]
+
+    def jumping() -> float:
+        wall[0] += jump
+        return wall[0]
+
+    monkeypatch.setattr(time, "time", jumping)
+    agent = attach(tiny_gpt(), **{**QUICK, "strict": True, "sample_every_steps": 2})
+    seen = Listener()
+    agent.subscribe(seen)
+    for _ in range(9):
+        agent.step(1.0)
+    agent.close()
+    samples = seen.of(wire.Sample)
+    assert [s.step for s in samples] == [1, 3, 5, 7, 9]
+    for s in samples:
+        assert s.step_seconds is not None
+        assert 0 <= s.step_seconds < 60
+        assert s.agent_seconds is not None
+        assert 0 <= s.agent_seconds < 60

@@ -1,0 +1,259 @@
+"""Real processes: killed, forked, stopped, leaving while the server hangs."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.faults.hostile_server import HostileServer, acknowledge, closed_port, hang, hostile_server
+from tests.monitor.tiny_models import tiny_gpt, train_step
+
+from foreshock.contract import wire
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.interception import LAYER_ATTRIBUTE
+
+SCRIPT = Path(__file__).parent / "training.py"
+QUICK: dict[str, Any] = {
+    "run": "a-run",
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "send_every_seconds": 0.02,
+    "quiet": True,
+}
+
+
+@contextmanager
+def training(url: str, spool: Path, ending: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The training script after its tenth step, and its boot."""
+    command = [sys.executable, "-P", str(SCRIPT), url, str(spool), ending]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline().split()
+            assert ready[:1] == ["ready"], process.communicate()[1]
+            yield process, ready[1]
+        finally:
+            process.kill()
+
+
+def eventually(what: str, look: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
+@pytest.mark.promise("A9")
+@pytest.mark.parametrize(
+    ("ending", "codes"),
+    [
+        ("exit", {3}),
+        ("raise", {1}),
+        ("os._exit", {3}),
+        ("close twice", {0}),
+        ("interrupt", {130, -signal.SIGINT}),
+        ("SIGTERM", {-signal.SIGTERM}),
+    ],
+)
+def test_a_process_leaves_within_two_seconds_of_its_end_while_the_server_hangs(
+    ending: str, codes: set[int], tmp_path: Path
+) -> None:
+    ended = "never" if ending == "SIGTERM" else ending
+    with hostile_server(hang) as server, training(server.url, tmp_path, ended) as (process, _):
+        if ending == "SIGTERM":
+            process.terminate()
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode in codes
+        assert "foreshock:" not in errors
+        assert ("RuntimeError: the user's own fault" in errors) == (ending == "raise")
+        if ending in ("os._exit", "SIGTERM"):
+            assert output == ""  # nothing of ours ran, nothing of ours held the process
+        else:
+            assert float(output.removeprefix("left after")) < 2.0 + 0.3
+
+
+@pytest.mark.promise("A8")
+def test_a_sigkill_loses_at_most_a_second_and_the_next_start_sends_the_rest_once(tmp_path: Path) -> None:
+    with training(closed_port(), tmp_path, "never") as (process, boot):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    with hostile_server(acknowledge) as server:
+        agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
+        agent.step(1.0)
+        eventually("the dead boot's batches", lambda: server.sequences(boot))
+        eventually("an empty spool", lambda: not any(len(s) for s in agent._sender._stores))  # type: ignore[union-attr]
+        agent.close()
+        sequences = server.sequences(boot)
+        assert sequences == [*range(1, len(sequences) + 1)]
+        samples = [e for b in server.batches if b["boot"] == boot for e in b["events"] if e["kind"] == "sample"]
+        steps = [(e["since_step"], e["step"]) for e in samples]
+        assert steps == [(n, n + 1) for n in range(len(steps))]
+        assert len(steps) >= 10
+
+
+@pytest.mark.promise("A10")
+def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(tmp_path: Path) -> None:
+    with hostile_server(acknowledge) as server, training(server.url, tmp_path, "never") as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)  # what was on its way arrives
+        before, at = len(server.requests_at), time.monotonic()
+        time.sleep(1.5)
+        assert len(server.requests_at) == before
+        process.send_signal(signal.SIGCONT)
+        eventually("more batches", lambda: len(server.requests_at) >= before + 5)
+        gaps = [b - a for a, b in zip(server.requests_at[before + 1 :], server.requests_at[before + 2 :], strict=False)]
+        assert max(gaps) < 5
+        assert len([t for t in server.requests_at if t > at + 1.5]) <= 2 + (time.monotonic() - at - 1.5) / 0.05
+        assert not server.events("verdict")
+
+
+def running_agent(server: HostileServer, spool: Path) -> Agent:
+    agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=spool)
+    agent.step(1.0)
+    eventually("a batch", lambda: server.batches)
+    return agent
+
+
+@pytest.mark.promise("A6")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_inert_and_the_parent_unharmed(tmp_path: Path) -> None:
+    with hostile_server(acknowledge) as server:
+        agent = running_agent(server, tmp_path)
+        for _ in range(8):
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:  # no assertion may leave this branch
+                os.dup2(writing, 2)
+                signal.alarm(20)
+                agent.step(1.0)
+                agent.state_dict()
+                agent.close()
+                agent.detach()
+                gc.collect()
+                alive = [t for t in threading.enumerate() if t.name.startswith("foreshock")]
+                os._exit(len(alive))
+            os.close(writing)
+            _, status = os.waitpid(child, 0)
+            with os.fdopen(reading) as errors:
+                assert errors.read() == ""
+            assert status == 0
+        before = len(server.batches)
+        agent.step(2.0)
+        eventually("the parent's next batch", lambda: len(server.batches) > before)
+        agent.close()
+        assert server.events("finished")
+        assert server.sequences() == [*range(1, len(server.batches) + 1)]
+
+
+@pytest.mark.promise("A6")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tmp_path: Path) -> None:
+    with hostile_server(acknowledge) as server:
+        agent = running_agent(server, tmp_path)
+        rows = torch.utils.data.TensorDataset(torch.arange(8))
+        loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
+        assert torch.cat([row for (row,) in loader]).tolist() == [*range(8)]
+        agent.step(2.0)
+        agent.close()
+        assert server.events("finished")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.promise("A1")
+def test_training_goes_on_with_no_server_at_bounded_cost_and_memory(tmp_path: Path) -> None:
+    def cost(url: str | None) -> tuple[float, float]:
+        """(median, 99th percentile) of a step's host seconds over 5,000 steps."""
+        agent = attach(tiny_gpt(), run="a-run", url=url, spool_directory=tmp_path, sample_every_seconds=0.0, quiet=True)
+        seconds = []
+        for _ in range(5000):
+            began = time.thread_time()  # processor time: the machine may be busy with something else
+            agent.step(1.0)
+            seconds.append(time.thread_time() - began)
+        agent.close()
+        ordered = sorted(seconds)
+        return ordered[2500], ordered[4950]
+
+    cost(None)
+    alone = cost(None)
+    before = resident_bytes()
+    down = cost(closed_port())
+    grown = resident_bytes() - before
+    print(f"median {alone[0] * 1e6:.0f} -> {down[0] * 1e6:.0f} us, p99 {alone[1] * 1e6:.0f} -> {down[1] * 1e6:.0f} us")
+    assert grown < 16 * 2**20
+    assert down[1] - alone[1] < 200e-6
+
+
+@pytest.mark.promise("A13")
+def test_a_restarted_rank_is_a_new_boot_of_the_same_run_and_sorts_after_it() -> None:
+    boots = []
+    for _ in range(3):
+        agent = attach(tiny_gpt(), **QUICK)
+        boots.append(agent.boot)
+        assert agent.run == "a-run"
+        agent.close()
+        time.sleep(0.002)
+    assert boots == sorted(set(boots))
+
+
+def test_a_command_reaches_the_kernel_and_is_answered_once_though_delivered_twice(tmp_path: Path) -> None:
+    order = {"id": "c1", "heads": [[1, 0]], "mode": "exact_delta", "reason": "a person asked", "issued_by": "ada"}
+    with hostile_server(acknowledge) as server:
+        server.commands = [order]
+        model = tiny_gpt()
+        agent = attach(model, **QUICK, url=server.url, spool_directory=tmp_path)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(400):
+            agent.step(train_step(model, optimizer, step))
+            time.sleep(0.005)
+            if step == 100:
+                server.commands = [order]
+            if len(server.events("switched")) and step > 150:
+                break
+        assert model.blocks[1].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [1, 0]
+        agent.close()
+        (answer,) = server.events("switched")
+        assert (answer["command"], answer["outcome"]) == ("c1", "applied")
+        after = [e for e in server.events("sample") if e["step"] > answer["step"]]
+        modes = {tuple(wire.Array(**e["modes"]).numpy().tolist()) for e in after}
+        assert modes == {(0, 0, 1, 0)}
+
+
+@pytest.mark.promise("A16")
+def test_a_whole_batch_names_no_path_argument_variable_or_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_PRIVATE_VARIABLE", "a-private-value")
+    with hostile_server(acknowledge) as server:
+        agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path, labels={"team": "vision"})
+        agent.step(1.0)
+        eventually("a batch", lambda: server.batches)
+        agent.close()
+    (started,) = server.events("started")
+    assert set(started) == set(wire.Started.model_fields)
+    assert set(started["versions"]) <= {"python", "torch", "foreshock", "transformers", "triton"}
+    text = str(server.batches)
+    for private in (
+        "a-private-value",
+        str(tmp_path),
+        str(Path.cwd()),
+        sys.argv[0],
+        os.uname().nodename,
+        str(Path.home()),
+    ):
+        assert private not in text or len(private) < 4

@@ -1,0 +1,79 @@
+"""A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING.
+
+Prints `ready` when it has made ten steps, goes on for ever (ENDING "never") or ends as told.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.monitor import attach
+
+
+class Attention(nn.Module):
+    """One causal layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.num_heads = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+def main(url: str, spool: str, ending: str) -> None:
+    """Train as the command line says."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ended = [0.0]
+    # registered before the agent's, so it runs after it: what the interpreter itself takes to leave is not counted
+    atexit.register(lambda: print("left after", time.monotonic() - ended[0], flush=True))
+    model = Attention()
+    agent = attach(
+        model,
+        run="a-run",
+        url=url,
+        spool_directory=spool,
+        sample_every_steps=1,
+        sample_every_seconds=0.0,
+        send_every_seconds=0.05,
+        quiet=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = 0
+    while step < 10 or ending == "never":
+        loss = model(torch.ones(1, 4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        agent.step(loss)
+        step += 1
+        if step == 10:
+            time.sleep(0.2)  # the sender is in the middle of a request
+            print("ready", agent.boot, flush=True)
+        time.sleep(0.002)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    ended[0] = time.monotonic()
+    if ending == "exit":
+        sys.exit(3)
+    if ending == "raise":
+        raise RuntimeError("the user's own fault")
+    if ending == "os._exit":
+        os._exit(3)
+    if ending == "close twice":
+        agent.close()
+        agent.close("failed")
+    if ending == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
