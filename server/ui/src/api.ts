@@ -129,7 +129,13 @@ export interface RunEvent {
   step: number | null;
   unix_seconds: number;
   sentence: string;
-  verdict: { id: string; state: "raised" | "updated" | "cleared"; severity: string; layer: number | null; head: number | null } | null;
+  verdict: {
+    id: string;
+    state: "raised" | "updated" | "cleared";
+    severity: string;
+    layer: number | null;
+    head: number | null;
+  } | null;
   switched: { outcome: string; heads: HeadRef[]; before: string[]; after: string[] } | null;
 }
 
@@ -214,10 +220,14 @@ export const api = {
   catalog: async () => (await call<{ metrics: MetricInfo[] }>("v1/catalog")).metrics,
   runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
   run: (run: string) => call<RunDetail>(at(run)),
-  series: (run: string, of: { metric: string; layer?: number; head?: number; from_step?: number; to_step?: number; max_points: number }) =>
-    call<Series>(`${at(run)}/series${query(of)}`),
-  matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) => call<Matrix>(`${at(run)}/matrix${query(of)}`),
-  events: async (run: string) => (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 500 })}`)).events,
+  series: (
+    run: string,
+    of: { metric: string; layer?: number; head?: number; from_step?: number; to_step?: number; max_points: number },
+  ) => call<Series>(`${at(run)}/series${query(of)}`),
+  matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) =>
+    call<Matrix>(`${at(run)}/matrix${query(of)}`),
+  events: async (run: string) =>
+    (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 500 })}`)).events,
   commands: async (run: string) => (await call<{ commands: CommandStatus[] }>(`${at(run)}/commands`)).commands,
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {
@@ -226,6 +236,9 @@ export const api = {
       headers: { "Idempotency-Key": crypto.randomUUID() },
     }),
   decide: (id: string, decision: "approve" | "reject", body: { who: string; reason: string }) =>
-    call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, { method: "POST", body: JSON.stringify(body) }),
+    call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, {
+      method: "POST",
+      body: JSON.stringify(body),
+    }),
   audit: () => call<AuditPage>(`v1/audit${query({ limit: 200 })}`),
 };

@@ -47,7 +47,20 @@ interface Props {
 
 const HEIGHT = 196;
 
-export function Chart({ figure, title, help, lines, markers, logarithmic, onLogarithmic, missing, range, onRange, ink, format = number }: Props) {
+export function Chart({
+  figure,
+  title,
+  help,
+  lines,
+  markers,
+  logarithmic,
+  onLogarithmic,
+  missing,
+  range,
+  onRange,
+  ink,
+  format = number,
+}: Props) {
   const box = useRef<HTMLDivElement>(null);
   const legend = useRef<HTMLUListElement>(null);
   const caption = useRef<HTMLSpanElement>(null);
@@ -140,7 +153,15 @@ function align(lines: readonly Line[], logarithmic: boolean): uPlot.AlignedData 
   return tables.length ? uPlot.join(tables) : [[]];
 }
 
-type Now = { readonly current: { markers: readonly Marker[]; lines: readonly Line[]; onRange: (r: Range) => void; ink: Ink; format: (value: number | null | undefined) => string } };
+type Now = {
+  readonly current: {
+    markers: readonly Marker[];
+    lines: readonly Line[];
+    onRange: (r: Range) => void;
+    ink: Ink;
+    format: (value: number | null | undefined) => string;
+  };
+};
 
 function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uPlot) => void): uPlot.Options {
   const { ink } = now.current;
@@ -165,7 +186,8 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
         space: 36,
         filter: logarithmic ? decades : (_u, at) => at,
         grid: { ...axis.grid, filter: logarithmic ? decades : (_u, at) => at },
-        values: (_u, at) => at.map((value) => (value === null ? null : now.current.format === percent ? percent(value) : tick(value))),
+        values: (_u, at) =>
+          at.map((value) => (value === null ? null : now.current.format === percent ? percent(value) : tick(value))),
       },
     ],
     series: [
@@ -173,7 +195,13 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
       ...lines.flatMap(({ name, colour, emphasis }) => [
         { points: { show: false } },
         { points: { show: false } },
-        { label: name, stroke: colour, width: emphasis === "first" ? 2.25 : 1.75, alpha: emphasis === "rest" ? 0.75 : 1, points: { show: false } },
+        {
+          label: name,
+          stroke: colour,
+          width: emphasis === "first" ? 2.25 : 1.75,
+          alpha: emphasis === "rest" ? 0.75 : 1,
+          points: { show: false },
+        },
       ]),
     ],
     bands: lines.map(({ colour }, i) => ({ series: [3 * i + 2, 3 * i + 1], fill: `${colour}2e` })),
@@ -216,34 +244,39 @@ function decades(_u: uPlot, at: number[]): (number | null)[] {
   });
 }
 
+/** Dashed lines with a triangle for warnings, solid ones with a diamond for switches; those of one step stand side by side. */
 function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
   const { ctx, bbox } = u;
-  const size = 5 * devicePixelRatio;
+  const px = devicePixelRatio;
+  const size = 5 * px;
+  const alike = Map.groupBy(markers, ({ step, kind }) => `${kind} ${step}`);
   ctx.save();
-  for (const { step, kind, colour } of markers) {
-    const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
+  for (const same of alike.values()) {
+    const x = Math.round(u.valToPos(same[0]!.step, "x", true)) + 0.5;
     if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
-    ctx.strokeStyle = ctx.fillStyle = colour;
-    ctx.lineWidth = 1.25 * devicePixelRatio;
-    ctx.setLineDash(kind === "warning" ? [4 * devicePixelRatio, 4 * devicePixelRatio] : []);
-    ctx.globalAlpha = 0.85;
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-    ctx.globalAlpha = 1;
-    ctx.beginPath();
-    if (kind === "warning") {
-      ctx.moveTo(x, bbox.top - 2 * size);
-      ctx.lineTo(x + size, bbox.top);
-      ctx.lineTo(x - size, bbox.top);
-    } else {
-      ctx.moveTo(x, bbox.top - 2 * size);
-      ctx.lineTo(x + size, bbox.top - size);
-      ctx.lineTo(x, bbox.top);
-      ctx.lineTo(x - size, bbox.top - size);
-    }
-    ctx.fill();
+    same.forEach(({ kind, colour }, i) => {
+      const dash = kind === "warning" ? 4 * px : same.length > 1 ? 8 * px : 0;
+      ctx.strokeStyle = ctx.fillStyle = colour;
+      ctx.lineWidth = 1.25 * px;
+      ctx.setLineDash(dash ? [dash, dash * Math.max(1, same.length - 1)] : []);
+      ctx.lineDashOffset = -dash * i;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const at = x + (i - (same.length - 1) / 2) * 2.2 * size;
+      ctx.beginPath();
+      ctx.moveTo(at, bbox.top - 2 * size);
+      if (kind === "warning") {
+        ctx.lineTo(at + size, bbox.top);
+        ctx.lineTo(at - size, bbox.top);
+      } else {
+        ctx.lineTo(at + size, bbox.top - size);
+        ctx.lineTo(at, bbox.top);
+        ctx.lineTo(at - size, bbox.top - size);
+      }
+      ctx.fill();
+    });
   }
   ctx.restore();
 }
@@ -253,7 +286,10 @@ function writeLegend(list: HTMLElement | null, at: HTMLElement | null, u: uPlot,
   if (!list || !at) return;
   const index = u.cursor.idx ?? null;
   const step = index === null ? null : (u.data[0][index] ?? null);
-  const near = step === null ? undefined : now.markers.find((marker) => Math.abs(u.valToPos(marker.step, "x") - u.valToPos(step, "x")) < 5);
+  const near =
+    step === null
+      ? undefined
+      : now.markers.find((marker) => Math.abs(u.valToPos(marker.step, "x") - u.valToPos(step, "x")) < 5);
   at.textContent = step === null ? "" : near ? near.text : `step ${steps(step)}`;
   list.querySelectorAll("output").forEach((output, i) => {
     const line = now.lines[i];
@@ -281,7 +317,14 @@ function describe(title: string, lines: readonly Line[], format: (value: number 
 
 function key(event: KeyboardEvent, u: uPlot, onRange: (range: Range) => void): void {
   const length = u.data[0].length;
-  const moves: Record<string, number> = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -length, End: length };
+  const moves: Record<string, number> = {
+    ArrowLeft: -1,
+    ArrowRight: 1,
+    PageUp: -20,
+    PageDown: 20,
+    Home: -length,
+    End: length,
+  };
   const move = moves[event.key];
   if (event.key === "Escape") onRange(null);
   if (move === undefined) return;

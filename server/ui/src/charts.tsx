@@ -53,7 +53,7 @@ export function Charts({ views, catalog, head, ink }: Props) {
     />
   );
   return (
-    <section aria-label="Charts">
+    <section id="signals" aria-label="Signals">
       <header class="title">
         <h2>Signals</h2>
         <p class="muted">{subject(head, views.length)}</p>
@@ -92,7 +92,8 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
     return [...(head ? [of(runs[0]!, head)] : []), of(runs[0]!, {})];
   }, [key]);
   const series = useResource((fresh) => Promise.all(sources.map((source) => source.load(fresh))), key, {
-    on: ({ kind, run }) => run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
+    on: ({ kind, run }) =>
+      run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
     seen,
   });
   const riskiest = useMemo(() => (single ? riskiestLayers(views[0]!) : []), [views, single]);
@@ -127,12 +128,19 @@ function MetricChart({ metric, views, head, markers, range, onRange, ink }: Metr
 }
 
 function growth(lines: readonly Line[]): number {
-  const positive = lines.flatMap((line) => line.values.filter((value) => value !== null && value > 0 && value < Infinity));
+  const positive = lines.flatMap((line) =>
+    line.values.filter((value) => value !== null && value > 0 && value < Infinity),
+  );
   const [low, high] = positive.reduce(([a, b], value) => [Math.min(a!, value!), Math.max(b!, value!)], [Infinity, 0]);
   return high! / low!;
 }
 
-function toLine({ steps, low, high, last }: SeriesLine, name: string, colour: string, emphasis?: Line["emphasis"]): Line {
+function toLine(
+  { steps, low, high, last }: SeriesLine,
+  name: string,
+  colour: string,
+  emphasis?: Line["emphasis"],
+): Line {
   return { name, colour, emphasis, steps, low, high, values: last };
 }
 
@@ -160,8 +168,10 @@ function markersOf({ detail, events, colour }: Loaded, compare: boolean, ink: In
   return events.flatMap((event): Marker[] => {
     if (event.step === null) return [];
     const text = `step ${event.step.toLocaleString("en")}: ${compare ? `${detail.run}: ` : ""}${event.sentence}`;
-    if (event.verdict?.state === "raised") return [{ step: event.step, kind: "warning", colour: compare ? colour : ink.warning, text }];
-    if (event.switched?.outcome === "applied") return [{ step: event.step, kind: "switch", colour: compare ? colour : ink.switched, text }];
+    if (event.verdict?.state === "raised")
+      return [{ step: event.step, kind: "warning", colour: compare ? colour : ink.warning, text }];
+    if (event.switched?.outcome === "applied")
+      return [{ step: event.step, kind: "switch", colour: compare ? colour : ink.switched, text }];
     return [];
   });
 }

@@ -9,7 +9,7 @@ export function number(value: number | null | undefined): string {
   if (!Number.isFinite(value)) return value > 0 ? "infinite" : "−infinite";
   const size = Math.abs(value);
   if (size !== 0 && (size >= 1e7 || size < 1e-4)) return minus(value.toExponential(2));
-  if (Number.isInteger(value) || size >= 10_000) return minus(Math.round(value).toLocaleString("en"));
+  if (Number.isInteger(value) || size >= 1000) return minus(Math.round(value).toLocaleString("en"));
   return minus(String(Number(value.toPrecision(4))));
 }
 
@@ -57,9 +57,10 @@ export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");
 }
 
-/** The shortest forecast of the active warnings, in steps. */
+/** The shortest forecast of the active warnings, in steps until the largest |score| is 512. */
 export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
   const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
+  if (forecasts.length && Math.min(...forecasts) < 1) return "none";
   if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))}`;
   return warnings.length ? "no forecast" : "no warning";
 }

@@ -33,9 +33,14 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
   const [box, seen] = useSeen<HTMLDivElement>();
   const frames = useMemo(() => new Frames(run, key, () => setVersion((old) => old + 1)), [run, key]);
   useEffect(() => () => frames.end(), [frames]);
-  const loaded = useResource(() => frames.refresh(), `${run} ${key}`, { on: (wake) => wake.run === null || wake.run === run, seen });
+  const loaded = useResource(() => frames.refresh(), `${run} ${key}`, {
+    on: (wake) => wake.run === null || wake.run === run,
+    seen,
+  });
 
-  const warned = view.detail.warnings.flatMap(({ layer, head }) => (layer === null || head === null ? [] : [{ layer, head }]));
+  const warned = view.detail.warnings.flatMap(({ layer, head }) =>
+    layer === null || head === null ? [] : [{ layer, head }],
+  );
   const switched = view.detail.layers.flatMap(({ layer, heads, modes }) =>
     heads.filter((_, i) => modes[i] !== null && modes[i] !== "plain").map((head) => ({ layer, head })),
   );
@@ -57,7 +62,11 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
         <label class="pick">
           <span class="label">Measure</span>
           <select value={key} onChange={(event) => setKey(event.currentTarget.value)}>
-            {metrics.map((choice) => <option key={choice.key} value={choice.key}>{choice.title}</option>)}
+            {metrics.map((choice) => (
+              <option key={choice.key} value={choice.key}>
+                {choice.title}
+              </option>
+            ))}
           </select>
         </label>
       </header>
@@ -82,10 +91,13 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
         <footer class="keyed">
           <p class="key muted">
             <i class="box" style={{ borderColor: ink.warning }} /> warned
-            <span class="diamond" style={{ color: ink.switched }}>◆</span> switched
+            <span class="diamond" style={{ color: ink.switched }}>
+              ◆
+            </span>{" "}
+            switched
             <i class="box" style={{ borderColor: ink.outline }} /> plotted above
           </p>
-          {head && (
+          {head && view.detail.status === "active" && (
             <button onClick={() => onSwitch({ run, head, mode: view.detail.mitigation })}>
               Switch layer {head.layer} head {head.head}
             </button>

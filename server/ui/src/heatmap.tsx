@@ -33,7 +33,18 @@ const BOTTOM = 24;
 const GRID = 560;
 const ROWS_THROUGH_TIME = 24;
 
-export function HeatMap({ title, frames, version, signed, chosen, warned, switched, ink, format = number, onChoose }: Props) {
+export function HeatMap({
+  title,
+  frames,
+  version,
+  signed,
+  chosen,
+  warned,
+  switched,
+  ink,
+  format = number,
+  onChoose,
+}: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [box, width] = useWidth();
   const [scrubbed, setScrubbed] = useState<number | null>(null); // null follows the newest step
@@ -53,7 +64,12 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
   useEffect(() => {
     const ctx = prepare(canvas.current!, LEFT + columns * cell + RIGHT, rows * cellHeight + BOTTOM);
     const values = frame?.values;
-    paintCells(ctx, columns, rows, (column, row) => paint(values?.[row * columns + column] ?? NaN), [LEFT, 0, columns * cell, rows * cellHeight]);
+    paintCells(ctx, columns, rows, (column, row) => paint(values?.[row * columns + column] ?? NaN), [
+      LEFT,
+      0,
+      columns * cell,
+      rows * cellHeight,
+    ]);
     if (cell >= 10 && cellHeight >= 10) {
       ctx.fillStyle = ink.surface;
       for (let c = 1; c < columns; c++) ctx.fillRect(LEFT + c * cell - 1, 0, 2, rows * cellHeight);
@@ -61,10 +77,13 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
     }
     ctx.fillStyle = ink.axis;
     ctx.textAlign = "right";
-    for (let r = 0; r < rows; r += Math.ceil(14 / cellHeight)) ctx.fillText(String(frames.layers[r]), LEFT - 8, (r + 0.5) * cellHeight);
+    for (let r = 0; r < rows; r += Math.ceil(14 / cellHeight))
+      ctx.fillText(String(frames.layers[r]), LEFT - 8, (r + 0.5) * cellHeight);
     ctx.textAlign = "center";
-    for (let c = 0; c < columns; c += Math.ceil(22 / cell)) ctx.fillText(String(frames.heads[c]), LEFT + (c + 0.5) * cell, rows * cellHeight + BOTTOM / 2);
-    const corner = ({ layer, head }: Head) => [LEFT + frames.heads.indexOf(head) * cell, frames.layers.indexOf(layer) * cellHeight] as const;
+    for (let c = 0; c < columns; c += Math.ceil(22 / cell))
+      ctx.fillText(String(frames.heads[c]), LEFT + (c + 0.5) * cell, rows * cellHeight + BOTTOM / 2);
+    const corner = ({ layer, head }: Head) =>
+      [LEFT + frames.heads.indexOf(head) * cell, frames.layers.indexOf(layer) * cellHeight] as const;
     const outline = (head: Head, colour: string, inset: number) => {
       const [x, y] = corner(head);
       ctx.strokeStyle = colour;
@@ -151,7 +170,9 @@ export function HeatMap({ title, frames, version, signed, chosen, warned, switch
         <span>{format(scale.high)}</span>
         <span class="muted">{scale.logarithmic ? "log scale" : "linear scale"} of the whole run</span>
         <output class="reading">
-          {shown ? `layer ${shown.layer} head ${shown.head}: ${format(valueOf(frames, frame?.values, shown))}` : "choose a head to plot it"}
+          {shown
+            ? `layer ${shown.layer} head ${shown.head}: ${format(valueOf(frames, frame?.values, shown))}`
+            : "choose a head to plot it"}
         </output>
       </div>
     </div>
@@ -190,7 +211,9 @@ function outstanding(frames: Frames, chosen: Head | null): Head[] {
   });
   if (all.length <= ROWS_THROUGH_TIME) return all;
   const isChosen = (head: Head) => head.layer === chosen?.layer && head.head === chosen.head;
-  const picked = [...all].sort((a, b) => Number(isChosen(b)) - Number(isChosen(a)) || b.size - a.size).slice(0, ROWS_THROUGH_TIME);
+  const picked = [...all]
+    .sort((a, b) => Number(isChosen(b)) - Number(isChosen(a)) || b.size - a.size)
+    .slice(0, ROWS_THROUGH_TIME);
   return picked.sort((a, b) => a.layer - b.layer || a.head - b.head);
 }
 

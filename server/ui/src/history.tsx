@@ -9,19 +9,32 @@ import type { Loaded } from "./view";
 
 export function History({ views }: { views: readonly Loaded[] }) {
   const [open, setOpen] = useState(false);
-  const events = views
+  const [updates, setUpdates] = useState(false);
+  const all = views
     .flatMap(({ events, colour }) => events.map((event) => ({ event, colour })))
     .sort((a, b) => b.event.id - a.event.id);
+  const events = updates ? all : all.filter(({ event }) => event.verdict?.state !== "updated");
   return (
     <section aria-label="History">
-      <header class="title"><h2>What happened</h2></header>
+      <header class="title">
+        <h2>What happened</h2>
+        <label class="inline">
+          <input type="checkbox" checked={updates} onChange={(event) => setUpdates(event.currentTarget.checked)} />{" "}
+          every update of a warning
+        </label>
+      </header>
       <ol class="card events">
         {events.map(({ event, colour }) => (
           <li key={event.id} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
             <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
             <span class="step">{event.step === null ? "" : `step ${steps(event.step)}`}</span>
             <span>
-              {views.length > 1 && <><Swatch colour={colour} /><b>{event.run}</b> </>}
+              {views.length > 1 && (
+                <>
+                  <Swatch colour={colour} />
+                  <b>{event.run}</b>{" "}
+                </>
+              )}
               {event.sentence}
             </span>
           </li>
@@ -45,10 +58,18 @@ function Audit({ runs }: { runs: readonly string[] }) {
     <div class="card table">
       <table>
         <caption>
-          {audit.data.intact ? "The chain of hashes holds." : "The chain of hashes is BROKEN: rows were changed or removed."}
+          {audit.data.intact
+            ? "The chain of hashes holds."
+            : "The chain of hashes is BROKEN: rows were changed or removed."}
         </caption>
         <thead>
-          <tr><th>When</th><th>Who</th><th>What</th><th>Details</th><th>Hash</th></tr>
+          <tr>
+            <th>When</th>
+            <th>Who</th>
+            <th>What</th>
+            <th>Details</th>
+            <th>Hash</th>
+          </tr>
         </thead>
         <tbody>
           {rows.map((row) => (
@@ -57,7 +78,9 @@ function Audit({ runs }: { runs: readonly string[] }) {
               <td>{row.actor}</td>
               <td class="nowrap">{row.action}</td>
               <td class="details">{detailText(row.details)}</td>
-              <td><code title={row.hash}>{row.hash.slice(0, 8)}</code></td>
+              <td>
+                <code title={row.hash}>{row.hash.slice(0, 8)}</code>
+              </td>
             </tr>
           ))}
         </tbody>
@@ -69,5 +92,7 @@ function Audit({ runs }: { runs: readonly string[] }) {
 
 function detailText(details: Record<string, unknown>): string {
   const text = (value: unknown) => (typeof value === "string" ? value : JSON.stringify(value));
-  return Object.entries(details).map(([name, value]) => `${name}: ${text(value)}`).join(", ");
+  return Object.entries(details)
+    .map(([name, value]) => `${name}: ${text(value)}`)
+    .join(", ");
 }

@@ -25,7 +25,9 @@ export function Login({ onSession }: { onSession: (session: Session) => void }) 
         <input name="token" type="password" required autocomplete="current-password" />
       </label>
       {error && <ErrorNote error={error} />}
-      <footer><button class="primary">Enter</button></footer>
+      <footer>
+        <button class="primary">Enter</button>
+      </footer>
     </form>
   );
 }

@@ -72,10 +72,15 @@ function App() {
           {dark ? "Light" : "Dark"}
         </button>
       </header>
-      <main>
+      <main class={connection}>
         {session instanceof Error && <ErrorNote error={session} />}
         {session !== null && !(session instanceof Error) && session.login_needed && <Login onSession={setSession} />}
-        {entered && (runs.length ? <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} go={go} /> : <Runs go={go} />)}
+        {entered &&
+          (runs.length ? (
+            <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} go={go} />
+          ) : (
+            <Runs go={go} />
+          ))}
       </main>
     </>
   );

@@ -1,8 +1,9 @@
 /** Small parts that several views share. */
 
 import type { ComponentChildren } from "preact";
+import { useEffect, useState } from "preact/hooks";
 import { Problem } from "./api";
-import { number } from "./format";
+import { ago, moment, number } from "./format";
 
 export function State({ status }: { status: string }) {
   return <span class={`state ${status}`}>{status}</span>;
@@ -20,9 +21,23 @@ export function Risk({ value }: { value: number | null }) {
   );
 }
 
+/** How long ago something was, kept true while nothing else moves. */
+export function Ago({ at }: { at: number }) {
+  const [, setTurn] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => setTurn((turn) => turn + 1), 5000);
+    return () => clearInterval(timer);
+  }, []);
+  return <time title={moment(at)}>{ago(at)}</time>;
+}
+
 export function ErrorNote({ error }: { error: Error }) {
   const text = error instanceof Problem ? error.message : "The service cannot be reached.";
-  return <p class="note error" role="alert">{text}</p>;
+  return (
+    <p class="note error" role="alert">
+      {text}
+    </p>
+  );
 }
 
 interface LinkProps {
@@ -39,7 +54,11 @@ export function Link({ to, go, children, ...rest }: LinkProps) {
     event.preventDefault();
     go(to);
   };
-  return <a href={to} onClick={follow} {...rest}>{children}</a>;
+  return (
+    <a href={to} onClick={follow} {...rest}>
+      {children}
+    </a>
+  );
 }
 
 export function Swatch({ colour }: { colour: string }) {
@@ -51,7 +70,11 @@ export function Labels({ labels }: { labels: Record<string, string> }) {
   if (!entries.length) return null;
   return (
     <ul class="labels">
-      {entries.map(([name, value]) => <li key={name}><span>{name}</span> {value}</li>)}
+      {entries.map(([name, value]) => (
+        <li key={name}>
+          <span>{name}</span> {value}
+        </li>
+      ))}
     </ul>
   );
 }
@@ -60,4 +83,3 @@ export function Labels({ labels }: { labels: Record<string, string> }) {
 export function address(runs: readonly string[]): string {
   return runs.length ? `?runs=${runs.map(encodeURIComponent).join(",")}` : "?";
 }
-

@@ -34,10 +34,18 @@ export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) 
     const height = rows.length * rowHeight;
     const ctx = prepare(canvas.current!, width, height + BOTTOM);
     const found = frames.steps.map((step) => frames.at(step)?.values);
-    const places = rows.map(({ layer, head }) => frames.layers.indexOf(layer) * frames.heads.length + frames.heads.indexOf(head));
-    paintCells(ctx, columns, rows.length, (column, row) => paint(found[column]?.[places[row]!] ?? NaN), [LEFT, 0, plotted, height]);
+    const places = rows.map(
+      ({ layer, head }) => frames.layers.indexOf(layer) * frames.heads.length + frames.heads.indexOf(head),
+    );
+    paintCells(ctx, columns, rows.length, (column, row) => paint(found[column]?.[places[row]!] ?? NaN), [
+      LEFT,
+      0,
+      plotted,
+      height,
+    ]);
     ctx.fillStyle = ink.surface;
-    if (rowHeight >= 10) for (let row = 1; row < rows.length; row++) ctx.fillRect(LEFT, row * rowHeight - 0.5, plotted, 1);
+    if (rowHeight >= 10)
+      for (let row = 1; row < rows.length; row++) ctx.fillRect(LEFT, row * rowHeight - 0.5, plotted, 1);
     ctx.fillStyle = ink.axis;
     ctx.textAlign = "right";
     const stride = Math.ceil(13 / rowHeight);
@@ -52,7 +60,11 @@ export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) 
     for (let i = 0; i <= labels; i++) {
       const column = Math.round((i / labels) * (columns - 1));
       ctx.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
-      ctx.fillText(tick(frames.steps[column] ?? 0), LEFT + ((column + (i === 0 ? 0 : i === labels ? 1 : 0.5)) / columns) * plotted, height + BOTTOM / 2);
+      ctx.fillText(
+        tick(frames.steps[column] ?? 0),
+        LEFT + ((column + (i === 0 ? 0 : i === labels ? 1 : 0.5)) / columns) * plotted,
+        height + BOTTOM / 2,
+      );
     }
     ctx.strokeStyle = ink.outline;
     ctx.lineWidth = 1.5;
@@ -71,7 +83,12 @@ export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) 
   };
   return (
     <div class="canvas" ref={box}>
-      <canvas ref={canvas} role="img" aria-label="The same measure through time, one row a head (layer·head)." onClick={pick} />
+      <canvas
+        ref={canvas}
+        role="img"
+        aria-label="The same measure through time, one row a head (layer·head)."
+        onClick={pick}
+      />
     </div>
   );
 }

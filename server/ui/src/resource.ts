@@ -74,7 +74,11 @@ export interface Resource<T> {
  * Loads something when `key` changes and when a wake says that it is out of date. `load` is told whether to load
  * everything (`fresh`) or whether only samples came in since the last time.
  */
-export function useResource<T>(load: (fresh: boolean) => Promise<T>, key: string, { on, pause = 2000, seen = true }: When): Resource<T> {
+export function useResource<T>(
+  load: (fresh: boolean) => Promise<T>,
+  key: string,
+  { on, pause = 2000, seen = true }: When,
+): Resource<T> {
   const [state, setState] = useState<Resource<T> & { key: string }>({ key, data: null, error: null });
   const now = useRef({ load, on });
   now.current = { load, on };
@@ -107,7 +111,9 @@ export function useSeen<T extends Element>(): [element: RefObject<T | null>, see
   const element = useRef<T>(null);
   const [seen, setSeen] = useState(false);
   useEffect(() => {
-    const observer = new IntersectionObserver((entries) => setSeen(entries.at(-1)!.isIntersecting), { rootMargin: "200px" });
+    const observer = new IntersectionObserver((entries) => setSeen(entries.at(-1)!.isIntersecting), {
+      rootMargin: "200px",
+    });
     observer.observe(element.current!);
     return () => observer.disconnect();
   }, []);

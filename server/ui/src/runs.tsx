@@ -2,9 +2,9 @@
 
 import { useState } from "preact/hooks";
 import { api, type RunSummary } from "./api";
-import { ago, number, steps, timeLeft } from "./format";
+import { number, steps, timeLeft } from "./format";
 import { useResource } from "./resource";
-import { address, ErrorNote, Labels, Link, Risk, State } from "./parts";
+import { address, Ago, ErrorNote, Labels, Link, Risk, State } from "./parts";
 
 /** A run of the list; the time left of the runs with warnings needs their details. */
 type Listed = RunSummary & { timeLeft: string };
@@ -47,10 +47,12 @@ export function Runs({ go }: { go: (address: string) => void }) {
         </button>
       </header>
       <div class="card table">
-        <table>
+        <table class="folds">
           <thead>
             <tr>
-              <th class="tick"><span class="hidden">Compare</span></th>
+              <th class="tick">
+                <span class="hidden">Compare</span>
+              </th>
               <th>Run</th>
               <th>State</th>
               <th class="right">Step</th>
@@ -72,23 +74,49 @@ export function Runs({ go }: { go: (address: string) => void }) {
   );
 }
 
-function Row({ run, chosen, toggle, go }: { run: Listed; chosen: boolean; toggle: () => void; go: (to: string) => void }) {
+function Row({
+  run,
+  chosen,
+  toggle,
+  go,
+}: {
+  run: Listed;
+  chosen: boolean;
+  toggle: () => void;
+  go: (to: string) => void;
+}) {
   return (
     <tr class={run.active_warnings ? "warned" : ""}>
       <td class="tick">
         <input type="checkbox" aria-label={`compare ${run.run}`} checked={chosen} onChange={toggle} />
       </td>
-      <td>
-        <Link class="run" to={address([run.run])} go={go}>{run.run}</Link>
+      <td class="name">
+        <Link class="run" to={address([run.run])} go={go}>
+          {run.run}
+        </Link>
         <Labels labels={run.labels} />
       </td>
-      <td><State status={run.status} /></td>
-      <td class="right">{steps(run.last_step)}</td>
-      <td class="right">{number(run.loss)}</td>
-      <td><Risk value={run.worst_risk} /></td>
-      <td class={`right ${run.active_warnings ? "" : "muted"}`}>{run.timeLeft}</td>
-      <td class="right">{run.active_warnings || "none"}</td>
-      <td class="right muted">{ago(run.last_seen_unix_seconds)}</td>
+      <td data-label="State">
+        <State status={run.status} />
+      </td>
+      <td data-label="Step" class="right">
+        {steps(run.last_step)}
+      </td>
+      <td data-label="Loss" class="right">
+        {number(run.loss)}
+      </td>
+      <td data-label="Risk">
+        <Risk value={run.worst_risk} />
+      </td>
+      <td data-label="Steps left" class={`right ${run.active_warnings ? "" : "muted"}`}>
+        {run.timeLeft}
+      </td>
+      <td data-label="Warnings" class="right">
+        {run.active_warnings || "none"}
+      </td>
+      <td data-label="Last heard" class="right muted">
+        <Ago at={run.last_seen_unix_seconds} />
+      </td>
     </tr>
   );
 }

@@ -1,7 +1,7 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
-import { ago, number, steps, timeLeft, words } from "./format";
-import { address, Labels, Link, Risk, State, Swatch } from "./parts";
+import { number, steps, timeLeft, words } from "./format";
+import { address, Ago, Labels, Link, Risk, State, Swatch } from "./parts";
 import type { Loaded } from "./view";
 
 interface Props {
@@ -22,7 +22,7 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
     ["Numerics", detail.numerics ?? "not recorded"],
-    ["Last heard", ago(detail.last_seen_unix_seconds)],
+    ["Last heard", <Ago at={detail.last_seen_unix_seconds} />],
   ];
   return (
     <section class="summary">
@@ -46,9 +46,11 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
 function Table({ views, go }: Props) {
   return (
     <section class="summary">
-      <header class="title"><h1>Side by side</h1></header>
+      <header class="title">
+        <h1>Side by side</h1>
+      </header>
       <div class="card table">
-        <table>
+        <table class="folds">
           <thead>
             <tr>
               <th>Run</th>
@@ -66,19 +68,35 @@ function Table({ views, go }: Props) {
           <tbody>
             {views.map(({ detail, colour }) => (
               <tr key={detail.run}>
-                <td>
+                <td class="name">
                   <Swatch colour={colour} />
-                  <Link class="run" to={address([detail.run])} go={go}>{detail.run}</Link>
+                  <Link class="run" to={address([detail.run])} go={go}>
+                    {detail.run}
+                  </Link>
                 </td>
-                <td><State status={detail.status} /></td>
-                <td>{detail.numerics ?? "not recorded"}</td>
-                <td>{detail.policy ?? "not recorded"}</td>
-                <td class="right">{steps(detail.last_step)}</td>
-                <td class="right">{number(detail.loss)}</td>
-                <td><Risk value={detail.worst_risk} /></td>
-                <td class="right">{timeLeft(detail.warnings)}</td>
-                <td class="right">{detail.warnings.length || "none"}</td>
-                <td class="right">{switchedHeads(detail.layers)}</td>
+                <td data-label="State">
+                  <State status={detail.status} />
+                </td>
+                <td data-label="Numerics">{detail.numerics ?? "not recorded"}</td>
+                <td data-label="Policy">{detail.policy ?? "not recorded"}</td>
+                <td data-label="Step" class="right">
+                  {steps(detail.last_step)}
+                </td>
+                <td data-label="Loss" class="right">
+                  {number(detail.loss)}
+                </td>
+                <td data-label="Risk">
+                  <Risk value={detail.worst_risk} />
+                </td>
+                <td data-label="Steps left" class="right">
+                  {timeLeft(detail.warnings)}
+                </td>
+                <td data-label="Warnings" class="right">
+                  {detail.warnings.length || "none"}
+                </td>
+                <td data-label="Switched heads" class="right">
+                  {switchedHeads(detail.layers)}
+                </td>
               </tr>
             ))}
           </tbody>

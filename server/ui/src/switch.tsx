@@ -2,13 +2,19 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { api, type CommandStatus, type HeadRef } from "./api";
-import { ago, moment, words } from "./format";
+import { steps, words } from "./format";
 import type { Head } from "./heatmap";
-import { useResource } from "./resource";
-import { ErrorNote, Swatch } from "./parts";
+import { Ago, ErrorNote, Swatch } from "./parts";
 import type { Loaded } from "./view";
 
-const MODES = ["exact_delta", "stable_softmax", "exact_delta+stable_softmax", "paper_softmax", "exact_delta+paper_softmax", "plain"];
+const MODES = [
+  "exact_delta",
+  "stable_softmax",
+  "exact_delta+stable_softmax",
+  "paper_softmax",
+  "exact_delta+paper_softmax",
+  "plain",
+];
 
 export interface SwitchTarget {
   run: string;
@@ -32,7 +38,11 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
   useEffect(() => dialog.current!.showModal(), []);
 
   const { decide } = target;
-  const heads: HeadRef[] | null = decide ? decide.command.heads : every || !target.head ? null : [[target.head.layer, target.head.head]];
+  const heads: HeadRef[] | null = decide
+    ? decide.command.heads
+    : every || !target.head
+      ? null
+      : [[target.head.layer, target.head.head]];
   const wanted = decide ? decide.command.mode : mode;
   const verb = decide ? { approve: "Approve", reject: "Reject" }[decide.decision] : dryRun ? "Try" : "Switch";
   const sentence = decide
@@ -63,10 +73,12 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention and differs in rounding alone. The agent applies the order at its next
-              step boundary and answers here.
+              Every mode computes the same attention and differs in rounding alone. The agent applies the order at its
+              next step boundary and answers here.
             </p>
-            <p class="muted">{who}: {reason}</p>
+            <p class="muted">
+              {who}: {reason}
+            </p>
           </div>
         ) : (
           <>
@@ -90,22 +102,45 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
                 <label class="field">
                   <span>Mode</span>
                   <select name="mode" value={mode} onChange={(event) => setMode(event.currentTarget.value)}>
-                    {MODES.map((choice) => <option key={choice} value={choice}>{words(choice)}{choice === "plain" ? " (undo)" : ""}</option>)}
+                    {MODES.map((choice) => (
+                      <option key={choice} value={choice}>
+                        {words(choice)}
+                        {choice === "plain" ? " (undo)" : ""}
+                      </option>
+                    ))}
                   </select>
                 </label>
               </>
             )}
             <label class="field">
               <span>Your name</span>
-              <input name="who" required maxLength={128} autocomplete="name" value={who} onInput={(event) => setWho(event.currentTarget.value)} />
+              <input
+                name="who"
+                required
+                maxLength={128}
+                autocomplete="name"
+                value={who}
+                onInput={(event) => setWho(event.currentTarget.value)}
+              />
             </label>
             <label class="field">
               <span>Reason</span>
-              <input name="reason" required maxLength={500} value={reason} onInput={(event) => setReason(event.currentTarget.value)} />
+              <input
+                name="reason"
+                required
+                maxLength={500}
+                value={reason}
+                onInput={(event) => setReason(event.currentTarget.value)}
+              />
             </label>
             {!decide && (
               <label class="inline">
-                <input type="checkbox" name="dry_run" checked={dryRun} onChange={(event) => setDryRun(event.currentTarget.checked)} />
+                <input
+                  type="checkbox"
+                  name="dry_run"
+                  checked={dryRun}
+                  onChange={(event) => setDryRun(event.currentTarget.checked)}
+                />
                 dry run: answer, change nothing
               </label>
             )}
@@ -113,63 +148,104 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
         )}
         {state instanceof Error && <ErrorNote error={state} />}
         <footer>
-          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>{confirming ? "Back" : "Cancel"}</button>
-          <button class="primary" disabled={state === "sending"}>{confirming ? `${verb} now` : "Continue"}</button>
+          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>
+            {confirming ? "Back" : "Cancel"}
+          </button>
+          <button class="primary" disabled={state === "sending"}>
+            {confirming ? `${verb} now` : "Continue"}
+          </button>
         </footer>
       </form>
     </dialog>
   );
 }
 
-/** Orders and approvals that wait, and what became of the others. */
-export function Commands({ views, head, onSwitch }: { views: readonly Loaded[]; head: Head | null; onSwitch: (target: SwitchTarget) => void }) {
-  const runs = views.map((view) => view.detail.run);
-  const commands = useResource(
-    async () => (await Promise.all(runs.map(api.commands))).flat().sort((a, b) => b.created_unix_seconds - a.created_unix_seconds),
-    `commands ${runs.join()}`,
-    { on: (wake) => wake.run === null || (wake.kind !== "sample" && runs.includes(wake.run)) },
+interface CommandsProps {
+  commands: readonly CommandStatus[];
+  views: readonly Loaded[];
+  onSwitch: (target: SwitchTarget) => void;
+}
+
+/** Proposals of the agents that wait for somebody to approve them. */
+export function Approvals({ commands, views, onSwitch }: CommandsProps) {
+  const waiting = commands.filter((command) => command.state === "proposed");
+  if (!waiting.length) return null;
+  return (
+    <section aria-label="Approvals">
+      <header class="title">
+        <h2>Waiting for approval</h2>
+      </header>
+      <CommandList commands={waiting} views={views} onSwitch={onSwitch} />
+    </section>
   );
-  const colourOf = (run: string) => views.find((view) => view.detail.run === run)!.colour;
+}
+
+/** What became of every order. */
+export function Commands({ commands, views, head, onSwitch }: CommandsProps & { head: Head | null }) {
+  const decided = commands.filter((command) => command.state !== "proposed");
+  const [only, ...others] = views;
+  const orderable = only && !others.length && only.detail.status === "active";
   return (
     <section aria-label="Switches">
       <header class="title">
         <h2>Switches</h2>
-        {views.length === 1 && <button onClick={() => onSwitch({ run: runs[0]!, head, mode: views[0]!.detail.mitigation })}>New order</button>}
+        {orderable && (
+          <button onClick={() => onSwitch({ run: only.detail.run, head, mode: only.detail.mitigation })}>
+            New order
+          </button>
+        )}
       </header>
-      {commands.error && <ErrorNote error={commands.error} />}
-      {commands.data?.length === 0 && <p class="note calm">No order was given and none waits for approval.</p>}
-      <ul class="commands">
-        {commands.data?.map((command) => (
-          <li key={command.id} class={`card command ${command.state}`}>
-            <span class="state">{words(command.state)}</span>
-            <div>
-              <p>
-                {views.length > 1 && <><Swatch colour={colourOf(command.run)} />{command.run}: </>}
-                {headNames(command.heads)} to <b>{words(command.mode)}</b>
-                {command.dry_run && " (dry run)"}
-              </p>
-              <p class="muted">
-                {command.issued_by} by {words(command.source)}, <time title={moment(command.created_unix_seconds)}>{ago(command.created_unix_seconds)}</time>: {command.reason}
-              </p>
-              {command.ranks.filter((rank) => rank.outcome).map((rank) => (
+      {decided.length === 0 && <p class="note calm">No order was given.</p>}
+      <CommandList commands={decided} views={views} onSwitch={onSwitch} />
+    </section>
+  );
+}
+
+function CommandList({ commands, views, onSwitch }: CommandsProps) {
+  const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
+  const decide = (command: CommandStatus, decision: "approve" | "reject") =>
+    onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
+  return (
+    <ul class="commands">
+      {commands.map((command) => (
+        <li key={command.id} class={`card command ${command.state}`}>
+          <span class="state">{words(command.state)}</span>
+          <div>
+            <p>
+              {views.length > 1 && (
+                <>
+                  <Swatch colour={colourOf(command.run)} />
+                  {command.run}:{" "}
+                </>
+              )}
+              {headNames(command.heads)} to <b>{words(command.mode)}</b>
+              {command.dry_run && " (dry run)"}
+            </p>
+            <p class="muted">
+              {command.issued_by} by {words(command.source)}, <Ago at={command.created_unix_seconds} />:{" "}
+              {command.reason}
+            </p>
+            {command.ranks
+              .filter((rank) => rank.outcome)
+              .map((rank) => (
                 <p key={rank.rank} class="muted">
-                  rank {rank.rank}: {words(rank.outcome!)}{rank.step === null ? "" : ` at step ${rank.step.toLocaleString("en")}`}
+                  rank {rank.rank}: {words(rank.outcome!)}
+                  {rank.step === null ? "" : ` at step ${steps(rank.step)}`}
                   {rank.reason && `, ${rank.reason}`}
                 </p>
               ))}
-            </div>
-            {command.state === "proposed" && (
-              <span class="buttons">
-                <button onClick={() => onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision: "reject" } })}>Reject</button>
-                <button class="primary" onClick={() => onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision: "approve" } })}>
-                  Approve
-                </button>
-              </span>
-            )}
-          </li>
-        ))}
-      </ul>
-    </section>
+          </div>
+          {command.state === "proposed" && (
+            <span class="buttons">
+              <button onClick={() => decide(command, "reject")}>Reject</button>
+              <button class="primary" onClick={() => decide(command, "approve")}>
+                Approve
+              </button>
+            </span>
+          )}
+        </li>
+      ))}
+    </ul>
   );
 }
 

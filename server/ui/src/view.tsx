@@ -10,7 +10,7 @@ import { ink as inkOf } from "./colour";
 import { useResource } from "./resource";
 import { address, ErrorNote, Link } from "./parts";
 import { Summary } from "./summary";
-import { Commands, SwitchDialog, type SwitchTarget } from "./switch";
+import { Approvals, Commands, SwitchDialog, type SwitchTarget } from "./switch";
 import { Warnings } from "./warnings";
 
 interface Props {
@@ -34,31 +34,49 @@ export function View({ runs, catalog, dark, go }: Props) {
   const events = useResource(() => Promise.all(runs.map(api.events)), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
+  const commands = useResource(() => Promise.all(runs.map(api.commands)), key, {
+    on: (wake) => ours(wake.run) && wake.kind !== "sample",
+  });
   const [picked, setPicked] = useState<Head | null>(null);
   const [target, setTarget] = useState<SwitchTarget | null>(null);
   const views = useMemo(
     () =>
-      details.data?.map(
-        (detail, i): Loaded => ({ detail, events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }),
-      ) ?? [],
+      details.data?.map((detail, i): Loaded => ({
+        detail,
+        events: events.data?.[i] ?? [],
+        colour: ink.lines[i % ink.lines.length]!,
+      })) ?? [],
     [details.data, events.data, ink],
   );
+  const orders = (commands.data ?? []).flat().sort((a, b) => b.created_unix_seconds - a.created_unix_seconds);
   const head = picked ?? worstHead(views);
 
-  if (details.error && !details.data) return <ErrorNote error={details.error} />;
-  if (!details.data || !events.data) return <p class="empty">Loading.</p>;
+  const error = details.error ?? events.error ?? commands.error;
+  if (error && !(details.data && events.data && commands.data)) return <ErrorNote error={error} />;
+  if (!details.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
   return (
     <>
       <nav class="crumbs">
-        <Link to={address([])} go={go}>Runs</Link>
+        <Link to={address([])} go={go}>
+          Runs
+        </Link>
         <span aria-hidden="true">/</span>
         <span>{runs.length > 1 ? `Comparing ${runs.length} runs` : runs[0]}</span>
       </nav>
       <Summary views={views} go={go} />
-      <Warnings views={views} compare={runs.length > 1} onShow={setPicked} onSwitch={setTarget} />
+      <Warnings
+        views={views}
+        compare={runs.length > 1}
+        onShow={(shown) => {
+          setPicked(shown);
+          document.getElementById("signals")?.scrollIntoView({ behavior: "smooth" });
+        }}
+        onSwitch={setTarget}
+      />
+      <Approvals commands={orders} views={views} onSwitch={setTarget} />
       <Charts views={views} catalog={catalog} head={head} ink={ink} />
       <Heads views={views} catalog={catalog} head={head} onHead={setPicked} onSwitch={setTarget} ink={ink} />
-      <Commands views={views} onSwitch={setTarget} head={head} />
+      <Commands commands={orders} views={views} onSwitch={setTarget} head={head} />
       <History views={views} />
       {target && <SwitchDialog target={target} close={() => setTarget(null)} />}
     </>

@@ -17,7 +17,7 @@ interface Props {
 export function Warnings({ views, compare, onShow, onSwitch }: Props) {
   const all = views.flatMap((view) => view.detail.warnings.map((warning) => ({ view, warning })));
   return (
-    <section aria-label="Warnings">
+    <section aria-label="Warnings" aria-live="polite">
       {all.length === 0 && <p class="note calm">No active warning.</p>}
       <ul class="warnings">
         {all.map(({ view, warning }) => (
@@ -48,10 +48,15 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
     <li class={`card warning ${warning.severity}`}>
       <header>
         <span class="severity">{warning.severity}</span>
-        {compare && <span class="run"><Swatch colour={view.colour} />{view.detail.run}</span>}
+        {compare && (
+          <span class="run">
+            <Swatch colour={view.colour} />
+            {view.detail.run}
+          </span>
+        )}
         <span class="muted">
-          {layer === null ? "whole run" : `layer ${layer}${head === null ? "" : ` head ${head}`}`} · {warning.cause} · raised
-          at step {steps(warning.raised_step)}
+          {layer === null ? "whole run" : `layer ${layer}${head === null ? "" : ` head ${head}`}`} · {warning.cause} ·
+          raised at step {steps(warning.raised_step)}
         </span>
         {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
       </header>
@@ -63,7 +68,7 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
         </div>
         {Object.entries(warning.evidence).map(([name, value]) => (
           <div key={name}>
-            <dt>{words(name)}</dt>
+            <dt title={words(name)}>{words(name)}</dt>
             <dd>{number(value)}</dd>
           </div>
         ))}
@@ -71,20 +76,33 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
       {layer !== null && head !== null && (
         <footer>
           <button onClick={() => onShow({ layer, head })}>Show this head</button>
-          <button
-            class={mode === "plain" ? "primary" : ""}
-            onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: mode === "plain" ? view.detail.mitigation : "plain" })}
-          >
-            {mode === "plain" ? "Switch this head" : "Switch back"}
-          </button>
+          {view.detail.status === "active" && (
+            <button
+              class={mode === "plain" ? "primary" : ""}
+              onClick={() =>
+                onSwitch({
+                  run: view.detail.run,
+                  head: { layer, head },
+                  mode: mode === "plain" ? view.detail.mitigation : "plain",
+                })
+              }
+            >
+              {mode === "plain" ? "Switch this head" : "Switch back"}
+            </button>
+          )}
         </footer>
       )}
     </li>
   );
 }
 
-function forecast({ forecast_steps: middle, forecast_low_steps: low, forecast_high_steps: high }: ActiveWarning): string {
+function forecast({
+  forecast_steps: middle,
+  forecast_low_steps: low,
+  forecast_high_steps: high,
+}: ActiveWarning): string {
   if (middle === null) return "no forecast";
+  if (middle < 1) return "largest |score| is past 512";
   const range = low !== null && high !== null ? ` (${steps(roundTo2(low))} to ${steps(roundTo2(high))})` : "";
   return `about ${steps(roundTo2(middle))} steps${range}`;
 }

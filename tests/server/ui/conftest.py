@@ -134,6 +134,21 @@ class Feeder:
             )
         )
 
+    def propose(self) -> None:
+        """Ask for approval to switch head 2 of layer 0, as an agent does under policy approve."""
+        self.send(
+            Switched(
+                id="proposal-0-2",
+                step=self.step,
+                verdict="offset-0-2",
+                outcome="proposed",
+                heads=((0, 2),),
+                before=("plain",),
+                after=("exact_delta",),
+                reason="the offset grows",
+            )
+        )
+
     def obey(self) -> list[str]:
         """Collect the commands that wait, apply them, answer them; returns their modes."""
         ack = self.send(self._sample(10))

@@ -101,6 +101,30 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
 
 
+def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start(policy="approve")
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    feeder.warn()
+    feeder.propose()
+    wait("the proposal is shown", lambda: text(chromium, ".command .state") == "proposed")
+    assert not feeder.obey()
+    button(chromium, "Approve").click()
+    button(chromium, "Continue").click()
+    assert chromium.find_elements(By.CSS_SELECTOR, "dialog input:invalid"), "an approval went on without a reason"
+    chromium.find_element(By.NAME, "who").send_keys("Grace")
+    chromium.find_element(By.NAME, "reason").send_keys("agreed")
+    button(chromium, "Continue").click()
+    button(chromium, "Approve now").click()
+    wait("it is approved", lambda: text(chromium, ".command .state") == "pending")
+    assert feeder.obey() == ["exact_delta"]
+    wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
+    feeder.train(1)
+    wait("the warning says so", lambda: "now exact delta" in text(chromium, ".warnings"))
+
+
 def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

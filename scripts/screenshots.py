@@ -1,0 +1,141 @@
+"""Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
+
+scripts/screenshots.py                        replays the recorded runs of lab/traces into a service of its own
+scripts/screenshots.py TRACE...               replays these instead
+scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service as Chromedriver
+from selenium.webdriver.common.by import By
+
+from foreshock.lab.replay import replay
+from foreshock.lab.service import local_service
+
+ROOT = Path(__file__).resolve().parents[1]
+DESKTOP, PHONE = 1280, 390
+
+
+class Picture(NamedTuple):
+    """One file: what it shows, in which light, how wide, and which part of the page (all of it by default)."""
+
+    name: str
+    runs: tuple[str, ...]
+    scheme: str
+    width: int = DESKTOP
+    part: str | None = None
+    height: int | None = None
+    """Only so much of the page, from its top."""
+
+
+def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
+    """What is photographed: `runs` side by side, the first of them alone."""
+    alone = runs[:1]
+    yield Picture("runs", (), "light", height=420)
+    yield Picture("compare-dark", runs, "dark", height=1500)
+    yield Picture("compare-light", runs, "light", height=1500)
+    yield Picture("run-dark", alone, "dark")
+    yield Picture("run-light", alone, "light")
+    yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
+    yield Picture("phone", alone, "dark", width=PHONE, height=1600)
+
+
+@contextmanager
+def chromium() -> Iterator[Chrome]:
+    """A headless Chromium with a fresh profile. Ends the program with a sentence where there is none."""
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        sys.exit(
+            "screenshots need Debian's packages chromium and chromium-driver; scripts/install-servers installs them"
+        )
+    with tempfile.TemporaryDirectory(prefix="foreshock-chromium-") as profile:
+        options = ChromeOptions()
+        options.binary_location = binary
+        for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "no-proxy-server"):
+            options.add_argument(f"--{flag}")
+        for flag in ("disable-background-networking", "disable-component-update", "disable-sync", "hide-scrollbars"):
+            options.add_argument(f"--{flag}")
+        options.add_argument(f"--user-data-dir={profile}")
+        browser = Chrome(options=options, service=Chromedriver(driver))
+        try:
+            yield browser
+        finally:
+            browser.quit()
+
+
+def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
+    """Photograph one picture; returns its file."""
+
+    def screen(height: int) -> None:
+        size = {"width": picture.width, "height": height, "deviceScaleFactor": 2, "mobile": picture.width == PHONE}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    scheme = {"features": [{"name": "prefers-color-scheme", "value": picture.scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+    screen(4000)  # the page loads what can be seen
+    browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
+    settle(browser, expect=".u-wrap" if picture.runs else "tbody tr")
+    whole: int = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom | 0")
+    screen(picture.height or whole)
+    time.sleep(0.5)  # charts follow the new size
+    file = directory / f"{picture.name}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    target = browser.find_element(By.CSS_SELECTOR, picture.part) if picture.part else None
+    saved = target.screenshot(str(file)) if target else browser.save_screenshot(str(file))
+    assert saved, file
+    return file
+
+
+def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
+    """Wait until the page shows what is expected and nothing is loading. Raises TimeoutError with what it shows."""
+    ready = (
+        "return !!document.querySelector(arguments[0]) &&"
+        " ![...document.querySelectorAll('.empty')].some(e => e.textContent.toLowerCase().startsWith('loading'))"
+    )
+    deadline = time.monotonic() + seconds
+    quiet = 0
+    while quiet < 10:
+        quiet = quiet + 1 if browser.execute_script(ready, expect) else 0
+        if time.monotonic() > deadline:
+            shown = browser.find_element(By.TAG_NAME, "main").text[:300]
+            raise TimeoutError(f"{browser.current_url} shows after {seconds:g} s: {shown}")
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """Read the command line, photograph, name the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="trace files, or with --url names of runs")
+    parser.add_argument("--url", help="a service that is already there")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="where the pictures go")
+    given = parser.parse_args()
+    with ExitStack() as stack:
+        if given.url:
+            url, runs = given.url.rstrip("/"), tuple(given.what)
+            if not runs:
+                runs = tuple(run["run"] for run in httpx.get(f"{url}/v1/runs").raise_for_status().json()["runs"][:3])
+        else:
+            traces = [Path(name) for name in given.what] or sorted((ROOT / "lab" / "traces").glob("*.jsonl.gz"))
+            if not traces:
+                sys.exit("there is no recorded run in lab/traces; name trace files, or a service with --url")
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
+            url = stack.enter_context(local_service(Path(directory), 0))
+            runs = tuple(replay(trace, url=url) for trace in traces)
+        browser = stack.enter_context(chromium())
+        for picture in pictures(runs):
+            print(take(browser, url, picture, given.out))
+
+
+if __name__ == "__main__":
+    main()
