@@ -1,0 +1,324 @@
+"""The detectors on made-up heads whose fate is known."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreshock.contract import wire
+from foreshock.contract.slots import SLOT_COUNT, Mode, Slot, identity_row
+from foreshock.monitor.detectors import DetectorConfig, Detectors, Floats, Readings
+
+HEADS = [(layer, head) for layer in range(4) for head in range(4)]
+N = len(HEADS)
+SICK = 2
+"""Row of the head that fails: layer 0 head 2."""
+EVERY = 50
+
+Course = Callable[[int], tuple[Floats, Floats]]
+"""Offsets and largest scores, [N], at a step."""
+
+
+@cache
+def _noise(step: int) -> Floats:
+    return np.random.default_rng(step).normal(0.0, 1.0, N)
+
+
+def healthy(step: int) -> tuple[Floats, Floats]:
+    """Every head grows fast at first, each to its own level, and then hardly."""
+    level = np.linspace(-6.0, 24.0, N)
+    offset = level * (1 - np.exp(-step / 900)) + 0.05 * _noise(step)
+    return offset, 12 + 25 * (1 - np.exp(-step / 700)) + 1.5 * np.abs(_noise(step + 1))
+
+
+def line(step: int) -> tuple[Floats, Floats]:
+    """One head drifts 1.5 nats in a thousand steps from step 2000 on."""
+    offset, score = healthy(step)
+    offset[SICK] = -0.3 - 1.5e-3 * max(0, step - 2000) + 0.05 * _noise(step)[SICK]
+    return offset, score
+
+
+def explosion(step: int) -> tuple[Floats, Floats]:
+    """One head doubles every 800 steps from step 2000 on."""
+    offset, score = healthy(step)
+    drift = 0.5 * 2 ** (max(0, step - 2000) / 800)
+    offset[SICK] = drift + 0.02 * _noise(step)[SICK]
+    score[SICK] = 9 + 1.25 * drift
+    return offset, score
+
+
+def reading(
+    step: int, course: Course = healthy, *, bias: float = 0.0, mode: Mode = Mode.PLAIN, **fields: Any
+) -> Readings:
+    offset, score = course(step)
+    nothing = np.full(N, np.nan)
+    delta = 1e-4 * _noise(step + 2)
+    delta[SICK] += bias * 1e-4
+    defaults: dict[str, Any] = {
+        "step": step,
+        "since_step": step - EVERY,
+        "rows": np.full(N, 1e5),
+        "offset": offset,
+        "offset_rms": np.abs(offset) + 0.5,
+        "score_max": score,
+        "row_max_abs": score,
+        "tied_bf16": np.full(N, 0.02),
+        "tied_one": np.full(N, 0.002),
+        "delta_sum": delta,
+        "delta_abs": np.full(N, 1e-3),
+        "delta_sumsq": np.full(N, 1e-8),
+        "nonfinite_rows": np.zeros(N),
+        "query_norm": 2 + 1e-3 * step * np.ones(N),
+        "key_norm": nothing,
+        "query_key_norm": nothing,
+        "modes": np.full(N, int(mode), dtype=np.int32),
+        "loss": 2.0,
+        "grad_norm": 1.0,
+    }
+    return Readings(**(defaults | fields))
+
+
+def play(
+    course: Course = healthy, until: int = 7000, detectors: Detectors | None = None, since: int = 0, **fields: Any
+) -> tuple[Detectors, list[wire.Verdict]]:
+    detectors = detectors or Detectors(HEADS)
+    told = []
+    for step in range(since + EVERY, until + 1, EVERY):
+        told += detectors.update(reading(step, course, **fields))
+    return detectors, told
+
+
+def _fields(arrays: dict[str, Floats]) -> dict[str, Any]:
+    return {**arrays}
+
+
+def raised(told: list[wire.Verdict]) -> list[tuple[int | None, int | None]]:
+    return [(v.layer, v.head) for v in told if v.state == "raised"]
+
+
+def test_healthy_heads_that_grow_fast_and_then_settle_are_never_warned_about() -> None:
+    detectors, told = play(until=20_000)
+    assert told == []
+    assert detectors.active == []
+    assert detectors.risk.max() < 1.0
+
+
+@pytest.mark.parametrize("course", [line, explosion])
+def test_the_drifting_head_alone_is_warned_about_with_rounding_as_the_cause(course: Course) -> None:
+    _, told = play(course, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    first = told[0]
+    assert first.step <= 5000
+    assert first.cause == "rounding"
+    assert first.signal == "offset"
+    assert first.evidence["delta_bias_z"] > 3
+    assert "Layer 0 head 2" in first.sentence
+
+
+def test_the_forecast_brackets_the_step_at_which_the_largest_score_reaches_512() -> None:
+    _, told = play(explosion, until=5500)
+    truth = 2000 + 800 * math.log2((512 - 9) / 1.25 / 0.5)
+    for verdict in told:
+        assert verdict.forecast_steps is not None
+        assert verdict.forecast_low_steps is not None
+        assert verdict.forecast_high_steps is not None
+        assert verdict.forecast_low_steps <= truth - verdict.step <= verdict.forecast_high_steps
+        assert verdict.forecast_steps == pytest.approx(truth - verdict.step, rel=0.35)
+
+
+def test_accumulated_delta_bias_alone_never_warns() -> None:
+    detectors, told = play(until=9000, bias=3.0)
+    assert told == []
+    assert detectors.risk[SICK] < 1.0
+
+
+def test_a_head_in_exact_delta_mode_is_not_said_to_fail_from_rounding() -> None:
+    _, told = play(line, mode=Mode.EXACT_DELTA, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].cause == "score growth"
+
+
+def test_score_growth_without_a_shift_of_all_scores_is_named_so() -> None:
+    def spreading(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        score[SICK] = 20 * 2 ** (max(0, step - 2500) / 900)
+        return offset, score
+
+    _, told = play(spreading)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].signal == "score"
+    assert told[0].cause == "score growth"
+
+
+def test_ties_that_leave_their_own_past_warn_and_stay_warned_when_they_fall_again() -> None:
+    detectors = Detectors(HEADS)
+    told: list[wire.Verdict] = []
+    for step in range(EVERY, 9001, EVERY):
+        ties = np.full(N, 0.02)
+        ties[SICK] = 0.02 + 0.9 * min(1.0, max(0.0, (step - 5000) / 2000)) if step < 8000 else 0.05
+        told += detectors.update(reading(step, tied_bf16=ties))
+    assert [(v.signal, v.layer, v.head) for v in told if v.state == "raised"] == [("ties", 0, 2)]
+    assert [v.state for v in told if v.state == "cleared"] == []
+
+
+def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_again() -> None:
+    def stopping(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        offset[SICK] = 1.5e-3 * (max(0, min(step, 5500) - 2000) + max(0, step - 14_000)) + 0.05 * _noise(step)[SICK]
+        return offset, score
+
+    detectors, told = play(stopping, until=18_000)
+    states = [(v.state, v.id) for v in told if v.state != "updated"]
+    assert [state for state, _ in states] == ["raised", "cleared", "raised"]
+    assert states[0][1] == states[1][1] != states[2][1]
+    quiet = next(v for v in told if v.state == "cleared")
+    assert quiet.step >= 5500 + DetectorConfig().quiet_steps
+    assert detectors.risk[SICK] == 1.0
+
+
+@pytest.mark.parametrize("field", ["offset", "row_max_abs", "query_norm", "tied_bf16", "delta_sum", "rows"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(field: str, value: float) -> None:
+    detectors, told = play(line, until=5000, **_fields({field: np.full(N, value)}))
+    assert np.isfinite(detectors.risk).all()
+    if field not in ("offset", "rows"):
+        assert raised(told) == [HEADS[SICK]]
+    elif field == "offset" and math.isnan(value):
+        assert told == []
+
+
+def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
+    unknown = np.full(N, np.nan)
+    arrays = {
+        name: unknown
+        for name in Readings.__dataclass_fields__
+        if name not in ("step", "since_step", "modes", "loss", "grad_norm")
+    }
+    detectors, told = play(until=5000, **_fields(arrays))
+    assert told == []
+    assert detectors.risk.tolist() == [0.0] * N
+
+
+def test_non_finite_rows_are_critical_at_once_even_before_the_early_phase_ends() -> None:
+    rows = np.zeros(N)
+    rows[SICK] = 3
+    _, told = play(until=EVERY, nonfinite_rows=rows)
+    assert [(v.severity, v.signal, v.layer, v.head) for v in told] == [("critical", "nonfinite", 0, 2)]
+
+
+def test_a_non_finite_loss_is_a_critical_verdict_on_the_run() -> None:
+    _, told = play(until=EVERY, loss=math.nan)
+    assert [(v.severity, v.layer, v.head, v.cause) for v in told] == [("critical", None, None, "other")]
+
+
+def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
+    heads = [(layer, head) for layer in range(20) for head in range(20)]
+    words = np.tile(identity_row(), (len(heads), 1))
+    words[:, Slot.ROWS_NONFINITE] = 7
+    sample = Readings.from_words(step=1, since_step=0, words=words, modes=np.zeros(len(heads), dtype=np.int32))
+    told = Detectors(heads).update(sample)
+    assert 1 <= len(told) <= 17
+    assert told[0].layer == 0
+
+
+def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown() -> None:
+    words = np.tile(identity_row(), (2, 1))
+    words[0, Slot.ROWS], words[0, Slot.ROWS_TIED_ONE] = 4, 1
+    floats = words.view(np.float64)
+    floats[0, Slot.OFFSET_SUM], floats[0, Slot.OFFSET_SUMSQ], floats[0, Slot.ROW_MAX_ABS] = 8.0, 36.0, 5.0
+    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
+    assert (seen.offset[0], seen.offset_rms[0], seen.tied_one[0], seen.row_max_abs[0]) == (2.0, 3.0, 0.25, 5.0)
+    assert np.isnan([seen.offset[1], seen.tied_one[1], seen.row_max_abs[1], seen.delta_sum[1]]).all()
+    assert words.shape == (2, SLOT_COUNT)
+
+
+def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"\(16,\) were given to 2 heads"):
+        Detectors([(0, 0), (0, 1)]).update(reading(EVERY))
+
+
+def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts() -> None:
+    detectors, told = play(line, until=5000)
+    assert raised(told)
+    again = detectors.update(reading(3000, line))
+    assert again == []
+    assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
+
+
+@settings(max_examples=5, deadline=None)
+@given(cut=st.integers(1, 119))
+def test_resuming_from_a_saved_state_at_any_sample_equals_not_stopping(cut: int) -> None:
+    whole, expected = play(line, until=6000)
+    first, told = play(line, until=cut * EVERY)
+    resumed = Detectors(HEADS)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    _, rest = play(line, until=6000, detectors=resumed, since=cut * EVERY)
+    assert told + rest == expected
+    np.testing.assert_array_equal(resumed.risk, whole.risk)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="resume with the same model"):
+        Detectors([(0, 0)]).load_state_dict(Detectors(HEADS).state_dict())
+
+
+def test_a_state_of_another_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="same detector configuration"):
+        Detectors(HEADS, DetectorConfig(window_steps=2000)).load_state_dict(Detectors(HEADS).state_dict())
+
+
+@settings(max_examples=4, deadline=None)
+@given(order=st.permutations(range(N)))
+def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
+    def shuffled(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        return offset[order], score[order]
+
+    straight, expected = play(explosion, until=4500, delta_sum=np.zeros(N))
+    turned, told = play(shuffled, until=4500, delta_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order]))
+    assert told == expected
+    np.testing.assert_allclose(turned.risk, straight.risk[order], rtol=1e-12)
+
+
+@settings(max_examples=4, deadline=None)
+@given(exponent=st.integers(-20, 20))
+def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
+    scale = 2.0**exponent
+    expected: list[wire.Verdict] = []
+    told: list[wire.Verdict] = []
+    straight, scaled = Detectors(HEADS), Detectors(HEADS)
+    for step in range(EVERY, 4501, EVERY):
+        sample = reading(step, line, bias=0.6)
+        expected += straight.update(sample)
+        told += scaled.update(reading(step, line, delta_sum=sample.delta_sum * scale))
+    assert raised(expected)
+    assert told == expected
+
+
+def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
+    steps = []
+    for every in (10, 50, 170):
+        detectors = Detectors(HEADS)
+        warned = None
+        for step in range(every, 6000, every):
+            if detectors.update(reading(step, line, since_step=step - every)):
+                warned = warned or step
+        steps.append(warned)
+    assert None not in steps
+    assert max(s for s in steps if s) - min(s for s in steps if s) <= 600
+
+
+def test_a_layer_wide_reading_names_the_head_with_the_largest_accumulated_delta_bias() -> None:
+    def by_layer(step: int) -> tuple[Floats, Floats]:
+        offset, score = line(step)
+        offset[:4], score[:4] = offset[SICK], score[SICK]
+        return offset, score
+
+    _, told = play(by_layer, until=5000, bias=5.0)
+    assert raised(told) == [HEADS[SICK]]
