@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import typer.main
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from foreshock.cli.main import app
 from foreshock.monitor.config import AgentConfig
@@ -37,8 +37,8 @@ def commands() -> Iterator[str]:
     """Every command, argument and option."""
     yield "# Command line\n"
 
-    def walk(command: click.Command, path: str) -> Iterator[str]:
-        if isinstance(command, click.Group):
+    def walk(command: TyperCommand | TyperGroup, path: str) -> Iterator[str]:
+        if isinstance(command, TyperGroup):
             for name, child in sorted(command.commands.items()):
                 yield from walk(child, f"{path} {name}")
             return
@@ -47,7 +47,7 @@ def commands() -> Iterator[str]:
         rows = [
             (
                 ", ".join(f"`{option}`" for option in parameter.opts)
-                if isinstance(parameter, click.Option)
+                if isinstance(parameter, TyperOption)
                 else f"`{parameter.name}`",
                 "required" if parameter.required else f"`{parameter.default}`" if parameter.default is not None else "",
                 getattr(parameter, "help", None) or "",

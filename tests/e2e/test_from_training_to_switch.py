@@ -1,0 +1,277 @@
+"""The whole path on real input: a run drifts, Prometheus sees it, Alertmanager calls, a person approves, it switches.
+
+Two real trainings run side by side: one under the rounding of a real kernel, one control whose attention is float32.
+Nothing is injected. The rules, thresholds and detectors are the shipped ones; only the intervals at which Prometheus
+scrapes and Alertmanager waits are shortened.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"
+SEED = 7
+MOST_SECONDS = 280.0
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def eventually(what: str, look: Callable[[], T | None], seconds: float = 30.0, every: float = 0.1) -> T:
+    """The first truthy answer of `look`; fails with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(every)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its base address and where it logs."""
+
+    url: str
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a program that listens on `port` and wait until `ready` answers 200; ends with the test."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(command: list[str], port: int, ready: str) -> Server:
+        program = command[0]
+        if program != sys.executable and shutil.which(program) is None:
+            message = f"{program} is not on the PATH; `make servers` installs it"
+            if os.environ.get("CI") == "true":
+                pytest.fail(message)
+            pytest.skip(message)
+        log = tmp_path / f"{Path(program).name}-{port}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+        running.append(process)
+        server = Server(f"http://127.0.0.1:{port}", log)
+
+        def answers() -> bool:
+            if process.poll() is not None:
+                pytest.fail(f"{program} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+            try:
+                return httpx.get(server.url + ready, timeout=1.0).status_code == httpx.codes.OK
+            except httpx.HTTPError:
+                return False
+
+        eventually(f"{program} is ready", answers)
+        return server
+
+    yield run
+    for process in reversed(running):
+        process.terminate()
+    for process in reversed(running):
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+TRAIN = """
+import sys, torch
+from dataclasses import replace
+from foreshock.lab.recipes import find_arm, find_recipe
+from foreshock.lab.run import Training, train
+torch.set_num_threads(1)
+arm_name, policy, run, url, seed = sys.argv[1:]
+recipe = find_recipe("key-bias-small")
+training = Training(recipe, replace(find_arm(arm_name), policy=policy), int(seed), run=run, url=url)
+train(training, recipe.steps)
+"""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The running servers."""
+
+    service: str
+    prometheus: str
+    alertmanager: str
+
+    def get(self, path: str, **query: Any) -> Any:
+        return httpx.get(self.service + path, params=query, timeout=10).raise_for_status().json()
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """What Prometheus fires now, the watchdog aside."""
+        data = httpx.get(self.prometheus + "/api/v1/alerts", timeout=10).raise_for_status().json()["data"]
+        return [
+            alert["labels"]
+            for alert in data["alerts"]
+            if alert["state"] == "firing" and alert["labels"]["alertname"] != "ForeshockWatchdog"
+        ]
+
+
+@pytest.fixture
+def stack(start: Start, tmp_path: Path) -> Stack:
+    ports = {name: free_port() for name in ("service", "prometheus", "alertmanager")}
+    database = f"sqlite:///{tmp_path / 'foreshock.db'}"
+    serve = [sys.executable, "-P", "-m", "foreshock", "serve", "--port", str(ports["service"])]
+    service = start([*serve, "--database-url", database], ports["service"], "/readyz")
+    hook = service.url + "/v1/webhooks/alertmanager"
+    (tmp_path / "alertmanager.yml").write_text(
+        alertmanager_config(hook, None, group_wait="1s", group_interval="2s", watchdog_interval="2s")
+    )
+    (tmp_path / "prometheus.yml").write_text(
+        prometheus_config(
+            service.address,
+            RULES,
+            f"127.0.0.1:{ports['alertmanager']}",
+            scrape_interval="1s",
+            evaluation_interval="1s",
+        )
+    )
+    alertmanager = start(
+        [
+            "prometheus-alertmanager",
+            f"--config.file={tmp_path / 'alertmanager.yml'}",
+            f"--storage.path={tmp_path / 'alertmanager'}",
+            f"--web.listen-address=127.0.0.1:{ports['alertmanager']}",
+            "--cluster.listen-address=",
+        ],
+        ports["alertmanager"],
+        "/-/ready",
+    )
+    prometheus = start(
+        [
+            "prometheus",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'prometheus'}",
+            f"--web.listen-address=127.0.0.1:{ports['prometheus']}",
+            "--rules.alert.resend-delay=1s",  # an alert from before Alertmanager was found is sent again soon
+        ],
+        ports["prometheus"],
+        "/-/ready",
+    )
+    return Stack(service.url, prometheus.url, alertmanager.url)
+
+
+@pytest.fixture
+def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The run under kernel numerics, which asks before it switches, and its control."""
+    running = {}
+    for arm, policy in (("untreated", "approve"), ("control", "approve")):
+        with (tmp_path / f"{arm}.log").open("wb") as log:
+            running[arm] = subprocess.Popen(
+                [sys.executable, "-P", "-c", TRAIN, arm, policy, arm, stack.service, str(SEED)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+    yield running
+    for process in running.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(400)
+def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_silent(
+    stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    def alive() -> None:
+        for arm, process in trainings.items():
+            if process.poll():
+                pytest.fail(f"{arm} ended with {process.returncode}:\n{(tmp_path / f'{arm}.log').read_text()[-2000:]}")
+
+    def fired() -> dict[str, Any] | None:
+        alive()
+        alerts = [alert for alert in stack.alerts() if alert["alertname"] == "ForeshockHeadFailing"]
+        return alerts[0] if alerts else None
+
+    # The rule fires with the shipped thresholds and names the head that the agent warned about.
+    alert = eventually("ForeshockHeadFailing fires", fired, MOST_SECONDS, every=0.5)
+    assert alert["run"] == "untreated"
+    layer, head = int(alert["layer"]), int(alert["head"])
+    warnings = stack.get("/v1/runs/untreated")["warnings"]
+    assert [layer, head] in [[warning["layer"], warning["head"]] for warning in warnings]
+
+    # Alertmanager delivers it; under policy approve the webhook proposes and switches nothing.
+    def proposed() -> dict[str, Any] | None:
+        commands = stack.get("/v1/runs/untreated/commands")["commands"]
+        return next((c for c in commands if c["source"] == "alertmanager"), None)
+
+    command = eventually("Alertmanager's webhook arrives", proposed)
+    assert command["state"] == "proposed"
+    assert command["heads"] == [[layer, head]]
+    assert head_mode(stack, layer, head) == "plain"
+
+    # A person approves; the command reaches the agent with its next batch, and the next samples show the new mode.
+    decision = {"who": "tester", "reason": "the evidence convinces"}
+    httpx.post(f"{stack.service}/v1/commands/{command['id']}/approve", json=decision, timeout=10).raise_for_status()
+    answered = eventually(
+        "the agent answers", lambda: (c := stack.get(f"/v1/commands/{command['id']}"))["state"] == "applied" and c
+    )
+    assert answered["ranks"][0]["before"] == ["plain"]
+    assert answered["ranks"][0]["after"] == [command["mode"]]
+    eventually("the samples show the new mode", lambda: head_mode(stack, layer, head) == command["mode"])
+    eventually("Prometheus shows the new mode", lambda: prometheus_mode(stack, layer, head) > 0)
+
+    # Every step of it stands in the audit trail, whose chain holds; the watchdog proves the alert path.
+    audit = stack.get("/v1/audit", limit=100)
+    states = [row["details"].get("state") for row in audit["rows"] if row["command"] == command["id"]]
+    assert audit["intact"]
+    assert {"proposed", "pending", "delivered", "applied"} <= set(states)
+    assert "foreshock_service_watchdog_timestamp_seconds" in httpx.get(stack.service + "/metrics", timeout=10).text
+
+    # The control trains on to at least the same step and says nothing.
+    switched_at = answered["ranks"][0]["step"]
+
+    def control_caught_up() -> bool:
+        alive()
+        step = stack.get("/v1/runs/control")["last_step"]
+        return step is not None and step >= switched_at
+
+    eventually("the control reaches the switch step", control_caught_up, 120.0, every=0.5)
+    assert stack.get("/v1/runs/control")["warnings"] == []
+    assert [e for e in stack.get("/v1/runs/control/events")["events"] if e["kind"] == "verdict"] == []
+    assert [alert for alert in stack.alerts() if alert.get("run") == "control"] == []
+
+
+def head_mode(stack: Stack, layer: int, head: int) -> str | None:
+    """The mode of a head in the run's last sample."""
+    entry = next(e for e in stack.get("/v1/runs/untreated")["layers"] if e["layer"] == layer)
+    mode: str | None = entry["modes"][entry["heads"].index(head)]
+    return mode
+
+
+def prometheus_mode(stack: Stack, layer: int, head: int) -> float:
+    """The mode flag of a head as Prometheus knows it; 0 when it has no such series."""
+    query = f'foreshock_head_mode{{run="untreated",layer="{layer}",head="{head}"}}'
+    reply = httpx.get(stack.prometheus + "/api/v1/query", params={"query": query}, timeout=10).raise_for_status()
+    result = reply.json()["data"]["result"]
+    return float(result[0]["value"][1]) if result else 0.0

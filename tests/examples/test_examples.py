@@ -1,0 +1,38 @@
+"""Every example runs as a person would run it, and the service sees its run from start to end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from foreshock.server.testing import LiveService
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("example", "run", "more"),
+    [("plain_loop.py", "plain-loop", []), ("huggingface_trainer.py", "trainer", ["--output", "out"])],
+)
+def test_an_example_trains_and_its_run_is_complete_at_the_service(
+    example: str, run: str, more: list[str], tmp_path: Path
+) -> None:
+    with LiveService(tmp_path) as service:
+        command = [sys.executable, "-P", str(EXAMPLES / example), "--url", service.url, "--steps", "25", *more]
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "foreshock watches" in done.stderr
+        detail = httpx.get(f"{service.url}/v1/runs/{run}", timeout=10).json()
+    assert detail["status"] == "completed"
+    assert detail["last_step"] == 25
+    assert [layer["heads"] for layer in detail["layers"]] == [[0, 1, 2, 3]] * 2
+    assert detail["loss"] is not None
+
+
+def test_every_example_is_run_by_this_test() -> None:
+    ran = {"plain_loop.py", "huggingface_trainer.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == ran
