@@ -13,6 +13,10 @@ from torch import Tensor
 
 from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
+    INTERPRET,
+    PAPER_SOFTMAX,
+    PAPER_TOLERANCE,
+    STABLE_SOFTMAX,
     cap_scores,
     diagonal,
     kept,
@@ -23,29 +27,31 @@ from foreshock.kernels.flash_attention.blocks import (
     to_operand,
     visible,
 )
-from foreshock.kernels.flash_attention.counting import merge_kernel, row_kernel
+from foreshock.kernels.flash_attention.counting import finite, merge_kernel, row_kernel
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.spec import AttentionSpec
-from foreshock.kernels.flash_attention.ties import count_ties, tie_levels, tied
+from foreshock.kernels.flash_attention.ties import add_floors, count_ties, tie_levels, tied
 from foreshock.kernels.flash_attention.tuning import Config, Configs, configs
 
 
 @triton.jit
-def _weights(products, shift, log2_sum, unit):
-    """P from products of queries and keys: exp(score - row max) / row sum, each digit kept at any offset."""
-    return tl.exp2((products - shift) * unit - log2_sum)
+def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
+    """The matrix [ROWS, 16] whose product with folded rows adds up their columns first to first + 2."""
+    column = tl.arange(0, 16)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    dtype: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
+    return tl.where((column >= first) & (column < first + 3), 1.0, 0.0).to(dtype)
 
 
 @triton.jit
 def _grad_query(
-    acc, ties, q, grad_out, key, value, batch, kv_head, low, high, queries, shift, log2_sum, delta, wide, narrow,
-    start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit, score_unit, scale, softcap, left, right,
+    acc, ties, wide_floors, narrow_floors, q, grad_out, key, value, batch, kv_head, low, high, queries, log2_lse, delta,
+    wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit, score_unit, scale, softcap, left, right,
     keep_scale, seed, plane, threshold,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [low, high) to dQ of one block of queries, and to its packed counts of ties."""
+    """Add the keys [low, high) to dQ of one block of queries, and to its counts of ties (COUNT: see ties.py)."""
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
@@ -55,9 +61,12 @@ def _grad_query(
         if MASKED:
             mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
             scores = tl.where(mask, scores, float("-inf"))
-        p = _weights(scores, shift[:, None], log2_sum[:, None], unit)
-        if COUNT:
+        p = tl.exp2(tl.fma(scores, unit, -log2_lse[:, None]))
+        if COUNT == 1:
             ties += count_ties(scores, score_unit, wide, narrow)
+        if COUNT == 2:
+            wide_floors = add_floors(wide_floors, p, wide_factor)
+            narrow_floors = add_floors(narrow_floors, p, narrow_factor)
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
@@ -66,12 +75,12 @@ def _grad_query(
             capped = tl.where(p == 0.0, 0.0, scores / softcap)
             grad_s = grad_s * (1.0 - capped * capped)
         acc = tl.dot(to_operand(grad_s, DTYPE), k, acc)
-    return acc, ties
+    return acc, ties, wide_floors, narrow_floors
 
 
 @triton.jit
 def grad_query_kernel(
-    query, key, value, grad_out, grad_query, row_max, shifts, log2_sums, deltas, lse, tie_counts,
+    query, key, value, grad_out, grad_query, row_max, log2_lses, deltas, lse, tie_counts, modes,
     cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs,
@@ -79,8 +88,10 @@ def grad_query_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr,
+    HAS_MODES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head, and how many of its rows have ties, int64 [planes, 2, blocks]."""
+    """dQ of one block of queries of one head, and how many of its rows have ties or were shifted, int64
+    [planes, 3, blocks]."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -110,90 +121,136 @@ def grad_query_kernel(
         seed = tl.load(seeds)
     if COUNT:
         blocks = tl.num_programs(0)
-        counts = tie_counts + tl.program_id(1).to(tl.int64) * 2 * blocks + block
+        counts = tie_counts + tl.program_id(1).to(tl.int64) * 3 * blocks + block
     if first < length_q:
         queries = first + tl.arange(0, BLOCK_M)
         inside = queries < length_q
         q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
         do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
-        shift = tl.load(shifts + rows + queries, mask=inside, other=0.0)
-        log2_sum = tl.load(log2_sums + rows + queries, mask=inside, other=float("inf"))
+        log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
         delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         ties = tl.zeros((BLOCK_M,), tl.float32)
+        wide_floors = tl.full((BLOCK_M, BLOCK_N // 32, 4), 8388608.0, tl.float32)
+        narrow_floors = wide_floors
         wide = ties
         narrow = ties
-        if COUNT:
-            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-            wide, narrow, bf16_is_wide = tie_levels(largest, dtype)
+        wide_factor = ties
+        narrow_factor = ties
         offset = diagonal(length_q, length_k, TOP_LEFT)
         last = tl.minimum(first + BLOCK_M, length_q) - 1
         low, full_low, full_high, high = key_ranges(
             first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
+        fast_high = full_low
+        if COUNT:
+            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+            log_sum = tl.load(lse + rows + queries, mask=inside, other=float("inf"))
+            counted = finite(log_sum) & finite(largest) & finite(delta)
+            shifted = tl.zeros((BLOCK_M,), tl.int32)
+            if HAS_MODES:
+                mode = tl.load(modes + head)
+                # The paper's rule alone asks which rows tie; the loop is empty for a head in any other mode.
+                paper_high = tl.where((mode & PAPER_SOFTMAX) != 0, high, low)
+                for start in tl.range(low, paper_high, BLOCK_N):
+                    k = load_tile(
+                        key, batch, kv_head, start, BLOCK_N, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, TMA
+                    )
+                    scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
+                    keys = start + tl.arange(0, BLOCK_N)
+                    mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+                    near = mask & (largest[:, None] - scores <= PAPER_TOLERANCE)
+                    shifted += tl.sum(near.to(tl.int32), 1)
+                shifted = tl.where((mode & STABLE_SOFTMAX) != 0, 1, ((shifted > 1) & (largest != 0.0)).to(tl.int32))
+            tl.store(counts + 2 * blocks, tl.sum(tl.where(counted, shifted, 0).to(tl.int64), 0))
+            wide, narrow, wide_factor, narrow_factor, bf16_is_wide = tie_levels(largest, score_unit, log2_lse, unit, dtype)
+            # Past 512 a bf16 step of scores is too many binades of P for the fast count.
+            if tl.max(tl.where(inside, tl.abs(largest), 0.0), 0) < 512.0:
+                fast_high = full_high
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         if HAS_LEFT:
-            acc, ties = _grad_query(
-                acc, ties, q, do, key, value, batch, kv_head, low, full_low, queries, shift, log2_sum, delta, wide,
-                narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
-                left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT,
-                PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+            acc, ties, wide_floors, narrow_floors = _grad_query(
+                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, low, full_low, queries, log2_lse, delta,
+                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+                score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
+                DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
             )  # fmt: skip
-        acc, ties = _grad_query(
-            acc, ties, q, do, key, value, batch, kv_head, full_low, full_high, queries, shift, log2_sum, delta, wide,
-            narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
-            left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT,
-            PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+        if COUNT:
+            acc, ties, wide_floors, narrow_floors = _grad_query(
+                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_low, fast_high, queries, log2_lse, delta,
+                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+                score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
+                DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, 2, dtype,
+            )  # fmt: skip
+        acc, ties, wide_floors, narrow_floors = _grad_query(
+            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, fast_high, full_high, queries, log2_lse, delta,
+            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+            score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
+            DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
-        acc, ties = _grad_query(
-            acc, ties, q, do, key, value, batch, kv_head, full_high, high, queries, shift, log2_sum, delta, wide,
-            narrow, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit, score_unit, scale, softcap,
-            left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT,
-            PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
+        acc, ties, wide_floors, narrow_floors = _grad_query(
+            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_high, high, queries, log2_lse, delta,
+            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+            score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
+            DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
         store_tile(grad_query, acc * scale, first, stride_gs, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
         if COUNT:
-            valid = tl.load(lse + rows + queries, mask=inside, other=float("inf"))
-            counted = (tl.abs(valid) < float("inf")) & (tl.abs(largest) < float("inf")) & (tl.abs(delta) < float("inf"))
-            tied_bf16, tied_one = tied(ties, bf16_is_wide)
+            top = tl.exp2(tl.fma(largest / score_unit, unit, -log2_lse))
+            tied_bf16, tied_one = tied(
+                ties,
+                tl.sum(tl.sum(wide_floors - 8388608.0, 2), 1),
+                tl.sum(tl.sum(narrow_floors - 8388608.0, 2), 1),
+                tl.floor(top * wide_factor),
+                tl.floor(top * narrow_factor),
+                bf16_is_wide,
+            )
             tl.store(counts, tl.sum((tied_bf16 & counted).to(tl.int64), 0))
             tl.store(counts + blocks, tl.sum((tied_one & counted).to(tl.int64), 0))
     elif COUNT:
         tl.store(counts, 0)
         tl.store(counts + blocks, 0)
+        tl.store(counts + 2 * blocks, 0)
 
 
 @triton.jit
 def _grad_key(
-    grad_k, grad_v, k, v, query, grad_out, batch, head, low, high, keys, shifts, log2_sums, deltas, rows,
+    grad_k, grad_v, k, v, query, grad_out, folded, batch, head, low, high, keys, log2_lses, deltas, rows, row_plane,
+    take_lse, take_delta,
     start_q, start_k, offset, length_q, length_k, stride_q, stride_o, dim, unit, scale, softcap, left, right,
     keep_scale, seed, plane, threshold,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are transposed, [keys, queries]."""
     for start in tl.range(low, high, BLOCK_M):
         q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         queries = start + tl.arange(0, BLOCK_M)
-        inside = queries < length_q
-        # Past the last query P is exp2(-inf) = 0.
-        shift = tl.load(shifts + rows + queries, mask=inside, other=0.0)
-        log2_sum = tl.load(log2_sums + rows + queries, mask=inside, other=float("inf"))
-        delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, PRESCALED, SOFTCAP)
         grad_p = tl.dot(v, tl.trans(do))
+        if FOLD:
+            # -lse / unit and -delta are added by the matrix unit: no vector of the tile's queries is held in registers.
+            # Past the last query these are 0, and so is all that P and dS are multiplied by.
+            row_parts = load_tile(folded, row_plane, 0, start, BLOCK_M, 16, length_q, 16, 16, True, MASKED, TMA)
+            scores = tl.dot(take_lse, tl.trans(row_parts), scores)
+            grad_p = tl.dot(take_delta, tl.trans(row_parts), grad_p)
+        else:
+            inside = queries < length_q
+            # Past the last query P is exp2(-inf) = 0.
+            log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
+            delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         if MASKED:
             mask = visible(queries[None, :], keys[:, None], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
             scores = tl.where(mask, scores, float("-inf"))
-        p = _weights(scores, shift[None, :], log2_sum[None, :], unit)
+        p = tl.exp2(scores * unit) if FOLD else tl.exp2(tl.fma(scores, unit, -log2_lse[None, :]))
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[None, :], start_k + keys[:, None], threshold)
             grad_v = tl.dot(to_operand(tl.where(keep, p * keep_scale, 0.0), DTYPE), do, grad_v)
             grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
         else:
             grad_v = tl.dot(to_operand(p, DTYPE), do, grad_v)
-        grad_s = p * (grad_p - delta[None, :])
+        grad_s = p * grad_p if FOLD else p * (grad_p - delta[None, :])
         if SOFTCAP:
             capped = tl.where(p == 0.0, 0.0, scores / softcap)
             grad_s = grad_s * (1.0 - capped * capped)
@@ -203,13 +260,13 @@ def _grad_key(
 
 @triton.jit
 def grad_key_kernel(
-    query, key, value, grad_out, grad_key, grad_value, shifts, log2_sums, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
+    query, key, value, grad_out, grad_key, grad_value, folded, log2_lses, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, stride_wb, stride_wh, stride_ws,
     heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale, threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, over every query head of its group."""
     block = tl.program_id(0)
@@ -249,33 +306,38 @@ def grad_key_kernel(
         )
         grad_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        take_lse = take_columns(0, BLOCK_N)
+        take_delta = take_columns(3, BLOCK_N)
         for member in tl.range(0, group):
             head = kv_head * group + member
             plane = batch * heads + head
             rows = tl.cast(plane, tl.int64) * total_q + start_q
             query_rows = query
             grad_rows = grad_out
+            fold_rows = folded
+            if not TMA and FOLD:
+                fold_rows = folded + rows * 16
             if not TMA:
                 query_rows = query + tl.cast(head, tl.int64) * stride_qh
                 grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh
             if HAS_RIGHT:
                 grad_k, grad_v = _grad_key(
-                    grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, low, full_low, keys, shifts, log2_sums,
-                    deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                    grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, low, full_low, keys, log2_lses, deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
                     softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
-                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
                 )  # fmt: skip
             grad_k, grad_v = _grad_key(
-                grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, full_low, full_high, keys, shifts, log2_sums,
-                deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_low, full_high, keys, log2_lses, deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
                 softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, False,
-                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
             )  # fmt: skip
             grad_k, grad_v = _grad_key(
-                grad_k, grad_v, k, v, query_rows, grad_rows, batch, head, full_high, high, keys, shifts, log2_sums,
-                deltas, rows, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_high, high, keys, log2_lses, deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
                 softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
-                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+                HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
             )  # fmt: skip
         store_tile(grad_key, grad_k * scale, first, stride_gs, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
         store_tile(grad_value, grad_v, first, stride_ws, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
@@ -290,7 +352,6 @@ def attention_backward(
     residual: Tensor,
     lse: Tensor,
     row_max: Tensor,
-    row_sum: Tensor,
     state: Tensor | None,
     modes: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -309,9 +370,9 @@ def attention_backward(
         return grads
     if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
         grad_out = grad_out.contiguous()
-    chosen = configs(call.capability, call.block_d)
+    chosen = configs(call.capability, call.block_d, call.longest_k)
     launch_backward(
-        call, chosen, grad_out, query, key, value, out, residual, lse, row_max, row_sum, grads, state, modes, dropout_seed
+        call, chosen, grad_out, query, key, value, out, residual, lse, row_max, grads, state, modes, dropout_seed
     )
     if call.packed:
         call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
@@ -330,15 +391,14 @@ def launch_backward(
     residual: Tensor | None,
     lse: Tensor,
     row_max: Tensor,
-    row_sum: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     state: Tensor | None,
     modes: Tensor | None,
     seed: Tensor | None,
 ) -> None:
     """The three passes under given configurations, and the statistics; the benchmark calls it without a residual."""
-    rows = _launch_rows(call, grad_out, out, residual, lse, row_max, row_sum, state, modes)
-    ties = _launch_grad_query(call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, seed)
+    rows = _launch_rows(call, grad_out, out, residual, lse, row_max, state, modes)
+    ties = _launch_grad_query(call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, modes, seed)
     _launch_grad_key(call, chosen.grad_key, grad_out, query, key, value, rows, grads[1], grads[2], seed)
     if state is not None and rows.partial is not None and ties is not None:
         merge_kernel[(call.heads, SLOT_COUNT)](
@@ -359,11 +419,12 @@ def launch_backward(
 
 
 class _Rows(NamedTuple):
-    """What the first pass leaves for the others, all [B, H, Sq] fp32, and its statistics."""
+    """What the first pass leaves for the others, [B, H, Sq] fp32, and its statistics."""
 
-    shift: Tensor
-    log2_sum: Tensor
+    log2_lse: Tensor
     delta: Tensor
+    folded: Tensor | None
+    """bf16 [B * H, 1, Sq, 16]: -lse / unit and -delta as three summands each; None where they cannot be folded."""
     partial: Tensor | None
 
 
@@ -374,13 +435,15 @@ def _launch_rows(
     residual: Tensor | None,
     lse: Tensor,
     row_max: Tensor,
-    row_sum: Tensor,
     state: Tensor | None,
     modes: Tensor | None,
 ) -> _Rows:
     rows_per_block = 64
     grid = (triton.cdiv(call.longest_q, rows_per_block), call.sequences * call.heads)
-    shift, log2_sum, delta = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
+    log2_lse, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
+    folded = None
+    if call.foldable:
+        folded = torch.empty((lse.shape[0] * lse.shape[1], 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
     partial = None
     if state is not None:
         partial = torch.empty((grid[1], SLOT_COUNT, grid[0]), dtype=torch.int64, device=lse.device)
@@ -392,10 +455,9 @@ def _launch_rows(
         residual,
         lse,
         row_max,
-        row_sum,
-        shift,
-        log2_sum,
+        log2_lse,
         delta,
+        folded,
         partial,
         modes,
         call.cu_seqlens_q,
@@ -406,7 +468,7 @@ def _launch_rows(
         call.total_q,
         call.total_k,
         call.dim,
-        float(call.score_unit),
+        float(call.unit),
         spec.window_left,
         call.right,
         ROWS=rows_per_block,
@@ -414,9 +476,10 @@ def _launch_rows(
         HAS_MODES=modes is not None,
         RESIDUAL=residual is not None,
         COUNT=state is not None,
+        FOLD=folded is not None,
         num_warps=4,
     )
-    return _Rows(shift, log2_sum, delta, partial)
+    return _Rows(log2_lse, delta, folded, partial)
 
 
 def _launch_grad_query(
@@ -431,13 +494,14 @@ def _launch_grad_query(
     row_max: Tensor,
     grad_query: Tensor,
     state: Tensor | None,
+    modes: Tensor | None,
     seed: Tensor | None,
 ) -> Tensor | None:
     tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
     grid = (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads)
     ties = None
     if state is not None:
-        ties = torch.empty((grid[1], 2, grid[0]), dtype=torch.int64, device=lse.device)
+        ties = torch.empty((grid[1], 3, grid[0]), dtype=torch.int64, device=lse.device)
     grad_query_kernel[grid](
         call.rows(query, config.block_m, tma),
         call.rows(key, config.block_n, tma),
@@ -445,11 +509,11 @@ def _launch_grad_query(
         call.rows(grad_out, config.block_m, tma),
         grad_query,
         row_max,
-        rows.shift,
-        rows.log2_sum,
+        rows.log2_lse,
         rows.delta,
         lse,
         ties,
+        modes,
         call.cu_seqlens_q,
         call.cu_seqlens_k,
         seed,
@@ -463,9 +527,11 @@ def _launch_grad_query(
         BLOCK_N=config.block_n,
         **call.switches(),
         TMA=tma,
-        COUNT=state is not None,
+        COUNT=1 if state is not None else 0,
+        HAS_MODES=modes is not None,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=config.registers,
     )
     return ties
 
@@ -491,8 +557,8 @@ def _launch_grad_key(
         call.rows(grad_out, config.block_m, tma),
         grad_key,
         grad_value,
-        rows.shift,
-        rows.log2_sum,
+        call.rows(rows.folded, config.block_m, tma, 16) if rows.folded is not None else None,
+        rows.log2_lse,
         rows.delta,
         call.cu_seqlens_q,
         call.cu_seqlens_k,
@@ -508,6 +574,8 @@ def _launch_grad_key(
         BLOCK_N=config.block_n,
         **call.switches(),
         TMA=tma,
+        FOLD=rows.folded is not None,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=config.registers,
     )

@@ -3,10 +3,17 @@
 import triton
 import triton.language as tl
 
+from foreshock.contract.slots import Mode
+from foreshock.kernels.flash_attention import shift
+
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
 round, so there tiles are widened to fp32 when loaded and rounded by hand."""
 
+EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
+STABLE_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.STABLE_SOFTMAX))
+PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
+PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -126,9 +133,11 @@ def key_ranges(
 @triton.jit
 def visible(queries, keys, offset, length_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Which query sees which key; `queries` and `keys` are indices that broadcast against each other."""
-    mask = keys < length_k
+    # One bound from both conditions, so that an entry costs one comparison.
+    last = length_k - 1
     if HAS_RIGHT:
-        mask = mask & (keys <= queries + (offset + right))
+        last = tl.minimum(last, queries + (offset + right))
+    mask = keys <= last
     if HAS_LEFT:
         mask = mask & (keys >= queries + (offset - left))
     return mask

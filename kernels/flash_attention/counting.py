@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from foreshock.contract.slots import SLOT_COUNT, Mode, Slot
-from foreshock.kernels.flash_attention.blocks import LOG2E, diagonal, load_tile, sequence
+from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.kernels.flash_attention.blocks import EXACT_DELTA, LOG2E, diagonal, load_tile, sequence, to_operand
 
-_EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_BF16))
-_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_ONE))
 _SHIFTED: tl.constexpr = tl.constexpr(int(Slot.ROWS_SHIFTED))
 _EMPTY: tl.constexpr = tl.constexpr(int(Slot.ROWS_EMPTY))
 _NONFINITE: tl.constexpr = tl.constexpr(int(Slot.ROWS_NONFINITE))
@@ -19,8 +17,14 @@ _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
 
 
 @triton.jit
-def _finite(x):
+def finite(x):
+    """Neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _merge(n0, a0, b0, c0, d0, e0, f0, g0, n1, a1, b1, c1, d1, e1, f1, g1):
+    return n0 + n1, tl.maximum(a0, a1), tl.maximum(b0, b1), c0 + c1, d0 + d1, e0 + e1, f0 + f1, g0 + g1
 
 
 @triton.jit
@@ -29,14 +33,24 @@ def _put(partial, slot: tl.constexpr, blocks, value):
 
 
 @triton.jit
+def fold(rows, column):
+    """fp32 `rows` as three bf16 summands in columns 0 to 2, so that a matrix product with ones adds them exactly."""
+    rows = rows[:, None]
+    high = to_operand(rows, tl.bfloat16).to(tl.float32)
+    middle = to_operand(rows - high, tl.bfloat16).to(tl.float32)
+    low = to_operand(rows - high - middle, tl.bfloat16).to(tl.float32)
+    return tl.where(column == 0, high, tl.where(column == 1, middle, tl.where(column == 2, low, 0.0)))
+
+
+@triton.jit
 def row_kernel(
-    grad_out, out, residual, lse, row_max, row_sum, shifts, log2_sums, deltas, partial, modes,
+    grad_out, out, residual, lse, row_max, log2_lses, deltas, folded, partial, modes,
     cu_seqlens_q, cu_seqlens_k,
     stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os,
-    heads, length_q, length_k, dim, score_unit, left, right,
+    heads, length_q, length_k, dim, unit, left, right,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr,
-    RESIDUAL: tl.constexpr, COUNT: tl.constexpr,
+    RESIDUAL: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """delta of a block of rows, from O as stored or, under EXACT_DELTA, from O before its rounding; what the other
     passes need to form P; and the block's statistics, [planes, SLOT_COUNT, blocks]."""
@@ -66,14 +80,19 @@ def row_kernel(
         lost = load_tile(residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
         if HAS_MODES:
-            exact = (tl.load(modes + head) & _EXACT_DELTA) != 0
+            exact = (tl.load(modes + head) & EXACT_DELTA) != 0
             delta = tl.where(exact, delta - bias, delta)
     largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-    total = tl.load(row_sum + rows + queries, mask=inside, other=1.0)
+    log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
+    # A row that sees no key has lse -inf: its P must be 0, not NaN.
+    log2_lse = tl.where(log_sum == float("-inf"), 1e30, log_sum * LOG2E)
     tl.store(deltas + rows + queries, delta, mask=inside)
-    tl.store(shifts + rows + queries, tl.where(largest == float("-inf"), 0.0, largest / score_unit), mask=inside)
-    # A row that sees no key has sum 0: its P must be 0, not NaN.
-    tl.store(log2_sums + rows + queries, tl.where(total == 0.0, float("inf"), tl.log2(tl.abs(total))), mask=inside)
+    tl.store(log2_lses + rows + queries, log2_lse, mask=inside)
+    if FOLD:
+        column = tl.arange(0, 16)[None, :]
+        parts = fold(-log2_lse / unit, column) + fold(-delta, column - 3)
+        pointers = folded + (rows + queries)[:, None] * 16 + column
+        tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None])
 
     if COUNT:
         high = length_k + queries * 0
@@ -85,26 +104,40 @@ def row_kernel(
             low = tl.maximum(low, queries + (offset - left))
         keys = tl.maximum(high - low, 0)
         empty = inside & (keys == 0)
-        log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
-        finite = _finite(largest) & _finite(log_sum) & _finite(delta) & _finite(bias)
-        counted = inside & finite & (keys > 0)
+        whole = finite(largest) & finite(log_sum) & finite(delta) & finite(bias)
+        counted = inside & whole & (keys > 0)
         partial += tl.program_id(1).to(tl.int64) * _SLOTS * tl.num_programs(0) + block
         blocks = tl.num_programs(0)
-        _put(partial, 0, blocks, tl.sum(counted.to(tl.int64), 0))
-        _put(partial, _SHIFTED, blocks, tl.sum((counted & (total < 0.0)).to(tl.int64), 0))
-        _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
-        _put(partial, _NONFINITE, blocks, tl.sum((inside & (keys > 0) & (finite == 0)).to(tl.int64), 0))
-        lowest = float("-inf")
-        _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
-        _put(partial, _SCORE_MAX + 1, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
         keys = tl.where(counted, keys, 1)
         offsets = tl.where(counted, log_sum - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
-        _put(partial, _OFFSET_SUM, blocks, tl.sum(offsets, 0))
-        _put(partial, _OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
         biases = tl.where(counted, bias, 0.0).to(tl.float64)
-        _put(partial, _DELTA_BIAS_SUM, blocks, tl.sum(biases, 0))
-        _put(partial, _DELTA_BIAS_SUM + 1, blocks, tl.sum(tl.abs(biases), 0))
-        _put(partial, _DELTA_BIAS_SUM + 2, blocks, tl.sum(biases * biases, 0))
+        # Three counts of at most ROWS in one word, and all slots in one reduction: reductions meet at a barrier.
+        packed = counted.to(tl.int64) + (empty.to(tl.int64) << 20)
+        packed += (inside & (keys > 0) & (whole == 0) & (empty == 0)).to(tl.int64) << 40
+        packed, top, far, offset, offset2, bias, spread, bias2 = tl.reduce(
+            (
+                packed,
+                tl.where(counted, largest, float("-inf")),
+                tl.where(counted, tl.abs(largest), float("-inf")),
+                offsets,
+                offsets * offsets,
+                biases,
+                tl.abs(biases),
+                biases * biases,
+            ),
+            0,
+            _merge,
+        )
+        _put(partial, 0, blocks, packed & 0xFFFFF)
+        _put(partial, _EMPTY, blocks, (packed >> 20) & 0xFFFFF)
+        _put(partial, _NONFINITE, blocks, packed >> 40)
+        _put(partial, _SCORE_MAX, blocks, top.to(tl.float64))
+        _put(partial, _SCORE_MAX + 1, blocks, far.to(tl.float64))
+        _put(partial, _OFFSET_SUM, blocks, offset)
+        _put(partial, _OFFSET_SUM + 1, blocks, offset2)
+        _put(partial, _DELTA_BIAS_SUM, blocks, bias)
+        _put(partial, _DELTA_BIAS_SUM + 1, blocks, spread)
+        _put(partial, _DELTA_BIAS_SUM + 2, blocks, bias2)
 
 
 @triton.jit
@@ -115,7 +148,7 @@ def merge_kernel(
     """Add every block's statistics to one slot of one head's state, in the order of sequences and blocks."""
     head = tl.program_id(0)
     slot = tl.program_id(1)
-    is_tie = (slot == _TIED_BF16) | (slot == _TIED_ONE)
+    from_ties = (slot >= _TIED_BF16) & (slot <= _SHIFTED)
     count = tl.full((BLOCK,), 0, tl.int64)
     total = tl.full((BLOCK,), 0.0, tl.float64)
     largest = tl.full((BLOCK,), float("-inf"), tl.float64)
@@ -123,9 +156,9 @@ def merge_kernel(
     source = partial + slot * blocks
     plane_stride = _SLOTS * blocks
     length = blocks
-    if is_tie:
+    if from_ties:
         source = tie_counts + (slot - _TIED_BF16) * tie_blocks
-        plane_stride = 2 * tie_blocks
+        plane_stride = 3 * tie_blocks
         length = tie_blocks
     for index in range(0, sequences):
         plane = source + tl.cast(index * heads + head, tl.int64) * plane_stride

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.blocks import (
     LN2,
+    LOG2E,
+    PAPER_SOFTMAX,
+    PAPER_TOLERANCE,
+    STABLE_SOFTMAX,
     cap_scores,
     diagonal,
     kept,
@@ -20,19 +24,33 @@ from foreshock.kernels.flash_attention.blocks import (
     visible,
 )
 from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.tuning import Config, configs
+
+PAPER_CAP_BF16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.bfloat16])
+PAPER_CAP_FP16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.float16])
+
+
+@triton.jit
+def stable_shift(row_max):
+    """As `shift.stable_shift`, in powers of two: a number in [1/4, 3/4) hashed from the bits of the row maximum."""
+    bits = row_max.to(tl.uint32, bitcast=True)
+    return 0.25 + 0.5 * ((bits * 0x9E3779B1) >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
 def _attend(
-    acc, total, row_max, q, key, value, batch, kv_head, low, high, queries, start_q, start_k, offset, length_k,
-    stride_k, stride_v, dim, unit, scale, softcap, left, right, seed, plane, threshold,
+    acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, high, queries, start_q, start_k, offset, length_k,
+    stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane, threshold,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
+    """Take the keys [low, high) into the running accumulator, row sum and row maximum.
+
+    Under SHIFT `total` is the sum of P and `divisor` that of rounded P; else they are one.
+    """
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
@@ -42,23 +60,115 @@ def _attend(
             scores = tl.where(mask, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # The maximum is subtracted before the factor, so that no fused multiply-add moves the winner's P off 1.
-        p = tl.exp2((scores - safe_max[:, None]) * unit)
-        shrink = tl.exp2((row_max - safe_max) * unit)
+        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
+        if SHIFT:
+            subtracted += tl.where(paper, paper_shift, stable_shift(new_max * score_unit))
+        # One rounding, and the same `subtracted` for every entry and for the rescaling: what it lost cancels in P / l.
+        p = tl.exp2(tl.fma(scores, unit, -subtracted[:, None]))
+        shrink = tl.exp2(before - subtracted)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
+        rounded = to_operand(p, DTYPE)
+        if SHIFT:
+            divisor = divisor * shrink + tl.sum(rounded.to(tl.float32), 1)
         if DROPOUT:
-            p = tl.where(kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold), p, 0.0)
+            keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
+            rounded = tl.where(keep, rounded, 0.0)
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
-        acc = tl.dot(to_operand(p, DTYPE), v, acc)
+        acc = tl.dot(rounded, v, acc)
         row_max = new_max
-    return acc, total, row_max
+        before = subtracted
+    return acc, total, divisor, row_max, before
+
+
+@triton.jit
+def _paper_shift(
+    q, key, batch, kv_head, low, high, queries, offset, length_k, stride_k, dim, scale, softcap, left, right, score_unit,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The paper's shift of each row in powers of two, from two passes over its scores: maximum, then ties."""
+    largest = tl.full(queries.shape, float("-inf"), tl.float32)
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
+        keys = start + tl.arange(0, BLOCK_N)
+        mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        largest = tl.maximum(largest, tl.max(tl.where(mask, scores, float("-inf")), 1))
+    count = tl.zeros(queries.shape, tl.int32)
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
+        keys = start + tl.arange(0, BLOCK_N)
+        mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        count += tl.sum((mask & (largest[:, None] - scores <= PAPER_TOLERANCE)).to(tl.int32), 1)
+    # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
+    cap: tl.constexpr = PAPER_CAP_BF16 if DTYPE == tl.bfloat16 else PAPER_CAP_FP16
+    return tl.where(count > 1, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E
+
+
+@triton.jit
+def _block(
+    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q, length_k,
+    stride_k, stride_v, stride_o, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed, plane, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
+    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The whole forward of one block of queries, in one of its two versions."""
+    queries = first + tl.arange(0, BLOCK_M)
+    offset = diagonal(length_q, length_k, TOP_LEFT)
+    last = tl.minimum(first + BLOCK_M, length_q) - 1
+    low, full_low, full_high, high = key_ranges(first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    divisor = total
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    before = total
+    paper_shift = total
+    paper = False
+    if SHIFT:
+        paper = (mode & PAPER_SOFTMAX) != 0
+        paper_shift = _paper_shift(
+            q, key, batch, kv_head, low, tl.where(paper, high, low), queries, offset, length_k, stride_k, dim, scale,
+            softcap, left, right, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, TMA,
+            DTYPE,
+        )  # fmt: skip
+    if HAS_LEFT:
+        acc, total, divisor, row_max, before = _attend(
+            acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, full_low, queries, start_q,
+            start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
+            threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+        )  # fmt: skip
+    acc, total, divisor, row_max, before = _attend(
+        acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_low, full_high, queries, start_q,
+        start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
+        threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+    )  # fmt: skip
+    acc, total, divisor, row_max, before = _attend(
+        acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_high, high, queries, start_q,
+        start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
+        threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+    )  # fmt: skip
+    if not SHIFT:
+        divisor = total
+    elif paper:
+        divisor = total
+    exact = acc * (keep_scale / tl.where(divisor == 0.0, 1.0, divisor))[:, None]
+    store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
+    if RESIDUAL:
+        lost = exact - to_operand(exact, DTYPE).to(tl.float32)
+        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
+    inside = queries < length_q
+    tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
+    log_sum = (before + tl.log2(total)) * LN2
+    tl.store(lse + rows + queries, tl.where(row_max == float("-inf"), row_max, log_sum), mask=inside)
 
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, row_sum_out, modes, cu_seqlens_q, cu_seqlens_k, seeds,
+    query, key, value, out, residual, lse, row_max_out, modes, cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os,
     heads, group, length_q, length_k, dim,
@@ -101,41 +211,31 @@ def forward_kernel(
         seed = tl.load(seeds)
     if first < length_q:
         q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
-        queries = first + tl.arange(0, BLOCK_M)
-        offset = diagonal(length_q, length_k, TOP_LEFT)
-        last = tl.minimum(first + BLOCK_M, length_q) - 1
-        low, full_low, full_high, high = key_ranges(
-            first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-        )
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        if HAS_LEFT:
-            acc, total, row_max = _attend(
-                acc, total, row_max, q, key, value, batch, kv_head, low, full_low, queries, start_q, start_k, offset,
-                length_k, stride_ks, stride_vs, dim, unit, scale, softcap, left, right, seed, plane, threshold,
-                BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
+        # Two whole versions, chosen once: a branch inside a loop would stop its pipelining.
+        mode = 0
+        if HAS_MODES:
+            mode = tl.load(modes + head)
+            if (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
+                _block(
+                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
+                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
+                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    TMA, RESIDUAL, True, dtype,
+                )  # fmt: skip
+            else:
+                _block(
+                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
+                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
+                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    TMA, RESIDUAL, False, dtype,
+                )  # fmt: skip
+        else:
+            _block(
+                q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
+                length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
+                plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                TMA, RESIDUAL, False, dtype,
             )  # fmt: skip
-        acc, total, row_max = _attend(
-            acc, total, row_max, q, key, value, batch, kv_head, full_low, full_high, queries, start_q, start_k, offset,
-            length_k, stride_ks, stride_vs, dim, unit, scale, softcap, left, right, seed, plane, threshold,
-            BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
-        )  # fmt: skip
-        acc, total, row_max = _attend(
-            acc, total, row_max, q, key, value, batch, kv_head, full_high, high, queries, start_q, start_k, offset,
-            length_k, stride_ks, stride_vs, dim, unit, scale, softcap, left, right, seed, plane, threshold,
-            BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, dtype,
-        )  # fmt: skip
-        exact = acc * (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        store_tile(out, exact, first, stride_os, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
-        if RESIDUAL:
-            lost = exact - to_operand(exact, dtype).to(tl.float32)
-            store_tile(residual, lost, first, stride_os, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
-        inside = queries < length_q
-        largest = row_max * score_unit
-        tl.store(row_max_out + rows + queries, largest, mask=inside)
-        tl.store(row_sum_out + rows + queries, total, mask=inside)
-        tl.store(lse + rows + queries, largest + tl.log2(total) * LN2, mask=inside)
 
 
 def attention_forward(
@@ -149,22 +249,21 @@ def attention_forward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max, row_sum (arguments: see op.py)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
     call = Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec)
     out, residual = torch.empty_like(query), torch.empty_like(query)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    row_max, row_sum = torch.empty_like(lse), torch.empty_like(lse)
+    row_max = torch.empty_like(lse)
     if call.blank(out, residual):
         lse.fill_(-math.inf)
         row_max.fill_(-math.inf)
-        row_sum.fill_(0.0)
-        return out, residual, lse, row_max, row_sum
-    config = configs(call.capability, call.block_d).forward
-    launch_forward(call, config, query, key, value, out, residual, lse, row_max, row_sum, modes, dropout_seed)
+        return out, residual, lse, row_max
+    config = configs(call.capability, call.block_d, call.longest_k).forward
+    launch_forward(call, config, query, key, value, out, residual, lse, row_max, modes, dropout_seed)
     if call.packed:
-        call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf), (row_sum, 0.0))
-    return out, residual, lse, row_max, row_sum
+        call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf))
+    return out, residual, lse, row_max
 
 
 def launch_forward(
@@ -177,7 +276,6 @@ def launch_forward(
     residual: Tensor | None,
     lse: Tensor,
     row_max: Tensor,
-    row_sum: Tensor,
     modes: Tensor | None,
     seed: Tensor | None,
 ) -> None:
@@ -192,7 +290,6 @@ def launch_forward(
         residual,
         lse,
         row_max,
-        row_sum,
         modes,
         call.cu_seqlens_q,
         call.cu_seqlens_k,
@@ -210,4 +307,5 @@ def launch_forward(
         RESIDUAL=residual is not None,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=config.registers,
     )

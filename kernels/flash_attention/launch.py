@@ -110,6 +110,16 @@ class Call:
         return 1.0 if self.prescaled else self.spec.scale
 
     @property
+    def unit(self) -> float:
+        """A score as the kernels hold it, times this, is the score in powers of two."""
+        return self.score_unit * _LOG2E
+
+    @property
+    def foldable(self) -> bool:
+        """Whether the backward may add -lse and -delta to its products before anything else is done to them."""
+        return not self.prescaled and self.spec.dropout_p == 0
+
+    @property
     def keep_scale(self) -> float:
         """What the kept entries of P are multiplied by."""
         return 1 / (1 - self.spec.dropout_p)
@@ -124,7 +134,7 @@ class Call:
             self.total_k,
             self.dim,
             float(spec.scale),
-            float(self.score_unit * _LOG2E),
+            float(self.unit),
             float(self.score_unit),
             float(spec.softcap),
             spec.window_left,
@@ -151,13 +161,13 @@ class Call:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
         return self.capability >= 90 and not self.packed and all(_copyable(tensor) for tensor in tensors)
 
-    def rows(self, tensor: Tensor, rows: int, descriptor: bool) -> Tensor | TensorDescriptor:
-        """`tensor`, or its descriptor for tiles [1, 1, rows, block_d]."""
+    def rows(self, tensor: Tensor, rows: int, descriptor: bool, columns: int | None = None) -> Tensor | TensorDescriptor:
+        """`tensor`, or its descriptor for tiles [1, 1, rows, columns], of block_d columns unless given."""
         if not descriptor:
             return tensor
         # The stride of a dimension of one element is never used, but must be aligned.
         strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
-        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, self.block_d])
+        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns or self.block_d])
 
     def blank(self, *tensors: Tensor) -> bool:
         """Zero `tensors` and return True when there is nothing to attend to."""

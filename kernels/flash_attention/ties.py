@@ -49,20 +49,24 @@ def one_tie_threshold(row_max, dtype: tl.constexpr):
 
 
 @triton.jit
-def tie_levels(row_max, dtype: tl.constexpr):
-    """The wider and the narrower threshold of each row, as `count_ties` takes them, and whether bf16's is wider."""
+def tie_levels(row_max, score_unit, log2_lse, unit, dtype: tl.constexpr):
+    """What the counting functions take of each row: thresholds, their factors, and whether bf16's is the wider one."""
     bf16 = bf16_tie_threshold(row_max)
     one = one_tie_threshold(row_max, dtype)
     wide = tl.minimum(bf16, one)
     narrow = tl.maximum(bf16, one)
-    if INTERPRET:
-        return wide, narrow, bf16 <= one
-    return 2.0 - _next_below(wide) * _STEEP, 2.0 - _next_below(narrow) * _STEEP, bf16 <= one
+    # P times its factor is 1 at the threshold, and a shade more, so that a score at the threshold counts.
+    wide_factor = tl.exp2(tl.fma(wide / score_unit, -unit, log2_lse)) * (1.0 + 2.0**-21)
+    narrow_factor = tl.exp2(tl.fma(narrow / score_unit, -unit, log2_lse)) * (1.0 + 2.0**-21)
+    if not INTERPRET:
+        wide = 2.0 - _next_below(wide) * _STEEP
+        narrow = 2.0 - _next_below(narrow) * _STEEP
+    return wide, narrow, wide_factor, narrow_factor, bf16 <= one
 
 
 @triton.jit
 def count_ties(products, score_unit, wide, narrow):
-    """Packed count per row of the scores at or above each threshold; add it up over tiles, then `tied`.
+    """Packed count per row of the scores at or above each threshold, exact for any score.
 
     A comparison runs at half rate on a GPU, so it is done by a saturating multiply-add: 0 below, 1 at or above.
     """
@@ -82,9 +86,55 @@ def count_ties(products, score_unit, wide, narrow):
 
 
 @triton.jit
-def tied(count, bf16_is_wide):
-    """Rows with several bf16 maxima, and rows with several P that round to 1, from a packed count."""
+def _halves(tile):
+    """A tile [R, 2 C, 4] as two tiles [R, C, 4] of alternate middle indices."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    return tl.split(tile.reshape(rows, columns // 2, 2, 4).permute(0, 1, 3, 2))
+
+
+@triton.jit
+def add_floors(total, tile, factor):
+    """total [R, C / 32, 4] plus the integer parts of tile [R, C] times factor [R]; `total` starts at 2^23.
+
+    From 2^23 to 2^24 fp32 holds integers alone, so that a multiply-add that rounds down adds an integer part in one
+    instruction. A Hopper accumulator spreads a row over four threads in pairs of entries; the tile is cut so that every
+    entry stays in the thread that holds it.
+    """
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    factor = factor[:, None, None]
+    even, odd = tl.split(tile.reshape(rows, columns // 8, 4, 2))
+    for half in tl.static_range(2):
+        first, second = _halves(even if half == 0 else odd)
+        p0, p1 = _halves(first)
+        p2, p3 = _halves(second)
+        if INTERPRET:
+            total += tl.floor(p0 * factor) + tl.floor(p1 * factor) + tl.floor(p2 * factor) + tl.floor(p3 * factor)
+        else:
+            total = tl.inline_asm_elementwise(
+                "fma.rm.f32 $0, $2, $6, $1; fma.rm.f32 $0, $3, $6, $0; fma.rm.f32 $0, $4, $6, $0; "
+                "fma.rm.f32 $0, $5, $6, $0;",
+                "=&f,f,f,f,f,f,f",
+                [total, p0, p1, p2, p3, factor],
+                tl.float32,
+                True,
+                1,
+            )
+    return total
+
+
+@triton.jit
+def _several(exact, floors, alone):
+    """Whether a row has more than one entry at a threshold: `exact` counted one by one, `floors` the sum of integer parts
+    of the others, `alone` the integer part of the maximum's own."""
+    return (exact >= 2.0) | ((exact >= 1.0) & (floors >= 1.0)) | (floors > alone)
+
+
+@triton.jit
+def tied(count, wide_floors, narrow_floors, wide_alone, narrow_alone, bf16_is_wide):
+    """Rows with several bf16 maxima, and rows with several P that round to 1."""
     narrow = tl.floor(count / _HIGH)
-    several_narrow = narrow >= 2.0
-    several_wide = (count - narrow * _HIGH >= 2.0) | several_narrow
+    several_wide = _several(count - narrow * _HIGH, wide_floors, wide_alone) | (narrow >= 2.0)
+    several_narrow = _several(narrow, narrow_floors, narrow_alone)
     return tl.where(bf16_is_wide, several_wide, several_narrow), tl.where(bf16_is_wide, several_narrow, several_wide)

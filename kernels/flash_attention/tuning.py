@@ -11,6 +11,8 @@ class Config(NamedTuple):
     warps: int
     stages: int
     tma: bool
+    registers: int | None = None
+    """Most registers a thread may hold, so that one more program fits a multiprocessor."""
 
 
 class Configs(NamedTuple):
@@ -22,20 +24,43 @@ class Configs(NamedTuple):
 
 
 _HOPPER: Final = {
-    64: Configs(Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(128, 64, 8, 3, True)),
-    128: Configs(Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True)),
-    256: Configs(Config(128, 64, 8, 2, True), Config(64, 64, 8, 2, True), Config(64, 64, 8, 2, True)),
+    64: Configs(
+        Config(64, 128, 4, 2, True),
+        Config(64, 128, 4, 3, True),
+        Config(64, 64, 4, 3, True),
+    ),
+    128: Configs(
+        Config(64, 64, 4, 3, True, registers=192),
+        Config(128, 64, 8, 3, True),
+        Config(64, 64, 4, 2, True),
+    ),
+    256: Configs(
+        Config(128, 64, 8, 2, True),
+        Config(64, 64, 8, 2, True),
+        Config(32, 64, 8, 2, True),
+    ),
 }
+_HOPPER_SHORT: Final = {
+    64: Configs(
+        Config(64, 128, 4, 2, True),
+        Config(64, 64, 4, 3, True),
+        Config(64, 64, 4, 3, True, registers=168),
+    ),
+}
+"""Up to 4096 keys, where more programs a multiprocessor even out the ends of rows."""
 _ELSEWHERE: Final = {
     64: Configs(Config(128, 64, 4, 3, False), Config(64, 64, 4, 3, False), Config(64, 64, 4, 3, False)),
     128: Configs(Config(128, 64, 8, 2, False), Config(64, 64, 8, 2, False), Config(64, 64, 8, 2, False)),
     256: Configs(Config(64, 32, 8, 1, False), Config(32, 32, 8, 1, False), Config(32, 32, 8, 1, False)),
 }
-_INTERPRETER: Final = Configs(Config(32, 32, 4, 1, False), Config(32, 16, 4, 1, False), Config(16, 32, 4, 1, False))
+_INTERPRETER: Final = Configs(Config(32, 32, 4, 1, False), Config(32, 32, 4, 1, False), Config(16, 32, 4, 1, False))
 
 
-def configs(capability: int, block_d: int) -> Configs:
-    """The configurations for a compute capability (times ten, 0 for the interpreter) and a tile's head dim."""
+def configs(capability: int, block_d: int, length_k: int) -> Configs:
+    """The configurations for a compute capability (times ten, 0 for the interpreter), a tile's head dim and a length."""
     if capability == 0:
         return _INTERPRETER
-    return (_HOPPER if capability == 90 else _ELSEWHERE)[max(64, block_d)]
+    block_d = max(64, block_d)
+    if capability != 90:
+        return _ELSEWHERE[block_d]
+    return _HOPPER_SHORT[block_d] if length_k <= 4096 and block_d in _HOPPER_SHORT else _HOPPER[block_d]
