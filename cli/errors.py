@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-import click
 from typer.core import TyperGroup
 
 _EXTRAS = {
@@ -38,7 +37,7 @@ def sentence(error: Exception) -> str:
 class Commands(TyperGroup):
     """A group whose commands end in a sentence instead of a traceback for what the person can mend."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command; see the class."""
         try:
             return super().invoke(ctx)
