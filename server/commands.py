@@ -26,7 +26,7 @@ from foreshock.server.models import CommandChange, CommandRequest, CommandState,
 from foreshock.server.problems import ProblemError
 from foreshock.server.schema import command_ranks, commands, events, runs
 from foreshock.server.store import Store
-from foreshock.server.words import heads_in_words
+from foreshock.server.words import heads_in_words, printable
 
 OPEN: Final = ("pending", "delivered")
 
@@ -64,8 +64,8 @@ async def create(store: Store, connection: AsyncConnection, order: Order) -> str
             run_id=order.run_id,
             state=order.state,
             source=order.source,
-            issued_by=order.issued_by[:128],
-            reason=order.reason[:500],
+            issued_by=printable(order.issued_by[:128]),
+            reason=printable(order.reason[:500]),
             heads=heads,
             mode=order.mode,
             expect=order.expect,

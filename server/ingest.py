@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.responses import Response
 
 from foreshock.contract.wire import Ack, Batch
@@ -91,19 +91,28 @@ class Writer:
         try:
             acks = await self._write([item.batch for item in group])
         except Exception as error:
-            expected = isinstance(error, SQLAlchemyError)
-            log.error("batches not stored", batches=len(group), error=str(error)[:500], exc_info=not expected)
-            for item in group:
-                if not item.done.done():
-                    item.done.set_exception(
-                        ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
-                    )
-                    item.done.exception()  # the client may be gone; then nobody else asks for it
+            if len(group) > 1:
+                for item in group:  # one batch that cannot be stored must not hold up the others
+                    await self._commit([item])
+            else:
+                self._fail(group[0], error)
             return
         self._counters.commit_seconds = time.monotonic() - began
         for item, ack in zip(group, acks, strict=True):
             if not item.done.done():
                 item.done.set_result(ack)
+
+    def _fail(self, item: _Item, error: Exception) -> None:
+        if isinstance(error, OverflowError | DataError):
+            self._counters.batches["refused"] += 1
+            answer = ProblemError(422, "The batch holds a number that is too large to be stored.")
+        else:
+            expected = isinstance(error, SQLAlchemyError)
+            log.error("batch not stored", run=item.batch.run, error=str(error)[:500], exc_info=not expected)
+            answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
+        if not item.done.done():
+            item.done.set_exception(answer)
+            item.done.exception()  # the client may be gone; then nobody else asks for it
 
     async def _write(self, group: list[Batch]) -> list[Ack]:
         async with self._store.write() as connection:

@@ -20,7 +20,7 @@ from foreshock.server.packing import pack_arrays, pack_scalars
 from foreshock.server.rollups import COARSE, forget
 from foreshock.server.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store import Store, insert_or_ignore
-from foreshock.server.words import finished_sentence, started_sentence, switched_sentence
+from foreshock.server.words import finished_sentence, printable, started_sentence, switched_sentence
 
 BootKey = tuple[str, int, str]
 _MERGED = (
@@ -218,7 +218,11 @@ async def _write_events(store: Store, connection: AsyncConnection, done: Recorde
         for event in batch.events:
             row: dict[str, Any] = {"mode": None, "outcome": None, "payload": None}
             if isinstance(event, Verdict):
-                row |= {"sentence": event.sentence, "payload": event.model_dump_json(), "outcome": event.state}
+                row |= {
+                    "sentence": printable(event.sentence),
+                    "payload": event.model_dump_json(),
+                    "outcome": event.state,
+                }
             elif isinstance(event, Switched):
                 done.switched.append((batch, event))
                 row |= {"sentence": switched_sentence(event), "payload": event.model_dump_json()}

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from foreshock.contract.wire import Finished, HeadRef, Started, Switched
 
 
+def printable(text: str) -> str:
+    """Text without control characters: one line in the log, and storable (PostgreSQL takes no NUL)."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
     """layer 0 head 2; at most four by name."""
     if heads is None:
@@ -27,4 +32,5 @@ def finished_sentence(rank: int, finished: Finished) -> str:
 def switched_sentence(switched: Switched) -> str:
     """What became of a switch."""
     modes = ", ".join(sorted(set(switched.after))) or "nothing"
-    return f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}".strip()
+    said = f"Switch of {heads_in_words(switched.heads)} to {modes}: {switched.outcome}. {switched.reason}"
+    return printable(said.strip())

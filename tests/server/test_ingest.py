@@ -212,3 +212,26 @@ def test_the_largest_batch_is_taken(play: Any) -> None:
         assert line["steps"] == list(range(1, MAX_EVENTS + 1))
 
     play(story)
+
+
+@pytest.mark.promise("S3")
+def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(play: Any) -> None:
+    async def story(service: Any) -> None:
+        good, bad = FakeRank(rank=0), FakeRank(rank=1)
+        huge = bad.sample(1).model_copy(update={"loss_nonfinite_steps": 10**30})
+        answers = await asyncio.gather(service.post(bad.batch(huge)), service.post(good.batch(good.sample(1))))
+        assert [answer.status_code for answer in answers] == [422, 200]
+        assert "too large" in answers[0].json()["detail"]
+
+    play(story)
+
+
+@pytest.mark.promise("S13")
+def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
+        newest = (await service.get("/v1/runs/run-1/events"))["events"][0]
+        assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"
+
+    play(story)

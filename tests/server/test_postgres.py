@@ -43,9 +43,10 @@ def postgres() -> Iterator[str]:
         port = free.getsockname()[1]
     data = folder / "data"
     common: dict[str, Any] = {**as_postgres, "cwd": folder, "check": True, "stdout": subprocess.DEVNULL}
-    subprocess.run([binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"], **common)
+    make: list[Any] = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
+    subprocess.run(make, **common)
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
-    control = [binaries / "pg_ctl", "-D", data, "-w", "-l", folder / "log"]
+    control: list[Any] = [binaries / "pg_ctl", "-D", data, "-w", "-l", folder / "log"]
     subprocess.run([*control, "-o", options, "start"], **common)
     try:
         yield f"postgresql://postgres@127.0.0.1:{port}/postgres"

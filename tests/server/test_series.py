@@ -57,7 +57,7 @@ def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(play: Any) 
 @pytest.mark.parametrize("metric", ["run.loss", "head.score_max", "head.score_offset", "run.worst_risk"])
 def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> None:
     async def story(service: Any) -> None:
-        await store_run(service, range(2, 9000, 4))
+        await store_run(service, range(4, 9000, 4))
         query = {"metric": metric, "max_points": 8, "from_step": 0}
         before = await service.get("/v1/runs/run-1/series", **query)
         for span in range(8):
@@ -82,9 +82,9 @@ def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
         for span in (0, 1):
             assert await build(service.app.state.store, 1, span)
         late = FakeRank(rank=1)
-        await service.store(late, late.started(), late.sample(500, loss=-5.0))
+        await service.store(late, late.started(), late.sample(500, loss=-500.0))
         lines = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=4))["lines"]
-        assert min(lines[0]["low"]) == (-5.0 + 500 % 97) / 2
+        assert min(lines[0]["low"]) == (-500.0 + 500 % 97) / 2
         assert rank.sequence > 1
 
     play(story)
