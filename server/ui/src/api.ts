@@ -163,6 +163,8 @@ export class Problem extends Error {
   }
 }
 
+const MOST_EVENTS = 2000;
+
 let csrfToken: string | null = null;
 
 async function call<T>(path: string, init: RequestInit = {}): Promise<T> {
@@ -226,8 +228,19 @@ export const api = {
   ) => call<Series>(`${at(run)}/series${query(of)}`),
   matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) =>
     call<Matrix>(`${at(run)}/matrix${query(of)}`),
-  events: async (run: string) =>
-    (await call<{ events: RunEvent[] }>(`${at(run)}/events${query({ limit: 500 })}`)).events,
+  /** Newest first, at most MOST_EVENTS of them. */
+  async events(run: string): Promise<RunEvent[]> {
+    const found: RunEvent[] = [];
+    let cursor: string | null = null;
+    do {
+      const page: { events: RunEvent[]; next_cursor: string | null } = await call(
+        `${at(run)}/events${query({ limit: 500, cursor })}`,
+      );
+      found.push(...page.events);
+      cursor = page.next_cursor;
+    } while (cursor && found.length < MOST_EVENTS);
+    return found;
+  },
   commands: async (run: string) => (await call<{ commands: CommandStatus[] }>(`${at(run)}/commands`)).commands,
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {

@@ -39,7 +39,8 @@ function App() {
     return () => removeEventListener("popstate", moved);
   }, []);
   useEffect(() => {
-    api.session().then(setSession, setSession);
+    // A lost connection may be a session that has expired; a service that is away changes nothing here.
+    api.session().then(setSession, (error: Error) => setSession((old) => old ?? error));
   }, [connection === "lost"]);
   useEffect(() => {
     if (!entered) return;

@@ -77,7 +77,7 @@ export interface Resource<T> {
 export function useResource<T>(
   load: (fresh: boolean) => Promise<T>,
   key: string,
-  { on, pause = 2000, seen = true }: When,
+  { on, pause = 3000, seen = true }: When,
 ): Resource<T> {
   const [state, setState] = useState<Resource<T> & { key: string }>({ key, data: null, error: null });
   const now = useRef({ load, on });

@@ -30,7 +30,7 @@ export function View({ runs, catalog, dark, go }: Props) {
   const ink = inkOf(dark);
   const key = runs.join(",");
   const ours = (run: string | null) => run === null || runs.includes(run);
-  const details = useResource(() => Promise.all(runs.map(api.run)), key, { on: (wake) => ours(wake.run), pause: 1000 });
+  const details = useResource(() => Promise.all(runs.map(api.run)), key, { on: (wake) => ours(wake.run), pause: 1500 });
   const events = useResource(() => Promise.all(runs.map(api.events)), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });

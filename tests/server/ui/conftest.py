@@ -182,16 +182,18 @@ def free_port() -> int:
 class Service:
     """`foreshock serve` in a process of its own; it can be stopped and started again on the same port and store."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("FORESHOCK_")},
             "FORESHOCK_DATABASE_URL": f"sqlite:///{directory / 'foreshock.db'}",
             "FORESHOCK_PORT": str(self.port),
+            **{f"FORESHOCK_{name.upper()}": value for name, value in settings.items()},
         }
         self.log = directory / "service.log"
-        self.client = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+        headers = {"Authorization": f"Bearer {settings['token']}"} if "token" in settings else {}
+        self.client = httpx.Client(base_url=self.url, timeout=10, trust_env=False, headers=headers)
         self.start()
 
     def start(self) -> None:
@@ -212,6 +214,11 @@ class Service:
         self.stop()
         pytest.fail(f"the service was not ready within 30 s:\n{self.log.read_text()[-4000:]}")
 
+    def close(self) -> None:
+        """End it for good."""
+        self.stop()
+        self.client.close()
+
     def stop(self) -> None:
         """End it and wait."""
         self.process.terminate()
@@ -223,8 +230,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One service for all tests; every test uses runs of its own name."""
     running = Service(tmp_path_factory.mktemp("service"))
     yield running
-    running.stop()
-    running.client.close()
+    running.close()
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Service]:
+    """A service that asks for a token."""
+    running = Service(tmp_path, token="correct-horse-battery")
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,56 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     wait("the warning says so", lambda: "now exact delta" in text(chromium, ".warnings"))
 
 
+def test_a_service_with_a_token_asks_for_it_once_and_takes_orders_from_the_page_alone(
+    chromium: Chrome, guarded: Service, feeder: Feeder, complaints: Callable[[], list[str]]
+) -> None:
+    own = type(feeder)(guarded.client, feeder.run)
+    own.start()
+    own.train(5)
+    chromium.get(f"{guarded.url}/?runs={own.run}")
+    token = wait("the token is asked for", lambda: chromium.find_element(By.NAME, "token"))
+    token.send_keys("wrong-horse-battery", Keys.ENTER)
+    wait("the wrong one is refused in words", lambda: "No token" in text(chromium, ".note.error"))
+    token.clear()
+    token.send_keys("correct-horse-battery", Keys.ENTER)
+    wait("the run is shown", lambda: tile(chromium, "Step") == "50")
+    wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+    assert "horse" not in chromium.execute_script("return document.cookie + JSON.stringify(localStorage)")
+
+    button(chromium, "New order").click()
+    chromium.find_element(By.NAME, "who").send_keys("Ada")
+    chromium.find_element(By.NAME, "reason").send_keys("a try")
+    button(chromium, "Continue").click()
+    button(chromium, "Switch now").click()
+    wait("the order is taken", lambda: "a try" in text(chromium, ".commands"))
+    assert own.obey() == ["exact_delta"]
+    assert all("401" in line for line in complaints())  # the wrong token, in the browser's own words
+    chromium.get("about:blank")
+
+
+def test_5120_heads_scrub_at_30_frames_a_second(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    wide = type(feeder)(service.client, feeder.run, layers=80, heads=64)
+    wide.start()
+    for _ in range(4):
+        wide.train(10)
+    open_run(chromium, service, wide.run)
+    wait("the scrubber", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    seconds: float = chromium.execute_async_script(
+        """
+        const done = arguments[0], input = document.querySelector(".scrub input"), began = performance.now();
+        let frame = 0;
+        const turn = () => {
+          if (frame === 60) return done((performance.now() - began) / 1000);
+          input.value = frame++ % 40;
+          input.dispatchEvent(new Event("input", { bubbles: true }));
+          requestAnimationFrame(turn);
+        };
+        turn();
+        """
+    )
+    assert 60 / seconds > 30
+
+
 def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
@@ -275,6 +325,8 @@ def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     feeder.train(5)
     open_run(chromium, service, feeder.run)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+    canvas = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     service.stop()
     wait("the loss is said", lambda: "connection lost" in text(chromium, ".connection"))
     service.start()
@@ -283,5 +335,6 @@ def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     wait("the page is live again", lambda: text(chromium, ".connection") == "live", seconds=20)
     wait("the warning is there", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
     wait("the step is there", lambda: tile(chromium, "Step") == "250")
+    assert "layer 1 head 3" in text(chromium, ".reading"), "the reader's choice of a head was lost with the connection"
     refused = complaints()  # the browser's own lines, which the page cannot keep off the console
     assert all("ERR_" in line for line in refused), refused
