@@ -220,13 +220,19 @@ def test_a_command_reaches_the_kernel_and_is_answered_once_though_delivered_twic
         model = tiny_gpt()
         agent = attach(model, **QUICK, url=server.url, spool_directory=tmp_path)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(400):
-            agent.step(train_step(model, optimizer, step))
-            time.sleep(0.005)
-            if step == 100:
-                server.commands = [order]
-            if len(server.events("switched")) and step > 150:
-                break
+
+        def train_until(what: str, done: Any) -> None:
+            def step_and_look() -> Any:
+                agent.step(train_step(model, optimizer, agent.current_step))
+                return done()
+
+            eventually(what, step_and_look)
+
+        train_until("the answer", lambda: server.events("switched"))
+        server.commands = [order]
+        train_until("the second delivery", lambda: not server.commands)
+        last = agent.current_step
+        train_until("samples after it", lambda: server.events("sample")[-1]["step"] > last + 5)
         assert model.blocks[1].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [1, 0]
         agent.close()
         (answer,) = server.events("switched")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.promise("A14")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_step_with_everything_on_never_waits_for_the_device() -> None:
     torch.manual_seed(0)
     model = tiny_gpt(*(CausalSelfAttention(64, 2) for _ in range(2)), width=64).cuda().bfloat16()
