@@ -25,6 +25,7 @@ from foreshock.server.delivery import expire
 from foreshock.server.ingest import Writer
 from foreshock.server.limits import Buckets
 from foreshock.server.logs import configure_logs
+from foreshock.server.pause import pause
 from foreshock.server.retention import delete_old_runs
 from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
@@ -33,6 +34,7 @@ from foreshock.server.stream import Broadcaster
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
+_CLOSING_SECONDS: Final = 5.0
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -50,15 +52,19 @@ def create_app(settings: Settings) -> FastAPI:
             await store.migrate()
         await store.check_schema()
         writing = asyncio.create_task(writer.run())
-        chores = (broadcaster.run(), roller.run(), _chores(settings, store, broadcaster))
+        closing = asyncio.Event()
+        chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, broadcaster, closing))
         others = [asyncio.create_task(chore) for chore in chores]
         try:
             yield
         finally:
+            closing.set()
             broadcaster.close()
             writer.close()
             await writing
-            for task in others:
+            finished, late = await asyncio.wait(others, timeout=_CLOSING_SECONDS)
+            log.info("background tasks ended", ended=len(finished), cancelled=len(late))
+            for task in late:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await store.close()
@@ -98,10 +104,10 @@ def _serve_page(app: FastAPI) -> None:
         app.mount("/assets", StaticFiles(directory=dist / "assets"))
 
 
-async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster) -> None:
-    """Expire commands and delete old runs, for ever."""
-    while True:
-        await asyncio.sleep(_CHORES_SECONDS)
+async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, closing: asyncio.Event) -> None:
+    """Expire commands and delete old runs, until the service goes down."""
+    while not closing.is_set():
+        await pause(closing, _CHORES_SECONDS)
         try:
             async with store.write() as connection:
                 await expire(store, connection)

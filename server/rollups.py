@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, Floats
 from foreshock.server.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
+from foreshock.server.pause import pause
 from foreshock.server.schema import boots, rollup_spans, rollups, runs, samples
 from foreshock.server.spans import Spans
 from foreshock.server.store import Store
@@ -49,6 +50,7 @@ class Roller:
         self._store = store
         self._touched: dict[tuple[int, int], float] = {}
         self._newest: dict[int, int] = {}
+        self._closing = asyncio.Event()
 
     def touch(self, run_id: int, step: int) -> None:
         """A sample of this step was stored, or its roll-up was missed."""
@@ -56,10 +58,11 @@ class Roller:
             self._touched[run_id, step // COARSE] = time.monotonic()
         self._newest[run_id] = max(step, self._newest.get(run_id, 0))
 
-    async def run(self) -> None:
-        """Build for ever."""
-        while True:
-            await asyncio.sleep(_PAUSE_SECONDS)
+    async def run(self, closing: asyncio.Event) -> None:
+        """Build until `closing` is set."""
+        self._closing = closing
+        while not closing.is_set():
+            await pause(closing, _PAUSE_SECONDS)
             try:
                 await self.build_cold()
             except Exception:
@@ -69,6 +72,8 @@ class Roller:
         """Build every roll-up that is cold."""
         now = time.monotonic()
         for (run_id, span), touched in list(self._touched.items()):
+            if self._closing.is_set():
+                return
             passed = self._newest.get(run_id, 0) >= (span + 1) * COARSE + COARSE // 4
             if passed or now - touched >= cold_seconds:
                 del self._touched[run_id, span]
