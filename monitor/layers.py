@@ -6,7 +6,7 @@ vector of that head's d-th query (key) feature over the E inputs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,17 @@ _FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv
 _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
 
 
+class ShardedWeightError(Exception):
+    """The weight is spread over processes; reading it would take a collective, and the agent calls none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Where a layer's W_Q and W_K lie. `read` gives live views [H, D, E] and [Hkv, D, E], never copies."""
+    """Where a layer's W_Q and W_K lie. `read` gives them as they are now, [H, D, E] and [Hkv, D, E].
+
+    They are views of the weights (grouped queries in a layout interleaved per key head are gathered). `read` raises
+    ShardedWeightError where this process holds a part only.
+    """
 
     layout: str
     read: Callable[[], tuple[Tensor, Tensor]]
@@ -87,8 +95,15 @@ def _output_dim(module: nn.Module) -> int:
 
 def _rows(module: nn.Module) -> Tensor:
     """The weight as [out, in], a view."""
-    weight = module.weight.detach()  # type: ignore[operator]
+    weight = _whole(module.weight)
     return weight.t() if _output_dim(module) else weight
+
+
+def _whole(weight: Any) -> Tensor:
+    if hasattr(weight, "device_mesh"):
+        raise ShardedWeightError
+    whole: Tensor = weight.detach()
+    return whole
 
 
 def _split_heads(rows: Tensor, heads: int, head_dim: int) -> Tensor:
@@ -128,10 +143,10 @@ def _of_multihead_attention(module: nn.MultiheadAttention, heads: int, head_dim:
 
     def read() -> tuple[Tensor, Tensor]:
         if fused:
-            rows = module.in_proj_weight.detach()
+            rows = _whole(module.in_proj_weight)
             query, key = rows[: module.embed_dim], rows[module.embed_dim : 2 * module.embed_dim]
         else:
-            query, key = module.q_proj_weight.detach(), module.k_proj_weight.detach()
+            query, key = _whole(module.q_proj_weight), _whole(module.k_proj_weight)
         return _split_heads(query, heads, head_dim), _split_heads(key, heads, head_dim)
 
     return Projection("fused Q, K, V (in_proj_weight)" if fused else "separate (q_proj_weight, k_proj_weight)", read)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foreshock.contract.wire import Layer
 from foreshock.kernels.spectral import SpectralNorms
-from foreshock.monitor.layers import Projection
+from foreshock.monitor.layers import Projection, ShardedWeightError
 
 NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
 
@@ -32,9 +32,11 @@ class ModelNorms:
         """The norms now, by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
         groups: dict[object, list[tuple[range, Tensor, Tensor]]] = {}
         for rows, projection in self._layers:
-            query, key = projection.read()
-            # a sharded weight would take a collective to read
-            if not hasattr(query, "device_mesh") and query.numel() and key.numel():
+            try:
+                query, key = projection.read()
+            except ShardedWeightError:
+                continue
+            if query.numel() and key.numel():
                 groups.setdefault((query.shape, key.shape, query.device), []).append((rows, query, key))
         if not groups:
             return {}

@@ -124,6 +124,19 @@ def test_a_module_without_projections_is_not_measured_and_the_others_are() -> No
     assert ModelNorms(layers, [None, None]).measure() == {}
 
 
+@pytest.mark.promise("A13")
+@pytest.mark.parametrize("layout", [fused_linear, fused_conv1d, separate, interleaved, multihead])
+def test_a_weight_that_is_spread_over_processes_is_left_unmeasured(
+    layout: Callable[[Tensor, Tensor], nn.Module],
+) -> None:
+    module = layout(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+    found = find_projection(module, HEADS, HEADS, DIM)
+    for parameter in module.parameters():
+        parameter.device_mesh = "as a DTensor has"  # type: ignore[attr-defined]
+    layer = Layer(layer=0, name="x", heads=tuple(range(HEADS)), kv_heads=HEADS, head_dim=DIM, served_by="reference")
+    assert ModelNorms([layer], [found]).measure() == {}
+
+
 def test_layers_of_different_shapes_are_measured_together() -> None:
     torch.manual_seed(0)
     projections, layers, true = [], [], []
