@@ -162,7 +162,9 @@ def grad_query_kernel(
                     shifted += tl.sum(near.to(tl.int32), 1)
                 shifted = tl.where((mode & STABLE_SOFTMAX) != 0, 1, ((shifted > 1) & (largest != 0.0)).to(tl.int32))
             tl.store(counts + 2 * blocks, tl.sum(tl.where(counted, shifted, 0).to(tl.int64), 0))
-            wide, narrow, wide_factor, narrow_factor, bf16_is_wide = tie_levels(largest, score_unit, log2_lse, unit, dtype)
+            wide, narrow, wide_factor, narrow_factor, bf16_is_wide = tie_levels(
+                largest, score_unit, log2_lse, unit, dtype
+            )
             # Past 512 a bf16 step of scores is too many binades of P for the fast count.
             if tl.max(tl.where(inside, tl.abs(largest), 0.0), 0) < 512.0:
                 fast_high = full_high
@@ -398,7 +400,9 @@ def launch_backward(
 ) -> None:
     """The three passes under given configurations, and the statistics; the benchmark calls it without a residual."""
     rows = _launch_rows(call, grad_out, out, residual, lse, row_max, state, modes)
-    ties = _launch_grad_query(call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, modes, seed)
+    ties = _launch_grad_query(
+        call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, modes, seed
+    )
     _launch_grad_key(call, chosen.grad_key, grad_out, query, key, value, rows, grads[1], grads[2], seed)
     if state is not None and rows.partial is not None and ties is not None:
         merge_kernel[(call.heads, SLOT_COUNT)](
@@ -443,7 +447,9 @@ def _launch_rows(
     log2_lse, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     folded = None
     if call.foldable:
-        folded = torch.empty((lse.shape[0] * lse.shape[1], 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
+        folded = torch.empty(
+            (lse.shape[0] * lse.shape[1], 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device
+        )
     partial = None
     if state is not None:
         partial = torch.empty((grid[1], SLOT_COUNT, grid[0]), dtype=torch.int64, device=lse.device)

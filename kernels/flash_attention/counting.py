@@ -77,7 +77,9 @@ def row_kernel(
     delta = tl.sum(grad * rounded.to(tl.float32), 1)
     bias = tl.zeros((ROWS,), tl.float32)
     if RESIDUAL:
-        lost = load_tile(residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
+        lost = load_tile(
+            residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False
+        )
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
         if HAS_MODES:
             exact = (tl.load(modes + head) & EXACT_DELTA) != 0

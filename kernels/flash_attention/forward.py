@@ -120,7 +120,9 @@ def _block(
     queries = first + tl.arange(0, BLOCK_M)
     offset = diagonal(length_q, length_k, TOP_LEFT)
     last = tl.minimum(first + BLOCK_M, length_q) - 1
-    low, full_low, full_high, high = key_ranges(first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    low, full_low, full_high, high = key_ranges(
+        first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     divisor = total
@@ -188,9 +190,7 @@ def forward_kernel(
     batch = index
     if PACKED:
         batch = 0
-    start_q, length_q, start_k, length_k = sequence(
-        cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED
-    )
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
     first = block * BLOCK_M
     plane = batch * heads + head
     rows = tl.cast(plane, tl.int64) * total_q + start_q

@@ -161,7 +161,9 @@ class Call:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
         return self.capability >= 90 and not self.packed and all(_copyable(tensor) for tensor in tensors)
 
-    def rows(self, tensor: Tensor, rows: int, descriptor: bool, columns: int | None = None) -> Tensor | TensorDescriptor:
+    def rows(
+        self, tensor: Tensor, rows: int, descriptor: bool, columns: int | None = None
+    ) -> Tensor | TensorDescriptor:
         """`tensor`, or its descriptor for tiles [1, 1, rows, columns], of block_d columns unless given."""
         if not descriptor:
             return tensor

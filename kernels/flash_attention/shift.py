@@ -1,4 +1,4 @@
-"""The stabilised softmax: by how much a row with tied maxima is shifted, so that no weight of it is exactly 1.
+"""The stabilised softmax: by how much a row is shifted, so that no weight of it is exactly 1.
 
 Softmax does not change when a row's scores are all shifted; its rounding does (paper, section 4). README.md says why
 the default rule is not the paper's.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Mode
-from foreshock.kernels.flash_attention.statistics import one_margin, several_within
+from foreshock.kernels.flash_attention.statistics import several_within
 
 PAPER_TOLERANCE: Final = 1e-3
 """The paper's epsilon: scores this near the row's maximum are maxima too."""
@@ -52,8 +52,7 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
         tied = several_within(scores, row_max, PAPER_TOLERANCE, scratch)
         amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
     if want_stable:
-        tied = several_within(scores, row_max, one_margin(operand_dtype), scratch)
-        stable = tied & stable_heads.view(-1, 1, 1)
+        stable = stable_heads.view(-1, 1, 1).expand(row_max.shape)
         amount = torch.where(stable, stable_shift(row_max), amount)
     return Shift(amount, stable)
 

@@ -1,0 +1,19 @@
+"""Where there is no GPU, the Triton suite runs in Triton's interpreter, in a process that chose it from the start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs on the GPU, in this process")
+def test_the_triton_kernels_pass_their_suite_in_the_interpreter() -> None:
+    suite = sorted(map(str, Path(__file__).parent.glob("test_triton_*.py")))
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

@@ -1,0 +1,381 @@
+"""The Triton kernels against float64 and against the reference: values, gradients, statistics, features."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Mode, Slot
+from foreshock.kernels.flash_attention import AttentionSpec
+from tests.kernels.triton_calls import (
+    CUDA,
+    DEVICE,
+    Inputs,
+    attend,
+    attend_by_reference,
+    largest_error,
+    pytorch_own,
+    random_inputs,
+    scaled,
+    truth,
+)
+
+# The interpreter computes masked lanes too, and warns of what they overflow to.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+CASES = [
+    pytest.param(64, 64, 32, 2, 2, {}, id="full"),
+    pytest.param(70, 70, 64, 2, 1, {"causal": "top_left"}, id="causal, two heads a key head"),
+    pytest.param(33, 75, 40, 2, 2, {"causal": "bottom_right"}, id="fewer queries, bottom right"),
+    pytest.param(75, 33, 32, 1, 1, {"causal": "bottom_right"}, id="empty rows"),
+    pytest.param(40, 60, 32, 1, 1, {"causal": "top_left"}, id="fewer queries, top left"),
+    pytest.param(100, 100, 32, 1, 1, {"causal": "top_left", "window_left": 10}, id="sliding window"),
+    pytest.param(90, 80, 32, 1, 1, {"window_left": 5, "window_right": 7}, id="window on both sides"),
+    pytest.param(50, 50, 32, 1, 1, {"softcap": 2.0, "causal": "top_left"}, id="softcap"),
+    pytest.param(50, 50, 32, 1, 1, {"scale": -0.3}, id="negative scale"),
+]
+if CUDA:
+    CASES += [
+        pytest.param(1024, 1024, 64, 4, 4, {"causal": "top_left"}, id="1024, dim 64"),
+        pytest.param(1000, 1000, 128, 8, 1, {"causal": "top_left"}, id="1000, dim 128, eight heads a key head"),
+        pytest.param(1024, 1024, 128, 4, 4, {}, id="1024, dim 128"),
+        pytest.param(5000, 5000, 64, 2, 1, {"causal": "top_left"}, id="5000, dim 64"),
+        pytest.param(1024, 1024, 256, 2, 2, {"causal": "top_left"}, id="dim 256"),
+        pytest.param(1024, 1024, 192, 2, 2, {"causal": "top_left"}, id="dim 192"),
+        pytest.param(777, 999, 80, 2, 2, {"causal": "bottom_right"}, id="dim 80"),
+        pytest.param(777, 999, 96, 2, 2, {"window_left": 100, "window_right": 50}, id="dim 96, window"),
+        pytest.param(1024, 1024, 32, 2, 2, {"causal": "top_left"}, id="1024, dim 32"),
+        pytest.param(900, 900, 128, 2, 2, {"causal": "top_left", "softcap": 30.0}, id="dim 128, softcap"),
+    ]
+
+
+@pytest.mark.promise("K1")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("length_q", "length_k", "dim", "heads", "kv_heads", "options"), CASES)
+def test_values_and_gradients_err_at_most_twice_as_much_as_pytorchs_own(
+    length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object], dtype: torch.dtype
+) -> None:
+    inputs = random_inputs(length_q, length_k, dim, heads, kv_heads, batch=2 if CUDA else 1, dtype=dtype)
+    spec = scaled(dim, **options)
+    given, exact = attend(inputs, spec), truth(inputs, spec)
+    own = pytorch_own(inputs, spec)
+    names = ("out", "grad_query", "grad_key", "grad_value")
+    for name, theirs in zip(names, own, strict=True):
+        ours = largest_error(getattr(given, name), getattr(exact, name))
+        allowed = 2 * largest_error(theirs, getattr(exact, name)) + 1e-5
+        assert ours <= allowed, f"{name} errs by {ours:.2e}, allowed are {allowed:.2e}"
+    seen = exact.row_max.isfinite()
+    assert torch.equal(given.lse.isfinite(), seen)
+    torch.testing.assert_close(given.lse[seen], exact.lse[seen].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given.row_max[seen], exact.row_max[seen].float(), rtol=1e-5, atol=1e-5)
+    # What was saved beside O restores it: its error falls to that of P's rounding.
+    restored = given.out.double() + given.residual.double()
+    assert (restored - exact.out).norm() < 0.8 * (given.out.double() - exact.out).norm()
+
+
+@pytest.mark.parametrize(("length_q", "length_k", "dim", "heads", "kv_heads", "options"), CASES)
+def test_statistics_are_those_of_the_reference(
+    length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object]
+) -> None:
+    """Scores on a coarse grid are exact in fp32 in any order of summation, so that counts must be equal."""
+    inputs = random_inputs(length_q, length_k, dim, heads, kv_heads, batch=2)
+    grid = Inputs(*(x.mul(2).round().div(2) for x in inputs[:2]), *inputs[2:])
+    spec = scaled(dim, **({"scale": 0.25} | options))
+    given, expected = attend(grid, spec), attend_by_reference(grid, spec)
+    if spec.softcap == 0 and math.log2(abs(spec.scale)).is_integer():
+        for slot in COUNT_SLOTS:
+            assert given.counts(slot) == expected.counts(slot), slot.name
+        assert sum(given.counts(Slot.ROWS_TIED_ONE)) > 0
+    for slot in (*MAX_SLOTS, *SUM_SLOTS):
+        tolerance = {"rel": 2e-2, "abs": 0.5} if "BIAS" in slot.name else {"rel": 1e-5, "abs": 1e-3}
+        assert given.counts(slot) == pytest.approx(expected.counts(slot), **tolerance), slot.name
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 40.0, 3000.0], ids=lambda size: f"scores near {size}")
+@pytest.mark.parametrize("length", [40, 96] if not CUDA else [40, 96, 700])
+def test_ties_are_counted_at_any_size_of_score_and_independent_of_tiles(size: float, length: int) -> None:
+    """Rows tie at one, in bf16, in both or in none, wherever their keys lie."""
+    inputs = random_inputs(length, length, 32, heads=3, kv_heads=3)
+    query = torch.zeros_like(inputs.query)
+    query[..., 0] = 1.0
+    key = torch.zeros_like(inputs.key)
+    key[..., 0] = -8.0
+    for head, (low, high) in enumerate([(0, 0), (0, 1), (3, length - 1)]):
+        key[:, head, [low, high], 0] = 1.0
+    # A third key, near enough to tie in bf16 alone where scores are large.
+    key[:, :, length // 2, 0] = 1.0 - 2.0**-8
+    grid = Inputs(query, key, *inputs[2:])
+    spec = scaled(32, scale=size if size else 1.0) if size != 0 else scaled(32, scale=0.0)
+    given, expected = attend(grid, spec), attend_by_reference(grid, spec)
+    for slot in COUNT_SLOTS:
+        assert given.counts(slot) == expected.counts(slot), slot.name
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_ties_among_random_scores_are_those_of_the_reference_but_for_rounding(causal: str) -> None:
+    length = 1500 if CUDA else 120
+    inputs = random_inputs(length, length, 64, heads=2, kv_heads=2, seed=3)
+    spec = scaled(64, causal=causal)
+    given, expected = attend(inputs, spec), attend_by_reference(inputs, spec)
+    for slot in (Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_ONE):
+        assert given.counts(slot) == pytest.approx(expected.counts(slot), abs=2)
+    assert given.counts(Slot.ROWS) == expected.counts(Slot.ROWS)
+
+
+def test_packed_sequences_are_those_of_separate_calls_and_what_lies_past_them_is_empty() -> None:
+    lengths_q, lengths_k, total = [5, 40, 1, 33], [9, 40, 3, 20], 90
+    inputs = random_inputs(total, total, 32, heads=2, kv_heads=1)
+    spec = scaled(32, causal="bottom_right")
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+        for lengths in (lengths_q, lengths_k)
+    )
+    packed = attend(inputs, spec, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
+    for index in range(len(lengths_q)):
+        q, k = (slice(int(cu[index]), int(cu[index + 1])) for cu in (cu_q, cu_k))
+        alone = attend(
+            Inputs(inputs.query[:, :, q], inputs.key[:, :, k], inputs.value[:, :, k], inputs.grad[:, :, q]), spec
+        )
+        for name, rows in (("out", q), ("lse", q), ("grad_query", q), ("grad_key", k), ("grad_value", k)):
+            assert torch.equal(getattr(packed, name)[:, :, rows], getattr(alone, name)), name
+    assert packed.out[:, :, int(cu_q[-1]) :].abs().sum() == 0
+    assert packed.grad_query[:, :, int(cu_q[-1]) :].abs().sum() == 0
+    assert packed.grad_key[:, :, int(cu_k[-1]) :].abs().sum() == 0
+    expected = attend_by_reference(inputs, spec, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
+    for slot in (Slot.ROWS, Slot.ROWS_EMPTY, Slot.ROWS_NONFINITE):
+        assert packed.counts(slot) == expected.counts(slot)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_dropout_keeps_what_the_reference_keeps(causal: str) -> None:
+    inputs = random_inputs(50, 50, 32, heads=2, kv_heads=1, batch=2)
+    spec = scaled(32, causal=causal, dropout_p=0.3)
+    seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
+    given, expected = attend(inputs, spec, seed=seed), attend_by_reference(inputs, spec, seed=seed)
+    exact = truth(inputs, spec, seed=seed)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        error = largest_error(getattr(expected, name), getattr(exact, name))
+        assert largest_error(getattr(given, name), getattr(exact, name)) <= 2 * error + 1e-5, name
+    assert not torch.equal(given.out, attend(inputs, replace(spec, dropout_p=0.0)).out)
+
+
+def flags(*modes: Mode) -> torch.Tensor:
+    return torch.tensor([int(mode) for mode in modes], dtype=torch.int32, device=DEVICE)
+
+
+def test_modes_of_zero_are_the_same_as_no_modes() -> None:
+    inputs = random_inputs(60, 60)
+    without, zeros = attend(inputs, scaled(32)), attend(inputs, scaled(32), flags(Mode.PLAIN, Mode.PLAIN))
+    for a, b in zip(without, zeros, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_exact_delta_changes_the_gradients_of_its_head_alone() -> None:
+    inputs = random_inputs(64, 64, heads=2)
+    plain = attend(inputs, scaled(32), flags(Mode.PLAIN, Mode.PLAIN))
+    exact = attend(inputs, scaled(32), flags(Mode.PLAIN, Mode.EXACT_DELTA))
+    assert torch.equal(plain.out, exact.out)
+    assert torch.equal(plain.grad_value, exact.grad_value)
+    assert torch.equal(plain.grad_query[:, 0], exact.grad_query[:, 0])
+    assert not torch.equal(plain.grad_query[:, 1], exact.grad_query[:, 1])
+
+
+def test_exact_delta_takes_the_defect_out_of_the_key_gradients_sum() -> None:
+    """A constant added to every key changes no output, so dK sums to 0 over keys but for rounding."""
+    inputs = random_inputs(128, 128, 64, heads=4, kv_heads=4)
+    inputs.value.add_(2.0)
+    plain, exact = (attend(inputs, scaled(64), flags(*[mode] * 4)) for mode in (Mode.PLAIN, Mode.EXACT_DELTA))
+    sums = [x.grad_key.double().sum(2).norm().item() for x in (plain, exact)]
+    assert sums[1] < 0.7 * sums[0]
+
+
+@pytest.mark.parametrize("mode", [Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX])
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_a_shifted_softmax_computes_the_same_mathematics_on_its_head_alone(mode: Mode, causal: str) -> None:
+    inputs = random_inputs(64, 64, heads=2)
+    inputs.key[:, :, 32:] = inputs.key[:, :, :32]
+    spec = scaled(32, causal=causal)
+    plain, shifted = (attend(inputs, spec, flags(Mode.PLAIN, m)) for m in (Mode.PLAIN, mode))
+    exact, expected = truth(inputs, spec), attend_by_reference(inputs, spec, modes=flags(Mode.PLAIN, mode))
+    assert torch.equal(plain.out[:, 0], shifted.out[:, 0])
+    assert not torch.equal(plain.out[:, 1], shifted.out[:, 1])
+    torch.testing.assert_close(shifted.lse, plain.lse, rtol=1e-5, atol=1e-5)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        error = largest_error(getattr(expected, name), getattr(exact, name))
+        assert largest_error(getattr(shifted, name), getattr(exact, name)) <= 2 * error + 1e-5, name
+    assert shifted.counts(Slot.ROWS_SHIFTED) == expected.counts(Slot.ROWS_SHIFTED)
+
+
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX])
+def test_values_of_one_give_an_output_of_one(mode: Mode) -> None:
+    inputs = random_inputs(90, 90)
+    inputs.value.fill_(1.0)
+    out = attend(inputs, scaled(32), flags(mode, mode)).out.float()
+    assert (out - 1).abs().max() <= 2**-8
+    assert abs((out - 1).mean().item()) < 1e-3
+
+
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX])
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
+def test_saturated_and_tied_rows_are_not_biased(mode: Mode, size: float) -> None:
+    """Values of one sign: a bias that a largest error cannot see would show in the mean."""
+    length = 96
+    inputs = random_inputs(length, length)
+    query = torch.full_like(inputs.query, size**0.5 / 4)
+    key = torch.full_like(inputs.key, -(size**0.5) / 4)
+    key[:, :, ::7] = size**0.5 / 4
+    positive = Inputs(query, key, inputs.value.abs() + 0.5, inputs.grad)
+    spec = scaled(32, scale=1.0)
+    given, exact = attend(positive, spec, flags(mode, mode)), truth(positive, spec)
+    error = (given.out.double() - exact.out) / exact.out
+    assert error.abs().max() <= 2.0**-7
+    assert abs((given.out.double() + given.residual.double() - exact.out).div(exact.out).mean()) < 1e-3
+
+
+@pytest.mark.promise("K2")
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_one_poisoned_query_is_one_row_counted_and_touches_no_other(poison: float) -> None:
+    inputs = random_inputs(70, 70, heads=2)
+    spec = scaled(32, causal="top_left")
+    clean = attend(inputs, spec)
+    inputs.query[0, 1, 37, 3] = poison
+    sick = attend(inputs, spec)
+    rows = [i for i in range(70) if i != 37]
+    assert torch.equal(clean.out[:, :, rows], sick.out[:, :, rows])
+    assert torch.equal(clean.grad_query[:, :, rows], sick.grad_query[:, :, rows])
+    assert torch.equal(clean.grad_key[:, 0], sick.grad_key[:, 0])
+    assert sick.counts(Slot.ROWS_NONFINITE) == [0, 1]
+    assert sick.counts(Slot.ROWS) == [70, 69]
+    for slot in (*MAX_SLOTS, *SUM_SLOTS):
+        assert all(map(math.isfinite, sick.counts(slot))), slot.name
+
+
+@pytest.mark.promise("K3")
+def test_rows_that_see_no_key_are_zero_counted_and_pass_nothing_back() -> None:
+    inputs = random_inputs(40, 8)
+    given = attend(inputs, scaled(32, causal="bottom_right"))
+    assert given.out[:, :, :32].abs().sum() == 0
+    assert given.grad_query[:, :, :32].abs().sum() == 0
+    assert (given.lse[:, :, :32] == -math.inf).all()
+    assert (given.row_max[:, :, :32] == -math.inf).all()
+    assert given.counts(Slot.ROWS_EMPTY) == [32, 32]
+    assert given.counts(Slot.ROWS) == [8, 8]
+    assert all(x.isfinite().all() for x in (given.grad_key, given.grad_value))
+
+
+@pytest.mark.promise("K4")
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize(("length_q", "length_k"), [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (1, 2)])
+def test_sizes_of_nothing_and_one_work(batch: int, length_q: int, length_k: int) -> None:
+    inputs = random_inputs(length_q, length_k, batch=batch)
+    given, expected = attend(inputs, scaled(32)), attend_by_reference(inputs, scaled(32))
+    torch.testing.assert_close(given.out, expected.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(given.grad_key, expected.grad_key, rtol=1e-2, atol=1e-2)
+    for slot in COUNT_SLOTS:
+        assert given.counts(slot) == expected.counts(slot)
+
+
+LENGTHS = [*range(1, 131), 239, 799, 1023, 1024, 1025] if CUDA else [1, 2, 31, 32, 33, 65]
+
+
+@pytest.mark.promise("K5")
+@pytest.mark.parametrize("length", LENGTHS)
+def test_any_length(length: int) -> None:
+    inputs = random_inputs(length, length, heads=1, kv_heads=1)
+    spec = scaled(32, causal="top_left")
+    given, exact = attend(inputs, spec), truth(inputs, spec)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        torch.testing.assert_close(getattr(given, name).double(), getattr(exact, name), rtol=2e-2, atol=3e-2)
+    assert given.counts(Slot.ROWS) == [length]
+
+
+@pytest.mark.promise("K6")
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "padded", "unaligned", "expanded"])
+def test_strides_are_honoured(layout: str) -> None:
+    plain = random_inputs(48, 48, 32, heads=2, kv_heads=2)
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        if layout == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "sliced":
+            return torch.cat([x, x], 3)[..., :32]
+        if layout == "padded":
+            return torch.nn.functional.pad(x, (0, 3))[..., :32]
+        if layout == "unaligned":
+            flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)
+            return flat[1:].copy_(x.flatten()).view(x.shape)
+        return x[:, :1, :1].expand(x.shape)
+
+    given = Inputs(*map(laid_out, plain))
+    strided, packed = attend(given, scaled(32)), attend(Inputs(*(x.contiguous() for x in given)), scaled(32))
+    for a, b in zip(strided[:7], packed[:7], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert strided.counts(Slot.ROWS) == packed.counts(Slot.ROWS)
+
+
+@pytest.mark.promise("K6")
+def test_rows_of_scattered_elements_are_refused_with_a_sentence() -> None:
+    inputs = random_inputs(16, 16, 32)
+    scattered = inputs.query.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match=r"query has stride 16 in its last dimension.*contiguous"):
+        attend(inputs._replace(query=scattered), scaled(32))
+
+
+def test_a_head_dim_that_is_not_served_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"head dim 20 is not served.*multiple of 8"):
+        attend(random_inputs(16, 16, 20), scaled(20))
+
+
+@pytest.mark.promise("K8")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 30.0, 90.0])
+def test_extreme_scores_stay_finite_and_lse_stays_within_its_bounds(size: float, dtype: torch.dtype) -> None:
+    inputs = random_inputs(48, 48, dtype=dtype)
+    large = inputs._replace(query=(inputs.query * size), key=(inputs.key * size))
+    spec = scaled(32, scale=1.0)
+    given = attend(large, spec)
+    assert all(x.isfinite().all() for x in given[:7])
+    assert (given.row_max <= given.lse + 1e-6 * given.lse.abs()).all()
+    assert (given.lse <= given.row_max + math.log(48) + 1e-5 + 1e-6 * given.row_max.abs()).all()
+    assert given.counts(Slot.ROWS) == [48, 48]
+
+
+@pytest.mark.promise("K9")
+def test_inputs_and_the_random_state_are_left_alone_and_every_output_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = random_inputs(45, 70, 40, heads=2, kv_heads=1)
+    spec = AttentionSpec(scale=0.2, causal="bottom_right")
+    clean = attend(inputs, spec)
+    before = [x.clone() for x in inputs]
+    state = torch.get_rng_state()
+
+    def poisoned(make):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(2**40)
+
+        return call
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    again = attend(inputs, spec)
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.promise("K9")
+def test_repeats_are_bitwise_equal() -> None:
+    length, repeats = (2000, 1000) if CUDA else (40, 2)
+    inputs = random_inputs(length, length, 64, heads=2, kv_heads=1)
+    spec = scaled(64, causal="top_left")
+    modes = flags(Mode.EXACT_DELTA, Mode.STABLE_SOFTMAX)
+    first = attend(inputs, spec, modes)
+    for _ in range(repeats):
+        assert all(torch.equal(a, b) for a, b in zip(first, attend(inputs, spec, modes), strict=True))

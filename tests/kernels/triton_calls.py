@@ -1,0 +1,131 @@
+"""What the Triton suite shares: random inputs, one call forward and backward, truth, and PyTorch's own error."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state, reference
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+class Inputs(NamedTuple):
+    """query [B, H, Sq, D], key and value [B, Hkv, Sk, D], gradient of O [B, H, Sq, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+
+
+class Outputs(NamedTuple):
+    """All that one forward and backward returns; state is int64 [H, SLOT_COUNT]."""
+
+    out: Tensor
+    residual: Tensor
+    lse: Tensor
+    row_max: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+    state: Tensor
+
+    def counts(self, slot: Slot) -> list[float]:
+        """One statistic of every head."""
+        return slot_values(self.state.cpu().numpy(), slot).tolist()  # type: ignore[no-any-return]
+
+
+def random_inputs(
+    length_q: int,
+    length_k: int,
+    dim: int = 32,
+    heads: int = 2,
+    kv_heads: int = 2,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, length: int) -> Tensor:
+        return torch.randn(batch, rows, length, dim, generator=generator).to(dtype).to(DEVICE)
+
+    return Inputs(draw(heads, length_q), draw(kv_heads, length_k), draw(kv_heads, length_k), draw(heads, length_q))
+
+
+def scaled(dim: int, **options: object) -> AttentionSpec:
+    """A spec with the usual scale unless given."""
+    return AttentionSpec(**({"scale": dim**-0.5} | options))  # type: ignore[arg-type]
+
+
+def attend(
+    inputs: Inputs,
+    spec: AttentionSpec,
+    modes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seed: Tensor | None = None,
+    by: Callable[[], object] | None = None,
+    longest: tuple[int, int] | None = None,
+) -> Outputs:
+    """Forward and backward by the Triton kernels, or by `reference` under `attend_by_reference`."""
+    query, key, value, grad = inputs
+    steps = (reference.attention_forward, reference.attention_backward)
+    if by is None:
+        steps = (forward.attention_forward, backward.attention_backward)
+    lengths = longest or (query.shape[2], key.shape[2])
+    packed = (cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
+    out, residual, lse, row_max = steps[0](query, key, value, modes, *packed)
+    state = new_state(query.shape[1], query.device)
+    grads = steps[1](grad, query, key, value, out, residual, lse, row_max, state, modes, *packed)
+    return Outputs(out, residual, lse, row_max, *grads, state)
+
+
+def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
+    """The same call by the reference, which the kernels are compared with."""
+    return attend(inputs, spec, by=dict, **options)  # type: ignore[arg-type]
+
+
+def truth(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
+    """The same call in float64 throughout."""
+    exact = AttentionSpec(
+        spec.scale, spec.causal, spec.window_left, spec.window_right, spec.softcap, spec.dropout_p, numerics="float64"
+    )
+    return attend_by_reference(Inputs(*(x.double() for x in inputs)), exact, **options)
+
+
+def hidden(spec: AttentionSpec, length_q: int, length_k: int) -> Tensor:
+    """The pairs that a query does not see, bool [Sq, Sk], written once more for the tests."""
+    offset = 0 if spec.causal == "top_left" else length_k - length_q
+    distance = torch.arange(length_k)[None] - torch.arange(length_q)[:, None] - offset
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if spec.causal != "none":
+        seen &= distance <= 0
+    if spec.window_right >= 0:
+        seen &= distance <= spec.window_right
+    if spec.window_left >= 0:
+        seen &= distance >= -spec.window_left
+    return ~seen.to(DEVICE)
+
+
+def pytorch_own(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
+    """O, dQ, dK, dV by PyTorch operators in the inputs' own dtype: the error that K1 allows twice."""
+    query, key, value = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ keys.transpose(-1, -2) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    mask = hidden(spec, query.shape[2], key.shape[2])
+    weights = scores.masked_fill(mask, -math.inf).softmax(-1).masked_fill(mask, 0.0)
+    out = weights @ values
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.grad)]
+
+
+def largest_error(given: Tensor, exact: Tensor) -> float:
+    return (given.double() - exact.double()).abs().max().item()
