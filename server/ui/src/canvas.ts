@@ -3,15 +3,19 @@
 import { type RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 
-/** A canvas of this size in CSS pixels, cleared, ready for text. */
+/** Room above what is drawn, for the upper half of a label and for outlines. */
+export const TOP = 6;
+
+/** A canvas of this size in CSS pixels below TOP, cleared, ready for text. */
 export function prepare(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
   const ratio = devicePixelRatio;
   canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
+  canvas.height = Math.round((height + TOP) * ratio);
   canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
+  canvas.style.height = `${height + TOP}px`;
   const ctx = canvas.getContext("2d")!;
   ctx.scale(ratio, ratio);
+  ctx.translate(0, TOP);
   ctx.imageSmoothingEnabled = false;
   ctx.font = "11px Inter, system-ui, sans-serif";
   ctx.textBaseline = "middle";

@@ -1,7 +1,7 @@
 /** Layer by head at one step, and its heads through time, with a scrubber. On canvas, so that 80 x 64 heads stay fluid. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { paintCells, prepare, useWidth } from "./canvas";
+import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import { type Ink, ramp } from "./colour";
 import { number, steps as stepText } from "./format";
 import type { Frames } from "./frames";
@@ -90,8 +90,9 @@ export function HeatMap({
       ctx.lineWidth = 2;
       ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
     };
-    if (chosen) outline(chosen, ink.outline, 1);
-    for (const head of warned) outline(head, ink.warning, cell > 12 ? 3 : 1);
+    const roomy = Math.min(cell, cellHeight) > 12; // small cells are outlined from outside, or their colour would be hidden
+    if (chosen) outline(chosen, ink.outline, roomy ? 1 : -3);
+    for (const head of warned) outline(head, ink.warning, roomy ? 3 : -1);
     ctx.fillStyle = ink.switched;
     ctx.strokeStyle = ink.surface;
     for (const head of switched) {
@@ -104,7 +105,7 @@ export function HeatMap({
   const find = (event: MouseEvent): Head | null => {
     const place = canvas.current!.getBoundingClientRect();
     const head = frames.heads[Math.floor((event.clientX - place.left - LEFT) / cell)];
-    const layer = frames.layers[Math.floor((event.clientY - place.top) / cellHeight)];
+    const layer = frames.layers[Math.floor((event.clientY - place.top - TOP) / cellHeight)];
     return layer === undefined || head === undefined ? null : { layer, head };
   };
   const walk = (event: KeyboardEvent) => {

@@ -1,7 +1,7 @@
 /** Heads through time: one row a head, one column a step, the same colours as the heat map beside it. */
 
 import { useEffect, useRef } from "preact/hooks";
-import { paintCells, prepare, useWidth } from "./canvas";
+import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import type { Ink } from "./colour";
 import { tick } from "./format";
 import type { Frames } from "./frames";
@@ -77,7 +77,7 @@ export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) 
 
   const pick = (event: MouseEvent) => {
     const place = canvas.current!.getBoundingClientRect();
-    const head = rows[Math.floor((event.clientY - place.top) / rowHeight)];
+    const head = rows[Math.floor((event.clientY - place.top - TOP) / rowHeight)];
     const column = Math.floor(((event.clientX - place.left - LEFT) / plotted) * columns);
     if (head && column >= 0 && column < columns) onPick(head, column);
   };

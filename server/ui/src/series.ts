@@ -3,6 +3,7 @@
 import { api, Problem, type SeriesLine } from "./api";
 
 const MAX_POINTS = 600;
+const AT_ONCE = 2;
 
 interface Wanted {
   run: string;
@@ -39,10 +40,25 @@ export class LiveSeries {
 /** A run that has no such head has no line; where several are compared, the others still do. */
 async function ask(run: string, wanted: Omit<Wanted, "run">): Promise<readonly SeriesLine[]> {
   try {
-    return (await api.series(run, { ...wanted, max_points: MAX_POINTS })).lines;
+    return (await inTurn(() => api.series(run, { ...wanted, max_points: MAX_POINTS }))).lines;
   } catch (error) {
     if (error instanceof Problem && error.status === 404) return [];
     throw error;
+  }
+}
+
+let running = 0;
+const waiting: (() => void)[] = [];
+
+/** Few at once, first come, first served: the charts at the top are drawn early instead of all of them late. */
+async function inTurn<T>(work: () => Promise<T>): Promise<T> {
+  if (running >= AT_ONCE) await new Promise<void>((turn) => waiting.push(turn));
+  running++;
+  try {
+    return await work();
+  } finally {
+    running--;
+    waiting.shift()?.();
   }
 }
 
