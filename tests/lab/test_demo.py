@@ -1,0 +1,147 @@
+"""The demo's parts, and all of it once on a tiny model with detectors that warn early."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, identity_row
+from foreshock.lab import demo
+from foreshock.lab.arms import Order, Workers, in_seconds
+from foreshock.lab.model import ModelConfig
+from foreshock.lab.picture import draw
+from foreshock.lab.recipes import UNTREATED, find_recipe
+from foreshock.lab.record import Record
+from foreshock.monitor.detectors import DetectorConfig
+
+TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), steps=300)
+EARLY = DetectorConfig(
+    settle_steps=0,
+    block_steps=25,
+    window_steps=200,
+    shortest_window_steps=100,
+    persist_blocks=1,
+    offset_level=0.01,
+    offset_change=0.01,
+    offset_growth=1.001,
+    share_of_newer_half=0.0,
+    noise_multiple=0.0,
+    peer_excess=1.0,
+)
+
+
+def record(offsets: list[float], score: float = 3.0) -> Record:
+    filled = Record()
+    layer = wire.Layer(layer=0, name="h.0", heads=(0,), kv_heads=1, head_dim=8, served_by="reference")
+    filled.add(wire.Started(step=0, unix_seconds=0.0, layers=(layer,), policy="observe", numerics="kernel"))
+    for number, offset in enumerate(offsets, start=1):
+        words = np.tile(identity_row(), (1, 1))
+        words[0, Slot.ROWS] = 2
+        floats = words.view(np.float64)
+        floats[0, Slot.OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 2 * offset, score
+        filled.add(
+            wire.Sample(
+                step=100 * number,
+                since_step=100 * (number - 1),
+                unix_seconds=0.0,
+                states=wire.Array.of(words),
+                loss=2.0 / number,
+            )
+        )
+    return filled
+
+
+def test_a_record_sums_up_offsets_by_step_the_largest_score_and_the_last_losses() -> None:
+    summary = record([0.5, 1.5], score=7.0).summary()
+    assert summary["offset_by_step"] == {"100": [0.5], "200": [1.5]}
+    assert summary["largest_score"] == 7.0
+    assert summary["final_loss"] == pytest.approx(1.5)
+    assert summary["steps"] == 200
+
+
+def test_a_branch_shares_its_trunk_up_to_the_branching_step_and_no_further() -> None:
+    trunk = record([0.5, 1.5, 2.5])
+    branch = trunk.until(200)
+    branch.steps.append(300)
+    assert branch.steps == [100, 200, 300]
+    assert trunk.steps == [100, 200, 300]
+    assert branch.offsets[-1][0] == 1.5
+
+
+def test_the_picture_is_drawn_with_marks_for_warning_and_switch(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    records = {"untreated": record([1.0, 2.0]), "control": record([0.0, 0.0])}
+    draw(path, records, (0, 0), "title", {"warned": 150, "switched": None})
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    arm = {"steps": 9, "final_loss": 1.0, "largest_score": 2.0, "warnings": 0, "heads": [[0, 1]]}
+    arms = {
+        name: arm | {"offset_by_step": {"9": [float(place)]}} for place, name in enumerate(("untreated", "control"))
+    }
+    return {"first_warning": None, "first_warning_step": None, "switch_step": None, "arms": arms} | changes
+
+
+def test_a_demo_without_a_warning_says_so() -> None:
+    assert "No head was warned about within 9 steps" in demo.comparison(result())
+
+
+def test_a_warned_control_is_not_hidden() -> None:
+    loud = result()
+    loud["arms"]["control"]["warnings"] = 2
+    assert "control was warned about 2 times" in demo.comparison(loud)
+
+
+def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
+    workers = Workers()
+    order = Order(
+        recipe=TINY,
+        arm=UNTREATED,
+        seed=1,
+        run="r",
+        steps=1,
+        url=None,
+        branch_from=tmp_path / "missing.pt",
+        deadline=in_seconds(60),
+        agent_settings={},
+    )
+    try:
+        workers.start(order)
+        with pytest.raises(RuntimeError, match=r"arm untreated failed[\s\S]*missing.pt"):
+            list(workers.messages())
+    finally:
+        workers.stop()
+
+
+def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> None:
+    said = io.StringIO()
+    told = demo.main(
+        tmp_path / "report.json",
+        seed=1,
+        port=0,
+        picture=tmp_path / "picture.png",
+        recipe=TINY,
+        agent_settings={"detectors": EARLY},
+        console=Console(file=said, width=200),
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report == told
+    assert set(report["arms"]) == {"untreated", "control", "rescued"}
+    assert report["first_warning_step"] is not None
+    assert {"layer", "head", "signal", "evidence"} <= report["first_warning"].keys()
+    assert report["branch_step"] < report["first_warning_step"]
+    untreated, rescued = (report["arms"][name]["offset_by_step"] for name in ("untreated", "rescued"))
+    shared = [step for step in untreated if int(step) <= report["branch_step"]]
+    assert [rescued[step] for step in shared] == [untreated[step] for step in shared]
+    assert all(arm["steps"] == TINY.steps for arm in report["arms"].values())
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    text = said.getvalue()
+    assert "Live page: http://127.0.0.1:" in text
+    assert f"step {report['first_warning_step']:>5}  untreated" in text

@@ -1,0 +1,121 @@
+"""The laboratory's text, model and runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foreshock.lab.corpus import Corpus, standard_library
+from foreshock.lab.model import GPT, ModelConfig
+from foreshock.lab.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, find_arm, find_recipe
+from foreshock.lab.run import Training, lab_run
+from foreshock.lab.trace import read_trace
+
+TINY = replace(
+    find_recipe("key-bias-small"),
+    model=ModelConfig(layers=2, heads=2, width=16, context=16),
+    batch=4,
+    sample_every_steps=5,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return standard_library()
+
+
+def losses(training: Training, steps: int) -> list[float]:
+    return [training.advance() for _ in range(steps)]
+
+
+def test_the_corpus_is_the_same_text_every_time(corpus: Corpus) -> None:
+    again = standard_library()
+    assert corpus.sha256 == again.sha256
+    assert torch.equal(corpus.tokens, again.tokens)
+    assert len(corpus.tokens) > 2**20
+
+
+def test_targets_are_the_tokens_that_follow(corpus: Corpus) -> None:
+    tokens, targets = corpus.batch(3, 8, torch.Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (3, 8)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_a_python_without_its_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
+        standard_library(tmp_path)
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="width 10 is not a multiple of 3 heads"):
+        ModelConfig(layers=1, heads=3, width=10, context=4)
+
+
+def test_the_model_predicts_from_the_past_alone() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(layers=1, heads=2, width=8, context=6, attention_dtype="float32"))
+    tokens = torch.randint(256, (1, 6))
+    targets = torch.full((1, 6), -100)
+    targets[0, 2] = 7
+    changed = tokens.clone()
+    changed[0, 3:] = 1
+    assert torch.equal(model(tokens, targets), model(changed, targets))
+
+
+@pytest.mark.parametrize("find", [find_recipe, find_arm])
+def test_an_unknown_name_is_refused_with_the_known_ones(find: object) -> None:
+    assert callable(find)
+    with pytest.raises(ValueError, match=r"'nothing' does not exist; allowed are .*"):
+        find("nothing")
+
+
+def test_every_recipe_shapes_every_arm() -> None:
+    for recipe in RECIPES.values():
+        assert recipe.shaped(UNTREATED).attention_dtype == "bfloat16"
+        assert recipe.shaped(CONTROL).attention_dtype == "float32"
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(corpus: Corpus) -> None:
+    first, again, other = (losses(Training(TINY, UNTREATED, seed, corpus=corpus), 6) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_branch_is_identical_until_a_head_is_switched(corpus: Corpus) -> None:
+    trunk = Training(TINY, UNTREATED, 3, corpus=corpus)
+    losses(trunk, 10)
+    checkpoint = trunk.checkpoint()
+    branch, switched = (Training(TINY, RESCUED, 99, corpus=corpus) for _ in range(2))
+    branch.restore(checkpoint)
+    switched.restore(checkpoint)
+    expected = losses(trunk, 10)
+    assert losses(branch, 10) == expected
+    switched.agent.set_mode([(0, 0), (0, 1), (1, 0), (1, 1)], "exact_delta", reason="test")
+    assert losses(switched, 10) != expected
+    assert branch.step == trunk.step == 20
+
+
+def test_a_checkpoint_does_not_move_with_the_run(corpus: Corpus) -> None:
+    trunk = Training(TINY, UNTREATED, 3, corpus=corpus)
+    losses(trunk, 3)
+    checkpoint = trunk.checkpoint()
+    expected = losses(trunk, 4)
+    again = Training(TINY, UNTREATED, 0, corpus=corpus)
+    again.restore(checkpoint)
+    assert losses(again, 4) == expected
+
+
+def test_a_run_writes_a_trace_of_every_head_and_sample(tmp_path: Path) -> None:
+    steps: list[int] = []
+    path = tmp_path / "traces" / "run.jsonl.gz"
+    lab_run(TINY, find_arm("exact-delta"), seed=5, trace=path, steps=12, on_step=lambda step, loss: steps.append(step))
+    trace = read_trace(path)
+    assert steps == list(range(1, 13))
+    assert trace.header["recipe"] == "key-bias-small"
+    assert trace.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert trace.samples[-1].step == 12
+    assert trace.started.labels["seed"] == "5"
+    modes = trace.samples[-1].modes
+    assert modes is not None
+    assert modes.numpy().tolist() == [1, 1, 1, 1]
