@@ -220,14 +220,17 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
     warnings = stack.get("/v1/runs/untreated")["warnings"]
     assert [layer, head] in [[warning["layer"], warning["head"]] for warning in warnings]
 
-    # Alertmanager delivers it; under policy approve the webhook proposes and switches nothing.
-    def proposed() -> dict[str, Any] | None:
-        commands = stack.get("/v1/runs/untreated/commands")["commands"]
-        return next((c for c in commands if c["source"] == "alertmanager"), None)
+    # Alertmanager delivers it. Under policy approve nothing is switched yet, and the head has one open proposal whether
+    # the agent's own word or the webhook came first: the audit trail shows both, the second as standing already.
+    def delivered() -> list[dict[str, Any]]:
+        rows = stack.get("/v1/audit", limit=100)["rows"]
+        about = [[layer, head]]
+        return [r for r in rows if r["actor"] == "alertmanager" and r["details"].get("head", about[0]) == about[0]]
 
-    command = eventually("Alertmanager's webhook arrives", proposed)
-    assert command["state"] == "proposed"
-    assert command["heads"] == [[layer, head]]
+    eventually("Alertmanager's webhook arrives", delivered)
+    proposals = [c for c in stack.get("/v1/runs/untreated/commands")["commands"] if c["heads"] == [[layer, head]]]
+    assert [c["state"] for c in proposals] == ["proposed"]
+    command = proposals[0]
     assert head_mode(stack, layer, head) == "plain"
 
     # A person approves; the command reaches the agent with its next batch, and the next samples show the new mode.
