@@ -29,13 +29,15 @@ def draw(
         for name, record in records.items():
             steps, values = record.series(quantity, head)
             axis.plot(steps, values, label=name, color=_COLOURS.get(name), linewidth=1.3)
-        for text, step in marks.items():
+        for row, (text, step) in enumerate(marks.items()):
             if step is not None:
                 axis.axvline(step, color="black", linewidth=0.8, linestyle=":")
-                axis.annotate(text, (step, 1), xycoords=("data", "axes fraction"), fontsize=8, ha="left", va="top")
+                place = (step, 0.97 - 0.1 * row)
+                axis.annotate(f" {text}", place, xycoords=("data", "axes fraction"), fontsize=8, va="top")
         axis.set_ylabel(label, fontsize=8)
         axis.grid(alpha=0.3)
-    axes[2].set_yscale("log")
+    losses = [loss for record in records.values() for loss in record.losses[len(record.losses) // 20 :]]
+    axes[2].set_ylim(min(losses) - 0.05, max(losses) + 0.05)
     axes[2].set_xlabel("optimizer step")
     axes[0].legend(loc="upper left")
     figure.suptitle(title)

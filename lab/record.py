@@ -1,4 +1,4 @@
-"""What one arm showed, kept small: offset and largest score per head and the loss, by step."""
+"""What one arm showed, kept small: offset and largest score per head and the loss, every 25 steps or so."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,9 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract import catalog, wire
-from foreshock.contract.slots import Slot, slot_values
+from foreshock.contract.slots import Slot, Words, merge_words, slot_values
 
 Floats = npt.NDArray[np.float64]
+_POINT_STEPS = 25
+"""Samples are merged up to this length: round a warning the agent samples every step, which is mostly noise."""
 _LAST_STEPS = 500
 """Steps whose mean loss is called final: a single step's loss is mostly the luck of its batch."""
 
@@ -26,6 +28,8 @@ class Record:
     warnings: list[wire.Verdict] = field(default_factory=list)
     """verdicts raised"""
     switches: list[wire.Switched] = field(default_factory=list)
+    _waiting: list[tuple[int, Words, float]] = field(default_factory=list)
+    """length, states and loss of the samples that are not a point yet"""
 
     def add(self, event: wire.Event) -> None:
         """Take what matters of one event."""
@@ -36,10 +40,20 @@ class Record:
         elif isinstance(event, wire.Switched) and event.outcome == "applied":
             self.switches.append(event)
         elif isinstance(event, wire.Sample) and (words := event.words()) is not None:
-            self.steps.append(event.step)
-            self.offsets.append(catalog.offset(words))
-            self.scores.append(slot_values(words, Slot.ROW_MAX_ABS))
-            self.losses.append(np.nan if event.loss is None else event.loss)
+            self._waiting.append((event.step - event.since_step, words, np.nan if event.loss is None else event.loss))
+            if sum(steps for steps, _, _ in self._waiting) >= _POINT_STEPS:
+                self._point(event.step)
+        elif isinstance(event, wire.Finished) and self._waiting:
+            self._point(event.step)
+
+    def _point(self, step: int) -> None:
+        lengths, words, losses = zip(*self._waiting, strict=True)
+        merged = merge_words(words)
+        self.steps.append(step)
+        self.offsets.append(catalog.offset(merged))
+        self.scores.append(slot_values(merged, Slot.ROW_MAX_ABS))
+        self.losses.append(float(np.average(losses, weights=np.maximum(lengths, 1))))
+        self._waiting.clear()
 
     def until(self, step: int) -> "Record":
         """The part up to `step`, which a branch shares with its trunk."""

@@ -65,6 +65,21 @@ def test_a_record_sums_up_offsets_by_step_the_largest_score_and_the_last_losses(
     assert summary["steps"] == 200
 
 
+def test_samples_of_single_steps_become_one_point() -> None:
+    filled = record([])
+    words = np.tile(identity_row(), (1, 1))
+    for step in range(1, 61):
+        words[0, Slot.ROWS] = 1
+        words.view(np.float64)[0, Slot.OFFSET_SUM] = step
+        filled.add(
+            wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, states=wire.Array.of(words), loss=float(step))
+        )
+    filled.add(wire.Finished(step=60, unix_seconds=0.0, status="completed"))
+    assert filled.steps == [25, 50, 60]
+    assert [float(offset[0]) for offset in filled.offsets] == [13.0, 38.0, 55.5]
+    assert filled.losses == [13.0, 38.0, 55.5]
+
+
 def test_a_branch_shares_its_trunk_up_to_the_branching_step_and_no_further() -> None:
     trunk = record([0.5, 1.5, 2.5])
     branch = trunk.until(200)
