@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
@@ -15,7 +14,7 @@ ROOMS = ("contract", "kernels", "monitor", "server", "dashboards", "lab", "cli",
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist made from what git tracks, and the wheel made from that sdist."""
     out = tmp_path_factory.mktemp("dist")
     tree = tmp_path_factory.mktemp("tree")
