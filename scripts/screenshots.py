@@ -42,11 +42,10 @@ class Picture(NamedTuple):
 def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
     """What is photographed: `runs` side by side, the first of them alone."""
     alone = runs[:1]
-    yield Picture("runs", (), "light", height=420)
+    yield Picture("runs", (), "light", height=520)
     yield Picture("compare-dark", runs, "dark", height=1500)
     yield Picture("compare-light", runs, "light", height=1500)
-    yield Picture("run-dark", alone, "dark")
-    yield Picture("run-light", alone, "light")
+    yield Picture("run", alone, "light", height=1700)
     yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
     yield Picture("phone", alone, "dark", width=PHONE, height=1600)
 
@@ -78,12 +77,12 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     """Photograph one picture; returns its file."""
 
     def screen(height: int) -> None:
-        size = {"width": picture.width, "height": height, "deviceScaleFactor": 2, "mobile": picture.width == PHONE}
+        size = {"width": picture.width, "height": height, "deviceScaleFactor": 1.5, "mobile": picture.width == PHONE}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     scheme = {"features": [{"name": "prefers-color-scheme", "value": picture.scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-    screen(4000)  # the page loads what can be seen
+    screen(8000)  # the page loads what can be seen
     browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
     settle(browser, expect=".u-wrap" if picture.runs else "tbody tr")
     whole: int = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom | 0")

@@ -255,7 +255,7 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
     const x = Math.round(u.valToPos(same[0]!.step, "x", true)) + 0.5;
     if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
     same.forEach(({ kind, colour }, i) => {
-      const dash = kind === "warning" ? 4 * px : same.length > 1 ? 8 * px : 0;
+      const dash = same.length > 1 ? 8 * px : kind === "warning" ? 4 * px : 0;
       ctx.strokeStyle = ctx.fillStyle = colour;
       ctx.lineWidth = 1.25 * px;
       ctx.setLineDash(dash ? [dash, dash * Math.max(1, same.length - 1)] : []);

@@ -86,13 +86,18 @@ export function HeatMap({
       [LEFT + frames.heads.indexOf(head) * cell, frames.layers.indexOf(layer) * cellHeight] as const;
     const outline = (head: Head, colour: string, inset: number) => {
       const [x, y] = corner(head);
-      ctx.strokeStyle = colour;
-      ctx.lineWidth = 2;
-      ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
+      for (const [style, lineWidth] of [
+        [ink.surface, 4],
+        [colour, 2],
+      ] as const) {
+        ctx.strokeStyle = style;
+        ctx.lineWidth = lineWidth;
+        ctx.strokeRect(x + inset, y + inset, cell - 2 * inset, cellHeight - 2 * inset);
+      }
     };
     const roomy = Math.min(cell, cellHeight) > 12; // small cells are outlined from outside, or their colour would be hidden
     if (chosen) outline(chosen, ink.outline, roomy ? 1 : -3);
-    for (const head of warned) outline(head, ink.warning, roomy ? 3 : -1);
+    for (const head of warned) outline(head, ink.warning, roomy ? 5 : -1);
     ctx.fillStyle = ink.switched;
     ctx.strokeStyle = ink.surface;
     for (const head of switched) {

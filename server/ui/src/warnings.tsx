@@ -61,18 +61,21 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
         {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
       </header>
       <p class="sentence">{warning.sentence}</p>
-      <dl class="evidence">
-        <div>
-          <dt>forecast</dt>
-          <dd>{forecast(warning)}</dd>
-        </div>
-        {Object.entries(warning.evidence).map(([name, value]) => (
-          <div key={name}>
-            <dt title={words(name)}>{words(name)}</dt>
-            <dd>{number(value)}</dd>
-          </div>
-        ))}
-      </dl>
+      <p class="left">
+        <span class="muted">Steps left until the largest |score| is 512:</span> <b>{forecast(warning)}</b>
+      </p>
+      {/* Side by side the charts speak; alone the numbers do. */}
+      <details open={!compare}>
+        <summary>Evidence</summary>
+        <dl class="evidence">
+          {Object.entries(warning.evidence).map(([name, value]) => (
+            <div key={name}>
+              <dt title={words(name)}>{words(name)}</dt>
+              <dd>{number(value)}</dd>
+            </div>
+          ))}
+        </dl>
+      </details>
       {layer !== null && head !== null && (
         <footer>
           <button onClick={() => onShow({ layer, head })}>Show this head</button>
@@ -102,7 +105,7 @@ function forecast({
   forecast_high_steps: high,
 }: ActiveWarning): string {
   if (middle === null) return "no forecast";
-  if (middle < 1) return "largest |score| is past 512";
+  if (middle < 1) return "none, it is past that";
   const range = low !== null && high !== null ? ` (${steps(roundTo2(low))} to ${steps(roundTo2(high))})` : "";
-  return `about ${steps(roundTo2(middle))} steps${range}`;
+  return `about ${steps(roundTo2(middle))}${range}`;
 }

@@ -78,7 +78,7 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     feeder.warn()
     wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
     assert time.monotonic() - began < 2.0
-    assert "about 2,100 steps (1,400 to 3,100)" in text(chromium, ".warnings")
+    assert "about 2,100 (1,400 to 3,100)" in text(chromium, ".warnings")
     assert f"{MINUS}6.25" in text(chromium, ".evidence")
     assert tile(chromium, "Steps left") == "about 2,100"
 
