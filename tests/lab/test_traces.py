@@ -139,6 +139,17 @@ def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_c
     ]
 
 
+def test_a_recorded_run_of_the_demo_is_warned_about_at_the_head_that_drifts_and_its_control_is_quiet() -> None:
+    drifting = TRACES / "key-bias-small_untreated_seed8.jsonl.gz"
+    untreated, control = lab_score([drifting, TRACES / "key-bias-small_control_seed8.jsonl.gz"])
+    assert untreated.first_warning_step is not None
+    assert untreated.first_warning_step <= 4500
+    assert untreated.cause == "rounding"
+    *_, last = readings(read_trace(drifting))
+    assert (untreated.layer, untreated.head) == read_trace(drifting).heads[int(np.argmax(np.abs(last.offset)))]
+    assert control.warnings == 0
+
+
 def test_an_arrested_head_is_cleared_after_quiet_steps_and_a_failing_one_never() -> None:
     cleared = [v for v in verdicts(read_trace(ARRESTED)) if v.state == "cleared"]
     assert len(cleared) == 1
