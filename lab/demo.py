@@ -29,6 +29,10 @@ SECONDS = 270.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
 
 
+_POINTS_OF_A_LEVEL = 8
+"""200 steps."""
+
+
 @dataclass(slots=True)
 class _Story:
     """What happened, by arm, and its telling."""
@@ -201,26 +205,31 @@ def comparison(result: dict[str, Any]) -> str:
         return f"No head was warned about within {steps} steps on this seed. The float32 control {quiet}."
     row = arms[UNTREATED.name]["heads"].index([first["layer"], first["head"]])
 
-    def last(arm: str) -> float:
-        return float(list(arms[arm]["offset_by_step"].values())[-1][row])
+    def level(arm: str, until: float = float("inf")) -> float:
+        """Mean offset of the named head over the last points up to a step: a single one is noisy."""
+        series = [offsets[row] for step, offsets in arms[arm]["offset_by_step"].items() if int(step) <= until]
+        last = series[-_POINTS_OF_A_LEVEL:]
+        return float(sum(last) / len(last))
 
+    ends = {arm: level(arm) for arm in arms}
     lines = [
         f"Layer {first['layer']} head {first['head']} was warned about at step {result['first_warning_step']} "
         f"(signal {first['signal']}, cause {first['cause']}). The float32 control {quiet}.",
-        f"Its score offset went on to {last(UNTREATED.name):+.2f} nats untreated; in the control it is "
-        f"{last(CONTROL.name):+.2f}.",
+        f"Score offset of that head at the end: {', '.join(f'{arm} {end:+.2f}' for arm, end in ends.items())} nats.",
     ]
     if result["switch_step"] is not None:
-        lines[1] = (
-            f"Its score offset went on to {last(UNTREATED.name):+.2f} nats untreated; switched to exact_delta at step "
-            f"{result['switch_step']} it ended at {last(RESCUED.name):+.2f}; in the control it is "
-            f"{last(CONTROL.name):+.2f}."
+        before = level(UNTREATED.name, until=result["switch_step"])
+        steps = arms[UNTREATED.name]["steps"] - result["switch_step"]
+        lines.append(
+            f"It was switched to exact_delta at step {result['switch_step']}, at {before:+.2f}. In the {steps} steps "
+            f"since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
+            f"{ends[RESCUED.name] - before:+.2f} switched."
         )
     losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
     scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
     lines.append(
-        "This is the drift that precedes the explosion, its warning and its arrest; the explosion itself does not fit "
-        "into minutes on a CPU. A recorded one: foreshock replay TRACE."
+        "Such a drift comes before a loss explosion. The explosion itself takes a larger model and a GPU; to see a "
+        "recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
     )
     return "\n".join(lines)

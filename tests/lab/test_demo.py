@@ -20,7 +20,7 @@ from foreshock.lab.recipes import UNTREATED, find_recipe
 from foreshock.lab.record import Record
 from foreshock.monitor.detectors import DetectorConfig
 
-TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), steps=300)
+TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), steps=200)
 EARLY = DetectorConfig(
     settle_steps=0,
     block_steps=25,
@@ -112,6 +112,24 @@ def test_a_warned_control_is_not_hidden() -> None:
     loud = result()
     loud["arms"]["control"]["warnings"] = 2
     assert "control was warned about 2 times" in demo.comparison(loud)
+
+
+def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_without_it() -> None:
+    told = result(
+        first_warning={"layer": 0, "head": 1, "signal": "offset", "cause": "rounding"},
+        first_warning_step=4,
+        switch_step=4,
+    )
+    ends = {"untreated": 9.0, "rescued": 2.5, "control": 0.25}
+    for name, end in ends.items():
+        arm = told["arms"].setdefault(name, dict(told["arms"]["control"]))
+        early = {str(step): [2.0] for step in range(1, 5)}
+        arm["offset_by_step"] = early | {str(step): [end] for step in range(5, 14)}
+        arm["steps"] = 13
+    said = demo.comparison(told)
+    assert "untreated +9.00, control +0.25, rescued +2.50 nats" in said
+    assert "switched to exact_delta at step 4, at +2.00" in said
+    assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
 
 
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
