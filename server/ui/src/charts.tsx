@@ -5,6 +5,7 @@ import type { MetricInfo, SeriesLine } from "./api";
 import { Chart, type Line, type Marker, type Range } from "./chart";
 import type { Ink } from "./colour";
 import { NOT_RECORDED, number, percent } from "./format";
+import { withGaps } from "./gaps";
 import type { Head } from "./heatmap";
 import { useResource, useSeen } from "./resource";
 import { LiveSeries } from "./series";
@@ -135,13 +136,8 @@ function growth(lines: readonly Line[]): number {
   return high! / low!;
 }
 
-function toLine(
-  { steps, low, high, last }: SeriesLine,
-  name: string,
-  colour: string,
-  emphasis?: Line["emphasis"],
-): Line {
-  return { name, colour, emphasis, steps, low, high, values: last };
+function toLine(line: SeriesLine, name: string, colour: string, emphasis?: Line["emphasis"]): Line {
+  return { name, colour, emphasis, ...withGaps(line) };
 }
 
 function subject(head: Head | null, runs: number): string {

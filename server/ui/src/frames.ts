@@ -15,6 +15,8 @@ export class Frames {
   /** Largest absolute value of each head so far, [layers x heads]. */
   peaks = new Float32Array();
   private readonly loaded = new Map<number, Float32Array>();
+  /** Steps that were asked for and have no value of this metric. */
+  private readonly empty = new Set<number>();
   private wanted: number | null = null;
   private filling = false;
   private ended = false;
@@ -33,7 +35,7 @@ export class Frames {
 
   /** Loads this step next. */
   want(step: number): void {
-    if (this.loaded.has(step)) return;
+    if (this.loaded.has(step) || this.empty.has(step)) return;
     this.wanted = step;
     void this.fill();
   }
@@ -74,7 +76,7 @@ export class Frames {
     for (let stride = 32; stride >= 1; stride /= 2) {
       for (let i = 0; i < this.steps.length; i += stride) {
         const step = this.steps[i]!;
-        if (Math.abs((this.at(step)?.step ?? Infinity) - step) > near) return step;
+        if (!this.empty.has(step) && Math.abs((this.at(step)?.step ?? Infinity) - step) > near) return step;
       }
     }
     return null;
@@ -83,7 +85,7 @@ export class Frames {
   /** A long watch leaves many frames behind: those stay that a step is nearest to. */
   private prune(): void {
     if (this.loaded.size <= MOST_FRAMES) return;
-    const kept = new Set(this.steps.map((step) => this.at(step)!.step));
+    const kept = new Set(this.steps.map((step) => this.at(step)?.step));
     for (const step of this.loaded.keys()) if (!kept.has(step)) this.loaded.delete(step);
   }
 
@@ -103,8 +105,12 @@ export class Frames {
       this.high = Math.max(this.high, value);
       this.peaks[i] = Math.max(this.peaks[i]!, Math.abs(value));
     });
-    if (matrix.step !== null) this.loaded.set(matrix.step, values);
-    if (asked !== Infinity) this.loaded.set(asked, values);
+    if (values.every(Number.isNaN)) {
+      this.empty.add(asked === Infinity ? (matrix.step ?? 0) : asked);
+    } else {
+      if (matrix.step !== null) this.loaded.set(matrix.step, values);
+      if (asked !== Infinity) this.loaded.set(asked, values);
+    }
     this.prune();
     if (!this.ended) this.changed();
   }

@@ -30,7 +30,7 @@ class Feeder:
         self.sequence = 0
         self.step = 0
         self.modes = np.zeros((layers, heads), dtype=np.int32)
-        self.recorded = frozenset({"states", "risk", "scalars"})
+        self.recorded = frozenset({"states", "risk", "scalars", "norms"})
 
     def send(self, *events: Event) -> Ack:
         """Post one batch; the acknowledgement carries the commands."""
@@ -97,6 +97,7 @@ class Feeder:
         floats[..., Slot.DELTA_BIAS_SUMSQ] = 1e-4
         count = layers * heads
         risk = Array.of(np.clip(size.reshape(count) / 10, 0, 1).astype(np.float32))
+        norms = Array.of((7 + size.reshape(count)).astype(np.float32))
         scalars = {
             "loss": float(2.5 + 2 * np.exp(-self.step / 400) + noise.normal(0, 0.02)),
             "grad_norm": float(0.4 + abs(noise.normal(0, 0.05))),
@@ -111,6 +112,7 @@ class Feeder:
             states=Array.of(words.reshape(count, SLOT_COUNT)),
             modes=Array.of(self.modes.reshape(count)),
             risk=risk if "risk" in self.recorded else None,
+            query_norm=norms if "norms" in self.recorded and self.step % (10 * every) == 0 else None,
         )
         return sample.model_copy(update=scalars if "scalars" in self.recorded else {})
 

@@ -193,6 +193,33 @@ def test_what_was_not_recorded_is_said_and_never_shown_as_zero(
     assert "not recorded" not in charts["Score offset"]
 
 
+def test_what_is_measured_now_and_then_is_drawn_as_a_line_and_what_stopped_being_measured_is_said(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    def spectral_norm() -> tuple[str, int]:
+        """The newest value of the chosen head, and how many pixels of the chart have its colour."""
+        open_run(chromium, service, feeder.run)
+        chart = chromium.find_element(By.XPATH, "//figure[.//h3='Spectral norm of W_Q']")
+        pixels: int = chromium.execute_script(
+            """
+            const {data} = ((c) => c.getContext("2d").getImageData(0, 0, c.width, c.height))(arguments[0]);
+            const vermilion = (_, i) => data[4 * i] === 213 && data[4 * i + 1] === 94 && data[4 * i + 2] === 0;
+            return Array.from({length: data.length / 4}, vermilion).filter(Boolean).length;
+            """,
+            chart.find_element(By.TAG_NAME, "canvas"),
+        )
+        return chart.find_element(By.CSS_SELECTOR, ".legend output").text, pixels
+
+    feeder.start()
+    feeder.train(60)
+    value, pixels = spectral_norm()
+    assert float(value) == pytest.approx(14, abs=0.2)  # 7 + 1 + the drift of 6, with noise of 0.03
+    assert pixels > 200
+    feeder.recorded -= {"norms"}
+    feeder.train(60)
+    assert spectral_norm()[0] == "not recorded"
+
+
 def test_markup_in_labels_sentences_and_reasons_is_shown_and_never_rendered(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
