@@ -120,10 +120,6 @@ async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, cl
 def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens."""
     configure_logs(settings.log_level)
-    asyncio.run(_serve(settings, ready))
-
-
-async def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
@@ -138,7 +134,7 @@ async def _serve(settings: Settings, ready: Callable[[str], None]) -> None:
         h11_max_incomplete_event_size=65_536,
     )
     server = Server(config, ready)
-    await server.serve()
+    server.run()  # on the event loop that uvicorn finds best
     if not server.started:
         raise SystemExit(1)
 

@@ -203,7 +203,7 @@ class Needs:
     def __init__(self, scope: Scope) -> None:
         self.scope: Scope = scope
 
-    def __call__(self, request: Request) -> Caller:
+    async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
         caller = caller_of(request)
         if not caller.may(self.scope):
             raise ProblemError(403, f"The token {caller.name} lacks the scope {self.scope!r}.")
@@ -213,7 +213,6 @@ class Needs:
         return caller
 
 
-Sender = Annotated[Caller, Depends(Needs("ingest"))]
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
 

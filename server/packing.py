@@ -2,6 +2,7 @@
 
 import math
 import struct
+from binascii import a2b_base64
 from typing import Any, Final
 
 import numpy as np
@@ -23,10 +24,9 @@ def pack_arrays(sample: Sample) -> bytes | None:
     for position, name in enumerate(ARRAYS):
         array = getattr(sample, name)
         if array is not None:
-            values = array.numpy()
-            parts.append(struct.pack("<BBB", position, _DTYPES.index(array.dtype), values.ndim))
-            parts.append(struct.pack(f"<{values.ndim}I", *values.shape))
-            parts.append(values.tobytes())
+            shape: tuple[int, ...] = array.shape
+            parts.append(struct.pack(f"<BBB{len(shape)}I", position, _DTYPES.index(array.dtype), len(shape), *shape))
+            parts.append(a2b_base64(array.data))  # what travels is what is stored: little-endian, in C order
     return b"".join(parts) or None
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.packing import pack_arrays, pack_scalars
-from foreshock.server.rollups import COARSE, forget
+from foreshock.server.rollups import COARSE, forget, forget_runs
 from foreshock.server.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store import Store, insert_or_ignore
 from foreshock.server.words import finished_sentence, printable, started_sentence, switched_sentence
@@ -58,25 +58,28 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     """Write every batch of the group that is not stored yet."""
     now = time.time()
     done = Recorded()
-    await _find_runs_and_boots(store, connection, group, now, done)
+    rows = await _find_runs_and_boots(store, connection, group, now, done)
     await _keep_new(store, connection, group, done)
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
-    # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
-    await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
-    rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
+    if not store.sqlite:  # SQLite's one writer holds the lock of everything
+        # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
+        await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
+        rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
     await _write_samples(connection, done)
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
     await _merge_warnings(connection, done)
-    await connection.execute(update(runs).where(runs.c.id.in_(run_ids), runs.c.last_seen < now).values(last_seen=now))
+    seen = update(runs).where(runs.c.id == bindparam("own"), runs.c.last_seen < now).values(last_seen=now)
+    await connection.execute(seen, [{"own": run_id} for run_id in sorted(run_ids)])
     return done
 
 
 async def _find_runs_and_boots(
     store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
-) -> None:
+) -> dict[int, Row[Any]]:
+    """Find or make them; the rows of the boots by id."""
     names = sorted({batch.run for batch in group})
     for attempt in (1, 2):
         found = await connection.execute(select(runs.c.name, runs.c.id).where(runs.c.name.in_(names)))
@@ -88,12 +91,12 @@ async def _find_runs_and_boots(
         await connection.execute(insert_or_ignore(store, runs), values)
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
+    rows: dict[int, Row[Any]] = {}
     for attempt in (1, 2):
-        query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.id).where(
-            boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys})
-        )
+        query = select(boots).where(boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys}))
         for row in await connection.execute(query):
             done.boot_ids[run_names[row.run_id], row.rank, row.boot] = row.id
+            rows[row.id] = row
         absent = [key for key in keys if key not in done.boot_ids]
         if not absent or attempt == 2:
             break
@@ -101,6 +104,7 @@ async def _find_runs_and_boots(
             {"run_id": done.run_ids[run], "rank": rank, "boot": boot, "last_seen": now} for run, rank, boot in absent
         ]
         await connection.execute(insert_or_ignore(store, boots), values)
+    return rows
 
 
 async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
@@ -139,8 +143,7 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
     if rows:
         await connection.execute(samples.insert(), rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
-        for run_id in {run_id for run_id, _ in done.stepped}:
-            await forget(connection, run_id, {step // COARSE for own, step in done.stepped if own == run_id})
+        await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
 async def _merge_boots(
@@ -180,8 +183,7 @@ async def _merge_boots(
     if moved:
         await _supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
-    for run_id in reshaped:
-        await forget(connection, run_id, None)
+    await forget_runs(connection, reshaped)
 
 
 def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
@@ -208,8 +210,7 @@ async def _supersede(connection: AsyncConnection, ranks: set[tuple[int, int]]) -
             first = row.started_step if row.started_step is not None else row.earliest_step
             if first is not None:
                 until = first if until is None else min(until, first)
-    for run_id in cut:
-        await forget(connection, run_id, None)
+    await forget_runs(connection, cut)
 
 
 async def _write_events(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:

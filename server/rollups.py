@@ -6,11 +6,12 @@ when a sample of its steps comes late, and whatever is not built is read from th
 
 import asyncio
 import time
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import numpy as np
 import structlog
-from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy import Row, bindparam, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, Floats
@@ -96,7 +97,7 @@ async def build(store: Store, run_id: int, span: int) -> bool:
         await connection.execute(select(runs.c.id).where(runs.c.id == run_id).with_for_update())
         if before != await _fingerprint(connection, run_id, span):
             return False
-        await forget(connection, run_id, {span})
+        await forget(connection, [(run_id, span)])
         old = rollups.c.bucket.between(span * COARSE, (span + 1) * COARSE - 1)
         await connection.execute(delete(rollups).where(rollups.c.run_id == run_id, old))
         if built:
@@ -105,10 +106,17 @@ async def build(store: Store, run_id: int, span: int) -> bool:
     return True
 
 
-async def forget(connection: AsyncConnection, run_id: int, spans: set[int] | None) -> None:
-    """The roll-ups of these coarse spans, or of the whole run, no longer hold."""
-    query = delete(rollup_spans).where(rollup_spans.c.run_id == run_id)
-    await connection.execute(query if spans is None else query.where(rollup_spans.c.span.in_(spans)))
+async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) -> None:
+    """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
+    same = rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
+    rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
+    await connection.execute(delete(rollup_spans).where(*same), rows)
+
+
+async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:
+    """No roll-up of these runs holds any longer."""
+    if run_ids:
+        await connection.execute(delete(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids)))
 
 
 async def _fingerprint(connection: AsyncConnection, run_id: int, span: int) -> Any:

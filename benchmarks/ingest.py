@@ -1,0 +1,206 @@
+"""What the service takes in: batches a second, under overload, and as runs grow many. `foreshock bench ingest`.
+
+A real service process on 127.0.0.1 is driven by real client processes; every batch holds one sample of 12 layers x 12
+heads with every metric. Clients and service share the machine's cores.
+"""
+
+import json
+import os
+import platform
+import sqlite3
+import tempfile
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, Self
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, run_load, template
+from foreshock.server.testing import LiveService
+
+CLIENTS: Final = 32
+"""Connections that keep two cores busy; the overload has ten times as many."""
+MANY_RUNS: Final = 1000
+_TARGET_SECONDS: Final = 0.25
+_ROUNDS: Final = 3
+
+
+class Watch:
+    """Looks at the service once a quarter of a second: memory, and whether /healthz and /metrics answer."""
+
+    def __init__(self, service: LiveService) -> None:
+        self.rss_bytes, self.answers, self.slowest_seconds = 0, Counter[str](), 0.0
+        self._service, self._process = service, psutil.Process(service.pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        with self._service.client(timeout=10.0) as client:
+            while not self._stop.wait(0.25):
+                self.rss_bytes = max(self.rss_bytes, self._process.memory_info().rss)
+                for path in ("/healthz", "/metrics"):
+                    began = time.monotonic()
+                    try:
+                        self.answers[f"{path} {client.get(path).status_code}"] += 1
+                    except httpx.HTTPError as error:
+                        self.answers[f"{path} {type(error).__name__}"] += 1
+                    self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - began)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+
+def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: str | None = None) -> dict[str, Any]:
+    """Measure, print a table, write JSON; the figures. The run takes about three times `seconds` and a minute more.
+
+    `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
+    """
+    # The limit for each run is taken away: what is measured is the service, not its fairness.
+    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9", "FORESHOCK_MIGRATE": "true"}
+    if database_url is not None:
+        environment["FORESHOCK_DATABASE_URL"] = database_url
+    name = f"bench-{time.time_ns():x}"
+    with tempfile.TemporaryDirectory() as folder, LiveService(Path(folder), environment) as service:
+        run_load(Load(service.url, CLIENTS, CLIENTS, 2.0, f"{name}-warm"))
+        report = _device(database_url)
+        report["sustained"] = _sustained(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a"))
+        report["overload"] = _overload(service, Load(service.url, 10 * CLIENTS, CLIENTS, seconds, f"{name}-b"))
+        after = run_load(Load(service.url, CLIENTS, CLIENTS, 8.0, f"{name}-c"))
+        report["overload"]["normal_again_after_seconds"] = _recovered(after, 8.0)
+        report["by_runs"] = _cost_by_runs(service, name, max(2.0, seconds / 5))
+    _show(report)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _device(database_url: str | None) -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    packages = ("foreshock", "fastapi", "uvicorn", "uvloop", "httptools", "sqlalchemy", "pydantic")
+    return {
+        "command": "foreshock bench ingest --json FILE",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": {"cpu": cpu, "cores": os.cpu_count(), "load_at_start": round(os.getloadavg()[0], 2)},
+        "versions": {
+            "python": platform.python_version(),
+            "sqlite": sqlite3.sqlite_version,
+            **{name: version(name) for name in packages},
+        },
+        "store": "SQLite, WAL, synchronous=FULL" if database_url is None else "PostgreSQL",
+        "batch": {"layers": LAYERS, "heads": HEADS, "bytes": len(template())},
+    }
+
+
+def _cpu_seconds(service: LiveService) -> float:
+    times = psutil.Process(service.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _figures(result: Result, cpu_seconds: float) -> dict[str, Any]:
+    answered = sum(result.statuses.values())
+    return {
+        "batches_per_second": round(result.stored_per_second, 1),
+        "p50_seconds": round(result.quantile(0.5), 4),
+        "p99_seconds": round(result.quantile(0.99), 4),
+        "cpu_milliseconds_per_batch": round(1e3 * cpu_seconds / max(1, result.statuses[200]), 3),
+        "service_cores": round(cpu_seconds / result.seconds, 2),
+        "share_2xx": round(result.statuses[200] / answered, 4),
+        "share_429": round(result.statuses[429] / answered, 4),
+        "share_5xx": round(sum(n for status, n in result.statuses.items() if status >= 500) / answered, 4),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _sustained(service: LiveService, load: Load) -> dict[str, Any]:
+    before = _cpu_seconds(service)
+    result = run_load(load)
+    return {"clients": load.clients, **_figures(result, _cpu_seconds(service) - before)}
+
+
+def _overload(service: LiveService, load: Load) -> dict[str, Any]:
+    before = _cpu_seconds(service)
+    start = psutil.Process(service.pid).memory_info().rss
+    with Watch(service) as watch:
+        result = run_load(load)
+    return {
+        "clients": load.clients,
+        **_figures(result, _cpu_seconds(service) - before),
+        "refusals_with_retry_after": result.retry_after == result.statuses[429],
+        "looks": dict(watch.answers),
+        "slowest_look_seconds": round(watch.slowest_seconds, 3),
+        "rss_before_bytes": start,
+        "rss_largest_bytes": watch.rss_bytes,
+    }
+
+
+def _recovered(after: Result, seconds: float) -> float | None:
+    """Seconds until the 99th percentile of every later second is on target; None if it never is."""
+    recovered: float | None = None
+    for second in reversed(range(int(seconds))):
+        took = [t for at, t in after.latencies if second <= at < second + 1]
+        slow = sorted(took)[int(0.99 * len(took))] if took else float("inf")
+        if slow >= _TARGET_SECONDS:
+            break
+        recovered = float(second)
+    return recovered
+
+
+def _cost_by_runs(service: LiveService, name: str, seconds: float) -> dict[str, Any]:
+    """CPU time per batch with one run and with a thousand, taken in turns."""
+    cost: dict[int, list[float]] = {1: [], MANY_RUNS: []}
+    for turn in range(_ROUNDS):
+        for runs in cost:
+            before = _cpu_seconds(service)
+            result = run_load(Load(service.url, CLIENTS, runs, seconds, f"{name}-{runs}-{turn}"))
+            spent = _cpu_seconds(service) - before
+            cost[runs].append(round(1e3 * spent / max(1, result.statuses[200]), 3))
+    one, many = (sorted(cost[runs])[_ROUNDS // 2] for runs in (1, MANY_RUNS))
+    return {
+        "cpu_milliseconds_per_batch": {str(k): v for k, v in cost.items()},
+        "ratio_of_medians": round(many / one, 3),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    device = report["device"]
+    title = f"Ingest: {device['cpu']}, {device['cores']} cores, {report['store']}, load {device['load_at_start']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    columns = ("clients", "batches/s", "p50 ms", "p99 ms", "CPU ms/batch", "2xx", "429", "5xx")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for phase in ("sustained", "overload"):
+        figures = report[phase]
+        table.add_row(
+            phase,
+            str(figures["clients"]),
+            f"{figures['batches_per_second']:.0f}",
+            f"{1e3 * figures['p50_seconds']:.0f}",
+            f"{1e3 * figures['p99_seconds']:.0f}",
+            f"{figures['cpu_milliseconds_per_batch']:.2f}",
+            *(f"{100 * figures[share]:.1f} %" for share in ("share_2xx", "share_429", "share_5xx")),
+        )
+    over, by_runs = report["overload"], report["by_runs"]
+    console = Console()
+    console.print(table)
+    console.print(f"under overload: looks {over['looks']}, slowest {over['slowest_look_seconds']} s")
+    grown = f"{over['rss_before_bytes'] / 2**20:.0f} to {over['rss_largest_bytes'] / 2**20:.0f} MiB"
+    console.print(f"memory {grown}; normal again after {over['normal_again_after_seconds']} s")
+    console.print(f"CPU per batch, {MANY_RUNS} runs over 1 run: {by_runs['ratio_of_medians']}")

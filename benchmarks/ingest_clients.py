@@ -1,0 +1,124 @@
+"""Clients of the ingest benchmark: processes with many connections each, closed loop, one batch under way on each.
+
+Nothing but the standard library lies between a client and its socket, so that the two cores are the service's.
+"""
+
+import asyncio
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from foreshock.contract.wire import Array
+from foreshock.server.testing import FakeRank
+
+LAYERS, HEADS = 12, 12
+_SINCE, _STEP, _SEQUENCE = 900_000_000_001, 900_000_000_002, 900_000_000_003
+_RUN, _BOOT = "the-run", "the-boot"
+
+
+@dataclass
+class Load:
+    """What some clients do. Client i sends as rank i; its batches go round the runs that it has, every clients-th."""
+
+    url: str
+    clients: int
+    runs: int
+    seconds: float
+    name: str
+    """Tells this load's runs and boots from another's."""
+
+
+@dataclass
+class Result:
+    """What came of a load."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds since the load began, seconds from the first byte sent to the last byte read) of each stored batch."""
+    retry_after: int = 0
+    """How many of the 429 carried a Retry-After header."""
+    seconds: float = 0.0
+
+    @property
+    def stored_per_second(self) -> float:
+        """Acknowledged batches per second."""
+        return self.statuses[200] / self.seconds
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which this share of the acknowledged batches were answered; NaN when there is none."""
+        return float(np.quantile([took for _, took in self.latencies], share)) if self.latencies else float("nan")
+
+
+def template() -> bytes:
+    """A batch of one sample with every metric of 12 layers and 12 heads; its numbers are put in by `_body`."""
+    rank = FakeRank(run=_RUN, boot=_BOOT, layers=LAYERS, heads=range(HEADS))
+    norms = Array.of(np.linspace(1.0, 20.0, rank.count).astype(np.float32))
+    sample = rank.sample(_STEP, since=0).model_copy(
+        update={"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms, "loss_max": 3.5}
+    )
+    return rank.batch(sample, sequence=_SEQUENCE).model_dump_json().encode()
+
+
+def _body(shape: bytes, number: int) -> bytes:
+    shape = shape.replace(b"%d" % _SEQUENCE, b"%d" % number)
+    return shape.replace(b"%d" % _STEP, b"%d" % number).replace(b"%d" % _SINCE, b"%d" % (number - 1))
+
+
+async def _client(load: Load, number: int, shape: bytes, began: float, result: Result) -> None:
+    address = urlsplit(load.url)
+    shape = shape.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
+    shape = shape.replace(b'"rank":0', b'"rank":%d' % number)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    sequence = 1
+    while (start := time.monotonic()) < began + load.seconds:
+        run = b'"%s-%d"' % (load.name.encode(), (number + load.clients * sequence) % load.runs)
+        body = _body(shape, sequence).replace(b'"%s"' % _RUN.encode(), run)
+        writer.write(
+            b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        await reader.readexactly(length)
+        status = int(head[9:12])
+        result.statuses[status] += 1
+        if status == 200:
+            result.latencies.append((start - began, time.monotonic() - start))
+            sequence += 1
+        elif status == 429 and b"\r\nretry-after:" in head:
+            result.retry_after += 1
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _drive(load: Load, numbers: Sequence[int], result: Result) -> None:
+    shape = template()
+    began = time.monotonic()
+    await asyncio.gather(*(_client(load, number, shape, began, result) for number in numbers))
+    result.seconds = time.monotonic() - began
+
+
+def _process(load: Load, numbers: Sequence[int]) -> Result:
+    result = Result()
+    asyncio.run(_drive(load, numbers, result))
+    return result
+
+
+def run_load(load: Load, processes: int = 2) -> Result:
+    """Let the clients, spread over processes, send for `seconds`; what they saw, together."""
+    shares = [range(number, load.clients, processes) for number in range(min(processes, load.clients))]
+    with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(partial(_process, load), shares))
+    whole = Result(seconds=max(part.seconds for part in parts))
+    for part in parts:
+        whole.statuses += part.statuses
+        whole.latencies += part.latencies
+        whole.retry_after += part.retry_after
+    return whole
