@@ -1,0 +1,221 @@
+"""What a person types, and the sentence that comes back, good input or bad."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from foreshock import __version__
+from foreshock.cli.main import app
+from foreshock.contract.wire import Ack, Batch, Switched
+from foreshock.server.testing import FakeRank, LiveService
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "lab" / "traces" / "key-bias_fp32_batch32.jsonl.gz"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def foreshock(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    """A service that knows one run with two layers of three heads."""
+    with LiveService(tmp_path_factory.mktemp("service")) as live:
+        rank = FakeRank(run="run-1")
+        post(live, rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=2.5)))
+        yield live
+
+
+def post(live: LiveService, batch: Batch) -> Ack:
+    reply = httpx.post(
+        f"{live.url}/v1/batches",
+        content=batch.model_dump_json(),
+        headers={"Content-Type": "application/json"},
+        timeout=10,
+    )
+    return Ack.model_validate_json(reply.raise_for_status().content)
+
+
+def test_help_names_every_command_and_the_first_one_to_type() -> None:
+    said = foreshock("--help").output
+    for command in ("demo", "serve", "doctor", "runs", "switch", "replay", "lab", "bench", "dashboards"):
+        assert command in said
+    assert "Start with foreshock demo" in said
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert foreshock("--version").output.strip() == f"foreshock {__version__}"
+
+
+def test_the_module_and_the_script_are_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == f"foreshock {__version__}"
+
+
+def test_doctor_checks_attention_and_says_what_is_absent() -> None:
+    done = foreshock("doctor", "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 0, done.output
+    assert "within" in done.output
+    assert "every row counted" in done.output
+    assert "none answers at http://127.0.0.1:9" in done.output
+
+
+def test_doctor_lists_what_would_be_watched_in_a_model() -> None:
+    done = foreshock("doctor", "tests.monitor.tiny_models:tiny_gpt")
+    assert done.exit_code == 0, done.output
+    assert "W_Q and W_K" in done.output
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("no_colon", "write module:factory"),
+        ("json:dumps_nothing", "is not a callable that returns a torch.nn.Module"),
+        ("torch.nn:Identity", "no attention was found in Identity"),
+    ],
+)
+def test_doctor_refuses_what_is_no_model_with_a_sentence(path: str, sentence: str) -> None:
+    done = foreshock("doctor", path)
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+
+
+def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
+    listed = foreshock("runs", "--url", service.url)
+    assert "run-1" in listed.output
+    assert "2.5000" in listed.output
+    shown = foreshock("runs", "run-1", "--url", service.url)
+    assert "h.1.attn" in shown.output
+    assert "No active warning." in shown.output
+
+
+@pytest.mark.parametrize("words", [["runs"], ["runs", "run-1"]])
+def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
+    done = foreshock(*words, "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "no service answers at http://127.0.0.1:9" in done.stderr
+    assert "foreshock serve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nope", "--mode", "exact_delta"], "There is no run 'nope'"),
+        (["run-1", "--mode", "fast"], "mode 'fast' does not exist; allowed are plain, exact_delta"),
+        (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; it has 0, 1"),
+        (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
+        (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
+    ],
+)
+def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
+    done = foreshock("switch", *words, "--reason", "test", "--url", service.url)
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+
+
+def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService) -> None:
+    rank = FakeRank(run="run-2", boot="b2")
+    post(service, rank.batch(rank.started(), rank.sample(1)))
+    answering = threading.Event()
+
+    def agent() -> None:
+        step = 1
+        while not answering.wait(0.1):
+            step += 1
+            for command in post(service, rank.batch(rank.sample(step))).commands:
+                said = Switched(
+                    id=f"s-{command.id}",
+                    step=step,
+                    command=command.id,
+                    outcome="applied",
+                    heads=command.heads or (),
+                    before=("plain",),
+                    after=(command.mode,),
+                    reason=command.reason,
+                )
+                post(service, rank.batch(said))
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    try:
+        order = ["--layer", "1", "--head", "2", "--mode", "exact_delta", "--reason", "its offset doubles"]
+        done = foreshock("switch", "run-2", *order, "--url", service.url)
+    finally:
+        answering.set()
+        thread.join()
+    assert done.exit_code == 0, done.output
+    assert "layer 1 head 2: plain -> exact_delta" in done.output
+
+
+def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:
+    order = ["--mode", "exact_delta", "--reason", "nobody listens", "--wait", "0.3"]
+    done = foreshock("switch", "run-1", *order, "--url", service.url)
+    assert done.exit_code == 1
+    assert "The order stands" in done.output
+
+
+def test_replay_tells_a_healthy_run_without_a_warning() -> None:
+    done = foreshock("replay", str(TRACE), "--offline")
+    assert done.exit_code == 0
+    assert "raised" not in done.output
+    assert "was played" in done.output
+
+
+def test_replay_into_a_service_makes_a_run_of_it(service: LiveService) -> None:
+    done = foreshock("replay", str(TRACE), "--url", service.url, "--run", "played")
+    assert done.exit_code == 0, done.output
+    assert httpx.get(f"{service.url}/v1/runs/played", timeout=10).json()["status"] == "completed"
+
+
+def test_a_trace_that_is_not_there_is_a_sentence() -> None:
+    done = foreshock("replay", "nowhere.jsonl.gz", "--offline")
+    assert done.exit_code == 1
+    assert "there is no trace at nowhere.jsonl.gz" in done.stderr
+
+
+def test_score_writes_what_it_prints(tmp_path: Path) -> None:
+    done = foreshock("lab", "score", str(TRACE), "--report", str(tmp_path / "report.json"))
+    assert done.exit_code == 0, done.output
+    (trace,) = json.loads((tmp_path / "report.json").read_text())["traces"]
+    assert trace["first_warning_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "arm 'none'")]
+)
+def test_an_unknown_recipe_or_arm_names_the_known_ones(words: list[str], sentence: str) -> None:
+    done = foreshock("lab", "run", *words)
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+    assert "allowed are" in done.stderr
+
+
+def test_serving_other_machines_without_a_token_is_refused_with_the_way_out() -> None:
+    done = foreshock("serve", "--host", "0.0.0.0")
+    assert done.exit_code == 1
+    assert "FORESHOCK_TOKEN" in done.stderr
+
+
+def test_a_missing_extra_names_the_install_command() -> None:
+    """The service's half is hidden from a real process."""
+    hide = "import sys; sys.modules['fastapi'] = None; from foreshock.cli.main import app; app(['serve'])"
+    done = subprocess.run([sys.executable, "-P", "-c", hide], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'foreshock[server]'" in done.stderr
