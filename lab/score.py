@@ -10,7 +10,8 @@ import numpy as np
 from foreshock.contract import wire
 from foreshock.lab.replay import verdicts
 from foreshock.lab.trace import Trace, read_trace, readings
-from foreshock.monitor.detectors import DANGEROUS_SCORE, DetectorConfig
+from foreshock.monitor.detectors import DetectorConfig
+from foreshock.monitor.foretelling import DANGEROUS_SCORE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

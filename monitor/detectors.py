@@ -19,11 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from foreshock.contract import wire
 from foreshock.contract.catalog import ratio
 from foreshock.contract.slots import Mode, Slot, Words, slot_values
-from foreshock.monitor.growth import SIGNALS, Growth, History
+from foreshock.monitor.foretelling import DANGEROUS_SCORE, forecast, sentence, who
+from foreshock.monitor.growth import SIGNALS, Growth, History, lower_median, median_of_others
 
 Floats = npt.NDArray[np.float64]
-DANGEROUS_SCORE: Final = 512.0
-"""Where rounding q and k to bf16 moves a score by about 1; forecasts count the steps until then."""
 
 
 class DetectorConfig(BaseModel):
@@ -274,7 +273,7 @@ class Detectors:
         The lower median of the layers' lower medians, NaN without another layer.
         """
         known = np.concatenate([factor, np.full((len(factor), 1), np.nan)], axis=1)
-        return _median_of_others(_lower_median(known[:, self._grid]))[:, self._layer_place]
+        return median_of_others(lower_median(known[:, self._grid]))[:, self._layer_place]
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
@@ -309,7 +308,7 @@ class Detectors:
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
-                quiet = f"{_who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
+                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
 
@@ -327,7 +326,7 @@ class Detectors:
     def _verdict(self, index: int, signal: str, step: int, alarm: _Alarm | None) -> wire.Verdict:
         layer, head = self.heads[index] if index != _RUN else (None, None)
         evidence = self._evidence(index)
-        forecast, low, high = self._forecast(index) if signal != "nonfinite" else (None, None, None)
+        likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
         cause = self._cause(index, signal, evidence)
         if alarm is not None and alarm.verdict.cause == "rounding":
             cause = "rounding"  # what a switch was founded on does not change under it
@@ -342,12 +341,12 @@ class Detectors:
             cause=cause,
             signal=signal,
             evidence=evidence,
-            forecast_steps=forecast,
+            forecast_steps=likely,
             forecast_low_steps=low,
             forecast_high_steps=high,
             sentence="",
         )
-        return verdict.model_copy(update={"sentence": _sentence(verdict)})
+        return verdict.model_copy(update={"sentence": sentence(verdict)})
 
     def _evidence(self, index: int) -> dict[str, float]:
         growth = self._growth
@@ -380,27 +379,6 @@ class Detectors:
             return "rounding"
         return "score growth" if signal != "nonfinite" else "other"
 
-    def _forecast(self, index: int) -> tuple[float | None, float | None, float | None]:
-        """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
-        growth = self._growth
-        score = math.nan if growth is None else float(growth.end[1, index])
-        if growth is None or not math.isfinite(score):
-            return None, None, None
-        if score >= DANGEROUS_SCORE:
-            return 0.0, 0.0, 0.0
-        found: list[tuple[float, float, float]] = []
-        for row, target in ((0, abs(float(growth.end[0, index])) + DANGEROUS_SCORE - score), (1, DANGEROUS_SCORE)):
-            sign = math.copysign(1.0, float(growth.end[row, index]))
-            start, middle, end = (sign * float(part[row, index]) for part in (growth.start, growth.middle, growth.end))
-            newer, older, half = end - middle, middle - start, growth.steps / 2
-            if not newer > 0 or not float(growth.sigmas[row, index]) >= 2.0:
-                continue
-            line = (target - end) / newer * half
-            curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
-            likely = curve if older > 0 and newer >= 1.2 * older else line
-            found.append((likely, 0.7 * min(line, curve), 1.5 * max(line, curve)))
-        return min(found, key=lambda steps: steps[0]) if found else (None, None, None)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""
         return {
@@ -428,26 +406,6 @@ class Detectors:
     _ARRAYS = ("_runs", "_nearness", "_bias", "_modes")
 
 
-def _lower_median(values: Floats) -> Floats:
-    """Along the last axis, NaN left out; NaN where nothing is known."""
-    ordered = np.sort(values, axis=-1)  # NaN last
-    middle = np.maximum(np.count_nonzero(~np.isnan(values), axis=-1) - 1, 0) // 2
-    median: Floats = np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]
-    return median
-
-
-def _median_of_others(values: Floats) -> Floats:
-    """For every place of the last axis, the lower median of the other places; NaN where there is none."""
-    order = np.argsort(values, axis=-1)
-    rank = np.argsort(order, axis=-1)
-    others = np.count_nonzero(~np.isnan(values), axis=-1)[..., None] - ~np.isnan(values)
-    middle = np.maximum(others - 1, 0) // 2
-    middle += rank <= middle  # the own place is skipped
-    ordered = np.take_along_axis(values, order, axis=-1)
-    median = np.take_along_axis(ordered, np.minimum(middle, values.shape[-1] - 1), axis=-1)
-    return np.where(others > 0, median, np.nan)
-
-
 def _least(*parts: Floats) -> Floats:
     """The smallest of all conditions, each 1 where it is just met; 0 where one is not known."""
     least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
@@ -457,28 +415,3 @@ def _least(*parts: Floats) -> Floats:
 def _differs(old: wire.Verdict, new: wire.Verdict, update_steps: int) -> bool:
     same = (old.severity, old.cause) == (new.severity, new.cause)
     return not same or new.step - old.step >= update_steps
-
-
-def _who(verdict: wire.Verdict) -> str:
-    return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
-
-
-def _sentence(verdict: wire.Verdict) -> str:
-    who, seen = _who(verdict), verdict.evidence
-    if verdict.signal == "nonfinite":
-        what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
-        return f"{who}: {what} not finite. Every weight is at risk; go back to a checkpoint before this step."
-    steps = f"in {seen['window_steps']:.0f} steps" if "window_steps" in seen else ""
-    moves = {
-        "offset": ("drifts: its scores moved as a whole from", "offset", " nats"),
-        "score": ("grows: its largest |score| went from", "score", ""),
-        "norm": ("grows: the spectral norm of its W_Q went from", "query_norm", ""),
-        "ties": ("ties: the share of its rows with several maxima is", "tied_share", ""),
-    }
-    verb, key, unit = moves[verdict.signal]
-    before = f" {seen[key + '_before']:.3g} to" if key + "_before" in seen else ""
-    ahead = ""
-    if verdict.forecast_steps is not None:
-        ahead = f" So its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {verdict.forecast_steps:.0f} steps."
-    moved = f"{verb}{before} {seen.get(key, math.nan):.3g}{unit} {steps}"
-    return f"{who} {moved}; the cause looks like {verdict.cause}.{ahead}"

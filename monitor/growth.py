@@ -138,3 +138,23 @@ class History:
         self._closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
     _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight")
+
+
+def lower_median(values: Floats) -> Floats:
+    """Along the last axis, NaN left out; NaN where nothing is known."""
+    ordered = np.sort(values, axis=-1)  # NaN last
+    middle = np.maximum(np.count_nonzero(~np.isnan(values), axis=-1) - 1, 0) // 2
+    median: Floats = np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]
+    return median
+
+
+def median_of_others(values: Floats) -> Floats:
+    """For every place of the last axis, the lower median of the other places; NaN where there is none."""
+    order = np.argsort(values, axis=-1)
+    rank = np.argsort(order, axis=-1)
+    others = np.count_nonzero(~np.isnan(values), axis=-1)[..., None] - ~np.isnan(values)
+    middle = np.maximum(others - 1, 0) // 2
+    middle += rank <= middle  # the own place is skipped
+    ordered = np.take_along_axis(values, order, axis=-1)
+    median = np.take_along_axis(ordered, np.minimum(middle, values.shape[-1] - 1), axis=-1)
+    return np.where(others > 0, median, np.nan)
