@@ -25,6 +25,7 @@ from foreshock.server.delivery import expire
 from foreshock.server.ingest import Writer
 from foreshock.server.limits import Buckets
 from foreshock.server.logs import configure_logs
+from foreshock.server.notify import Notifier
 from foreshock.server.pause import pause
 from foreshock.server.retention import delete_old_runs
 from foreshock.server.rollups import Roller
@@ -44,6 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
     keyring = Keyring(settings)
     broadcaster = Broadcaster(store, settings)
     roller = Roller(store)
+    notifier = Notifier.of(store, settings)
     writer = Writer(settings, store, counters, broadcaster, roller)
 
     @asynccontextmanager
@@ -55,6 +57,8 @@ def create_app(settings: Settings) -> FastAPI:
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, broadcaster, closing))
         others = [asyncio.create_task(chore) for chore in chores]
+        if notifier is not None:
+            others.append(asyncio.create_task(notifier.run(closing)))
         try:
             yield
         finally:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from foreshock.contract.wire import MAX_BATCH_BYTES
+from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "admin"]
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
@@ -41,8 +42,8 @@ class Settings(BaseSettings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Host names to answer to; empty: loopback names without a token, any with one"
     )
-    database_url: str = Field(
-        default="sqlite:///foreshock-data/foreshock.db", description="sqlite:/// or postgresql://"
+    database_url: str = Field(  # may hold a password: never shown
+        default="sqlite:///foreshock-data/foreshock.db", repr=False, description="sqlite:/// or postgresql://"
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
@@ -74,6 +75,12 @@ class Settings(BaseSettings):
     webhook_cooldown_seconds: float = Field(default=300.0, ge=0, description="between two webhook switches of a run")
     webhook_switches_per_hour: int = Field(default=12, ge=0, description="webhook switches of one run in an hour")
     webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
+    notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
+    notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event} as JSON")
+    notify_hosts: tuple[str, ...] = Field(
+        default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
+    )
+    public_url: str = Field(default="", max_length=512, description="address of the page, for links in notifications")
     session_seconds: float = Field(default=43_200.0, gt=0, description="life of the page's session cookie")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -85,6 +92,12 @@ class Settings(BaseSettings):
                 "kernels in a training run. Set FORESHOCK_TOKEN (16 characters or more) or FORESHOCK_TOKEN_FILE, or "
                 "listen on 127.0.0.1"
             )
+        for url in (self.notify_slack_url, self.notify_webhook_url):
+            if url is not None:
+                try:
+                    Target.of(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
+                except OutgoingError as error:
+                    raise ValueError(f"a notification URL cannot be used: {error}") from None
         names = [token.name for token in self.all_tokens]
         if len(set(names)) != len(names):
             raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
@@ -122,7 +135,14 @@ class Settings(BaseSettings):
 class _SecretFiles(PydanticBaseSettingsSource):
     """FORESHOCK_TOKEN_FILE=/run/secrets/token and the like, as container engines hand over secrets."""
 
-    _NAMES = ("token", "tokens", "grafana_hmac_secret", "database_url")
+    _NAMES = (
+        "token",
+        "tokens",
+        "grafana_hmac_secret",
+        "database_url",
+        "notify_slack_url",
+        "notify_webhook_url",
+    )
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         path = os.environ.get(f"FORESHOCK_{field_name.upper()}_FILE")
