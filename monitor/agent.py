@@ -28,6 +28,7 @@ from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, curren
 from foreshock.monitor.layers import Projection
 from foreshock.monitor.norms import ModelNorms
 from foreshock.monitor.policy import decide
+from foreshock.monitor.sample import SampleDraft
 from foreshock.monitor.sender import Sender
 from foreshock.monitor.switch import Switchboard
 
@@ -225,7 +226,7 @@ class Agent:
                 risk = self.detectors.risk
         with self._guards["sample"] as guard:
             if guard.on:
-                self._emit(_sample(counted, risk))
+                self._emit_sample(SampleDraft(counted, risk))
         for verdict in verdicts:
             self._emit(verdict)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
@@ -276,11 +277,20 @@ class Agent:
         """Hand every event from now on to `sink`, in this thread, before it is sent."""
         self._sinks.append(sink)
 
+    def _emit_sample(self, draft: SampleDraft) -> None:
+        if self._sinks:  # somebody in this thread wants the message now
+            self._emit(draft.build())
+        else:
+            self._send(draft)
+
     def _emit(self, event: wire.Event) -> None:
         for sink in self._sinks:
             with self._guards["sinks"] as guard:
                 if guard.on:
                     sink(event)
+        self._send(event)
+
+    def _send(self, event: wire.Event | SampleDraft) -> None:
         if self._sender is not None:
             with self._guards["sender"] as guard:
                 if guard.on:
@@ -428,30 +438,3 @@ def _readings(counted: Counted) -> Readings:
         grad_norm=collecting.largest(counted.grad_norms),
         **{name: values.astype(np.float64) for name, values in counted.norms.items()},
     )
-
-
-def _sample(counted: Counted, risk: "np.ndarray[Any, np.dtype[np.float64]] | None") -> wire.Sample:
-    return wire.Sample(
-        step=counted.step,
-        since_step=counted.since_step,
-        unix_seconds=time.time(),
-        states=wire.Array.of(counted.words),
-        modes=wire.Array.of(counted.modes),
-        loss=collecting.mean(counted.losses),
-        loss_max=collecting.largest(counted.losses),
-        loss_nonfinite_steps=collecting.nonfinite(counted.losses),
-        grad_norm=collecting.largest(counted.grad_norms),
-        grad_norm_nonfinite_steps=collecting.nonfinite(counted.grad_norms),
-        learning_rate=counted.learning_rate,
-        step_seconds=counted.step_seconds,
-        agent_seconds=counted.agent_seconds,
-        risk=None if risk is None else wire.Array.of(risk.astype(np.float32)),
-        query_norm=_array(counted, "query_norm"),
-        key_norm=_array(counted, "key_norm"),
-        query_key_norm=_array(counted, "query_key_norm"),
-    )
-
-
-def _array(counted: Counted, norm: str) -> wire.Array | None:
-    values = counted.norms.get(norm)
-    return None if values is None else wire.Array.of(values)

@@ -111,7 +111,7 @@ def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer])
 
 
 def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers) -> Instruments:
-    served_by = "kernel" if placed.state.is_cuda else "reference"
+    served_by = "kernel" if placed.state.is_cuda and settings.numerics in ("auto", "kernel") else "reference"
     layers = tuple(
         Layer(
             layer=settings.first_layer + index,
@@ -126,7 +126,7 @@ def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found]
     for f in found:
         if f.problem is not None:
             logger.warning("foreshock: %s computes attention but is not watched: %s", f.name or "the model", f.problem)
-    report = _table(found, served_by)
+    report = _table(found, served_by, settings.numerics)
     if settings.rank == 0 and not settings.quiet:
         print(report, file=sys.stderr)
     return Instruments(
@@ -139,7 +139,10 @@ def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found]
     )
 
 
-def _table(found: list[Found], served_by: str) -> str:
+_NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}
+
+
+def _table(found: list[Found], served_by: str, numerics: str) -> str:
     head = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "served by")
     rows: list[tuple[str, ...]] = [head]
     number = 0
@@ -153,4 +156,4 @@ def _table(found: list[Found], served_by: str) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "foreshock watches:\n" + "\n".join(lines)
+    return "\n".join(("foreshock watches:", *lines, f"numerics: {_NUMERICS.get(numerics, numerics)}"))

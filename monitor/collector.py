@@ -4,7 +4,6 @@ On CUDA the copy is asynchronous and is read steps later, when its event has pas
 gradient norms that are tensors ride along, so that reading them costs no synchronisation either.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,8 +63,8 @@ class Collector:
     def __init__(self, state: Tensor, *, step: int = 0) -> None:
         self._state = state
         self._identity = torch.from_numpy(identity_row()).to(state.device).expand_as(state).clone()
-        self._losses: list[Tensor] = []
-        self._grad_norms: list[Tensor] = []
+        self._losses: list[Tensor | float] = []
+        self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
         self._flights: deque[_Flight] = deque()
         self.since_step = step
@@ -85,9 +84,9 @@ class Collector:
         if learning_rate is not None:
             self._learning_rate = float(learning_rate)
 
-    def _scalar(self, value: Any, name: str) -> Tensor:
+    def _scalar(self, value: Any, name: str) -> Tensor | float:
         if not isinstance(value, Tensor):
-            return torch.tensor(float(value), dtype=torch.float64)
+            return float(value)
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {list(value.shape)}; give one number, such as its mean")
         return value.detach().reshape(()).clone()  # a graphed step writes its loss into the same memory again
@@ -143,9 +142,10 @@ class Collector:
         return arrived
 
 
-def _stack(values: list[Tensor]) -> Tensor:
-    if not values:
-        return torch.empty(0, dtype=torch.float64)
+def _stack(given: list[Tensor | float]) -> Tensor:
+    if not any(isinstance(v, Tensor) for v in given):
+        return torch.tensor(given, dtype=torch.float64)
+    values = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in given]
     devices = {v.device for v in values}
     device = next(iter(devices)) if len(devices) == 1 else values[-1].device
     # float64 exists on every device but Apple's; float32 there holds a loss exactly enough
@@ -182,12 +182,9 @@ def nonfinite(values: Floats) -> int:
 
 def mean(values: Floats) -> float | None:
     """The mean, NaN or infinite when a value is; None without values."""
-    with np.errstate(all="ignore"):
-        return float(values.mean()) if values.size else None
+    return sum(values.tolist()) / values.size if values.size else None  # Python's sum warns of no infinity
 
 
 def largest(values: Floats) -> float | None:
     """The largest value, NaN when one is; None without values."""
-    if not values.size:
-        return None
-    return math.nan if np.isnan(values).any() else float(values.max())
+    return float(values.max()) if values.size else None

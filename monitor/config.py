@@ -13,7 +13,7 @@ from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detectors import DetectorConfig
 
-Numerics = Literal["kernel", "float32", "paper", "float64"]
+Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
 
 
 def _default_spool_directory() -> Path:
@@ -55,8 +55,10 @@ class AgentConfig(BaseSettings):
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
     mitigation: ModeName = "exact_delta"
     """The mode that a head is switched to."""
-    numerics: Numerics = "kernel"
-    """How attention is rounded: kernel (a real FlashAttention-2), float32, paper (arXiv 2510.04212) or float64."""
+    numerics: Numerics = "auto"
+    """How attention is rounded. auto never rounds more than the model asks for: kernel where its operands have 16 bits
+    (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
+    FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
     """A sample is taken after this many steps, or after `sample_every_seconds`, whichever is later."""

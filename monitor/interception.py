@@ -23,6 +23,17 @@ logger: Final = logging.getLogger("foreshock")
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 
 
+def numerics_for(query: Tensor, asked: str) -> str:
+    """The numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
+    if asked != "auto":
+        return asked
+    if query.dtype == torch.float64:
+        return "float64"
+    autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
+    dtype = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
+    return "kernel" if dtype in (torch.bfloat16, torch.float16) else "float32"
+
+
 class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
@@ -63,7 +74,7 @@ class WatchedLayer:
         if (reason := self.problem(query)) is not None:
             self.leave_alone(reason)
             return None
-        options |= {"numerics": self.numerics, "state": self.state, "modes": self.modes}
+        options |= {"numerics": numerics_for(query, self.numerics), "state": self.state, "modes": self.modes}
         if torch.compiler.is_compiling():
             return cast(Tensor, flash_attention(query, key, value, **options))
         try:

@@ -21,6 +21,7 @@ from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.retry import is_retryable, retry_delay
+from foreshock.monitor.sample import SampleDraft
 from foreshock.monitor.spool import Spool, leftovers, spool_path
 
 logger: Final = logging.getLogger("foreshock")
@@ -91,7 +92,7 @@ class Sender:
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
         self.retries = 0
-        self._events: deque[tuple[int, wire.Event]] = deque()
+        self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
         self._commands: deque[wire.Command] = deque(maxlen=MAX_COMMANDS)
         self._sequence = 0
@@ -99,6 +100,7 @@ class Sender:
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
         self._failures = 0
+        self._all_cut = False
         self._oldest_unsent_at: float | None = None
         self._last_batch_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,11 +117,12 @@ class Sender:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, event: wire.Event) -> None:
+    def put(self, event: wire.Event | SampleDraft) -> None:
         """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
         size = _size(event)
         waiting = self._bytes_in - self._bytes_out
-        bound = self._config.queue_bytes if isinstance(event, wire.Sample) else self._config.queue_bytes * 3 // 2
+        is_sample = isinstance(event, wire.Sample | SampleDraft)
+        bound = self._config.queue_bytes if is_sample else self._config.queue_bytes * 3 // 2
         if waiting + size > bound or not self._thread.is_alive():
             self.dropped["queue_full" if self._thread.is_alive() else "sender_off"] += 1
             return
@@ -161,6 +164,7 @@ class Sender:
             cutting.cancel()
             with self._guard:
                 self._cut()
+            self._all_cut = True
             self._more.set()
             await asyncio.wait({sending}, timeout=self._close_seconds * 0.8)
             sending.cancel()
@@ -221,11 +225,24 @@ class Sender:
         events: list[wire.Event] = []
         size = 0
         while self._events and len(events) < MAX_BATCH_EVENTS and size < BATCH_BYTES:
-            bytes_, event = self._events.popleft()
+            bytes_, waiting = self._events.popleft()
             self._bytes_out += bytes_
             size += bytes_
-            events.append(event)
+            if (event := self._finished(waiting)) is not None:
+                events.append(event)
         return events
+
+    def _finished(self, waiting: wire.Event | SampleDraft) -> wire.Event | None:
+        """The event itself. A draft that cannot be built is a fault of ours, and costs no other event."""
+        if not isinstance(waiting, SampleDraft):
+            return waiting
+        try:
+            return waiting.build()
+        except Exception as fault:
+            self.faults["sample"] += 1
+            self.dropped["unbuilt"] += 1
+            logger.warning("foreshock: a sample could not be built: %s: %s", type(fault).__name__, str(fault)[:300])
+            return None
 
     def _health_event(self) -> wire.AgentHealth:
         step, faults = self._health()
@@ -268,7 +285,6 @@ class Sender:
     # ---- batches become requests ----------------------------------------------------------------------------------
 
     async def _send_again_and_again(self, client: httpx.AsyncClient) -> None:
-        assert self._stop is not None
         assert self._more is not None
         while self._guard.on:
             before = self.faults["sender"]
@@ -276,7 +292,7 @@ class Sender:
                 waiting = self._oldest()
                 if waiting is None:
                     self._oldest_unsent_at = None
-                    if self._stop.is_set():
+                    if self._all_cut:  # not at the stop itself, which comes before the last batch is cut
                         return
                     self._more.clear()
                     await self._more.wait()
@@ -360,7 +376,9 @@ async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | N
         return response.status_code, response.headers.get("retry-after"), bytes(body)
 
 
-def _size(event: wire.Event) -> int:
+def _size(event: wire.Event | SampleDraft) -> int:
+    if isinstance(event, SampleDraft):
+        return EVENT_BYTES + event.nbytes
     if not isinstance(event, wire.Sample):
         return EVENT_BYTES
     arrays = (event.states, event.modes, event.query_norm, event.key_norm, event.query_key_norm, event.risk)

@@ -31,6 +31,7 @@ class Attention(nn.Module):
 
 def main(url: str, spool: str, ending: str) -> None:
     """Train as the command line says."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     handler = signal.getsignal(signal.SIGTERM)
     ended = [0.0]
     # registered before the agent's, so it runs after it: what the interpreter itself takes to leave is not counted

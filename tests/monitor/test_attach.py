@@ -85,7 +85,7 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
         return flash_attention(query, key, value, **options)
 
     monkeypatch.setattr(interception, "flash_attention", record)
-    _, listener = watch(tiny_gpt(), steps=1)
+    _, listener = watch(tiny_gpt(), steps=1, numerics="kernel")
     words = listener.of(wire.Sample)[0].words()
     for layer, (query, key) in enumerate(received):
         for head in range(2):
@@ -127,7 +127,7 @@ def test_loss_and_weights_are_equal_bit_for_bit_with_and_without_the_agent() -> 
     alone = tiny_gpt(AttentionWithOurOperator(16, 2), AttentionWithOurOperator(16, 2))
     torch.manual_seed(1)
     watched = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
-    agent = attach(watched, **EVERY_STEP)
+    agent = attach(watched, **EVERY_STEP, numerics="kernel")
     expected, got = train(alone, None), train(watched, agent)
     agent.close()
     for a, b in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
@@ -284,7 +284,7 @@ def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: 
         (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), {}, "compiled already; attach first, then compile"),
         (lambda: nn.DataParallel(tiny_gpt()), {}, "use DistributedDataParallel"),
         (lambda: "gpt2", {}, "attach takes a torch.nn.Module, got str"),
-        (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'kernel', 'float32', 'paper' or 'float64'"),
+        (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'auto', 'kernel', 'float32', 'paper' or 'float64'"),
         (tiny_gpt, {"mitigation": "prayer"}, "mitigation 'prayer' does not exist; allowed are exact_delta"),
         (tiny_gpt, {"sample_evry": 3}, "sample_evry is not a setting of the agent"),
         (tiny_gpt, {"url": "localhost:80"}, "url must start with http:// or https://"),

@@ -1,0 +1,112 @@
+"""What the agent costs the training thread, by kind of step: `python -P -m foreshock.benchmarks.agent_cost`.
+
+A model of 12 layers x 12 heads (GPT-2 small's count) with a service address at which nobody listens, so that sender,
+spool and retries are all at work. Nothing trains: each step's counts are written into the layers' state, as a
+backward would, outside the timed call. Times are processor time of the training thread, so that a busy machine does not
+count; `wall` stands beside them. Spectral norms are left out: they are products of weights on the training device.
+"""
+
+import argparse
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, SUM_SLOTS, Slot
+from foreshock.monitor import attach
+from foreshock.monitor.interception import LAYER_ATTRIBUTE
+
+LAYERS, HEADS, ROWS = 12, 12, 32 * 1024
+SAMPLE_EVERY, BLOCK = 10, 100
+"""Steps from sample to sample, and from one block of the detectors to the next (DetectorConfig.block_steps)."""
+
+
+class Attention(nn.Module):
+    """Announces its heads; what it computes does not matter here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def counts(generator: np.random.Generator) -> Tensor:
+    """A healthy step's state of one layer, int64 [HEADS, SLOT_COUNT]."""
+    words = np.zeros((HEADS, SLOT_COUNT), dtype=np.int64)
+    floats = words.view(np.float64)
+    words[:, list(COUNT_SLOTS)] = generator.integers(0, 50, (HEADS, len(COUNT_SLOTS)))
+    words[:, [Slot.ROWS_NONFINITE, Slot.ROWS_EMPTY]] = 0
+    words[:, Slot.ROWS] = ROWS
+    floats[:, list(SUM_SLOTS)] = generator.normal(ROWS, 10.0, (HEADS, len(SUM_SLOTS)))
+    floats[:, list(MAX_SLOTS)] = generator.normal(20.0, 1.0, (HEADS, len(MAX_SLOTS)))
+    return torch.from_numpy(words)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of each call, by processor and by wall clock."""
+
+    processor: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Median and 99th percentile in microseconds."""
+        parts = (np.percentile(seconds, (50, 99)) * 1e6 for seconds in (self.processor, self.wall))
+        (median, p99), (wall, wall_p99) = parts
+        return f"{len(self.wall):6d} {median:8.0f} {p99:8.0f} {wall:10.0f} {wall_p99:8.0f}"
+
+
+def measure(steps: int, *, listening: bool, pause_seconds: float) -> dict[str, Timings]:
+    """Timings by kind of step: plain, sample, sample that closes a block, and all of them."""
+    generator = np.random.default_rng(0)
+    model = nn.Sequential(*(Attention() for _ in range(LAYERS)))
+    kinds = {name: Timings() for name in ("plain step", "sample", "sample that closes a block", "all steps")}
+    with socket.create_server(("127.0.0.1", 0)) as unused, tempfile.TemporaryDirectory() as spool:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        unused.close()
+        agent = attach(model, run="cost", url=url, spool_directory=spool, sample_every_seconds=0.0, quiet=True)
+        states = [getattr(module, LAYER_ATTRIBUTE).state for module in model]
+        if listening:
+            agent.subscribe(lambda event: None)
+        prepared = [counts(generator) for _ in range(64)]
+        for step in range(1, steps + 1):
+            for layer, state in enumerate(states):
+                state.copy_(prepared[(step + 5 * layer) % len(prepared)])
+            wall, processor = time.perf_counter(), time.thread_time()
+            agent.step(2.0, grad_norm=1.0, learning_rate=1e-3)
+            took = time.thread_time() - processor, time.perf_counter() - wall
+            if pause_seconds:
+                time.sleep(pause_seconds)
+            if step <= BLOCK:
+                continue  # the first steps start threads and warm caches
+            sampled = step % SAMPLE_EVERY == 1
+            kind = "plain step" if not sampled else "sample that closes a block" if step % BLOCK == 1 else "sample"
+            for name in (kind, "all steps"):
+                kinds[name].processor.append(took[0])
+                kinds[name].wall.append(took[1])
+        agent.close()
+    return kinds
+
+
+def main() -> None:
+    """Print one table."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--steps", type=int, default=8000)
+    options.add_argument("--pause", type=float, default=0.0, help="seconds between steps, in which the sender may run")
+    options.add_argument("--listening", action="store_true", help="with a subscriber, who gets each event at once")
+    chosen = options.parse_args()
+    measured = measure(chosen.steps, listening=chosen.listening, pause_seconds=chosen.pause)
+    print("microseconds                 steps   median      p99 wall median wall p99")
+    for name, timings in measured.items():
+        print(f"{name:26s} {timings.line()}")
+
+
+if __name__ == "__main__":
+    main()

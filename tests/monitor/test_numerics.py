@@ -1,0 +1,97 @@
+"""Precision is never lowered unasked: under numerics "auto" each call is rounded as the model itself asks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor import tiny_models
+from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import tiny_gpt
+from torch import Tensor, nn
+
+from foreshock.contract import wire
+from foreshock.kernels.flash_attention import flash_attention
+from foreshock.monitor import AgentConfig, attach, interception
+
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The numerics of every call that foreshock's operator serves."""
+    names: list[str] = []
+
+    def record(*tensors: Tensor, **options: Any) -> Any:
+        names.append(options["numerics"])
+        return flash_attention(*tensors, **options)
+
+    monkeypatch.setattr(interception, "flash_attention", record)
+    return names
+
+
+def attached(dtype: torch.dtype, *, autocast: bool = False, **settings: Any) -> list[Tensor]:
+    """Loss and gradients of a model with an agent; its weights are always the same."""
+    model = tiny_gpt().to(dtype)
+    with attach(model, **QUICK, **settings):
+        return loss_and_gradients(model, autocast=autocast)
+
+
+def loss_and_gradients(model: nn.Module, *, autocast: bool = False) -> list[Tensor]:
+    ids = tiny_models.batch(0, rows=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.autograd.backward(loss)
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.promise("A14")
+@pytest.mark.parametrize(
+    ("dtype", "numerics", "atol"), [(torch.float32, "float32", 1e-6), (torch.float64, "float64", 1e-14)]
+)
+def test_a_wide_model_trains_as_with_pytorchs_own_attention(
+    dtype: torch.dtype, numerics: str, atol: float, served: list[str]
+) -> None:
+    expected = loss_and_gradients(tiny_gpt().to(dtype))
+    got = attached(dtype)
+    assert served == [numerics] * 2
+    assert len(got) == len(expected) > 8
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b, atol=atol, rtol=10 * atol)
+
+
+def test_kernel_numerics_named_for_a_wide_model_do_round_and_so_are_no_default(served: list[str]) -> None:
+    expected = loss_and_gradients(tiny_gpt())
+    got = attached(torch.float32, numerics="kernel")
+    assert served == ["kernel"] * 2
+    assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) > 1e-5
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_16_bit_model_is_served_by_kernel_numerics(autocast: bool, served: list[str]) -> None:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    got = attached(dtype, autocast=autocast)
+    named = attached(dtype, autocast=autocast, numerics="kernel")
+    assert served == ["kernel"] * 4
+    assert all(torch.equal(a, b) for a, b in zip(got, named, strict=True))
+
+
+def test_half_precision_and_autocast_in_a_wide_model_follow_the_operands() -> None:
+    half, wide = torch.empty(0, dtype=torch.float16), torch.empty(0, dtype=torch.float64)
+    assert interception.numerics_for(half, "auto") == "kernel"
+    assert interception.numerics_for(half, "paper") == "paper"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert interception.numerics_for(wide, "auto") == "float64"  # autocast leaves float64 alone
+        assert interception.numerics_for(torch.empty(0), "float32") == "float32"
+
+
+def test_the_table_and_the_first_event_say_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    assert AgentConfig().numerics == "auto"
+    agent = attach(tiny_gpt(), **{**QUICK, "quiet": False})
+    listener = Listener()
+    agent.subscribe(listener)
+    agent.step(1.0)
+    agent.close()
+    assert listener.of(wire.Started)[0].numerics == "auto"
+    assert "numerics: auto (kernel for 16-bit operands" in capsys.readouterr().err
