@@ -169,6 +169,7 @@ def _result(story: _Story, recipe: Recipe, seed: int, page: str, seconds: float)
     return {
         "recipe": recipe.name,
         "seed": seed,
+        "planned_steps": recipe.steps,
         "seconds": round(seconds, 1),
         "page": page,
         "first_warning_step": first.step if first else None,
@@ -225,6 +226,9 @@ def comparison(result: dict[str, Any]) -> str:
             f"since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
             f"{ends[RESCUED.name] - before:+.2f} switched."
         )
+    reached = min(arm["steps"] for arm in arms.values())
+    if reached < result["planned_steps"]:
+        lines.append(f"This machine was too slow: time ran out at step {reached} of {result['planned_steps']}.")
     losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
     scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")

@@ -101,7 +101,13 @@ def result(**changes: Any) -> dict[str, Any]:
     arms = {
         name: arm | {"offset_by_step": {"9": [float(place)]}} for place, name in enumerate(("untreated", "control"))
     }
-    return {"first_warning": None, "first_warning_step": None, "switch_step": None, "arms": arms} | changes
+    return {
+        "first_warning": None,
+        "first_warning_step": None,
+        "switch_step": None,
+        "planned_steps": 13,
+        "arms": arms,
+    } | changes
 
 
 def test_a_demo_without_a_warning_says_so() -> None:
@@ -130,6 +136,8 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
     assert "untreated +9.00, control +0.25, rescued +2.50 nats" in said
     assert "switched to exact_delta at step 4, at +2.00" in said
     assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
+    assert "time ran out" not in said
+    assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
 
 
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
