@@ -69,9 +69,9 @@ def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: 
     `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
     """
     # The limit for each run is taken away: what is measured is the service, not its fairness.
-    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9", "FORESHOCK_MIGRATE": "true"}
+    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9", "FORESHOCK_METRICS_SECONDS": "1"}
     if database_url is not None:
-        environment["FORESHOCK_DATABASE_URL"] = database_url
+        environment |= {"FORESHOCK_DATABASE_URL": database_url, "FORESHOCK_MIGRATE": "true"}
     name = f"bench-{time.time_ns():x}"
     with tempfile.TemporaryDirectory() as folder, LiveService(Path(folder), environment) as service:
         run_load(Load(service.url, CLIENTS, CLIENTS, 2.0, f"{name}-warm"))

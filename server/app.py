@@ -22,6 +22,7 @@ from foreshock.server import ingest, problems, routes, stream, webhooks
 from foreshock.server.auth import Gate, Keyring
 from foreshock.server.counters import Counters
 from foreshock.server.delivery import expire
+from foreshock.server.exposition import Exposer
 from foreshock.server.ingest import Writer
 from foreshock.server.limits import Buckets
 from foreshock.server.logs import configure_logs
@@ -84,6 +85,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller = roller
     app.state.buckets = Buckets(settings.run_batches_per_second)
+    app.state.refusals = Buckets(1 / 60)
+    app.state.exposer = Exposer(store, settings, counters)
     problems.install(app)
     for router in (ingest.router, stream.router, webhooks.router, routes.router):
         app.include_router(router)

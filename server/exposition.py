@@ -4,6 +4,7 @@ Labels come from identifiers that the wire format has checked, and the number of
 into the budget is left out, the oldest runs first, and counted.
 """
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -80,18 +81,36 @@ class _Snapshot(Collector):
         yield family
 
 
-async def expose(store: Store, settings: Settings, counters: Counters, accept: str, prefix: str) -> tuple[bytes, str]:
-    """The body of /metrics and its content type, for the Accept header of the scraper."""
-    exposition = Exposition(settings.max_series)
-    async with store.read() as connection:
-        await _add_service(connection, exposition, store, counters)
-        await _add_runs(connection, exposition, settings, prefix)
-    counters.series_dropped = exposition.dropped
-    exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(exposition))
-    encoder, content_type = choose_encoder(accept)
-    return encoder(registry), content_type
+class Exposer:
+    """Answers scrapes. A snapshot serves everybody who asks within `metrics_seconds`: many scrapers cost one."""
+
+    def __init__(self, store: Store, settings: Settings, counters: Counters) -> None:
+        self._store, self._settings, self._counters = store, settings, counters
+        self._taken: dict[str, tuple[float, Exposition]] = {}
+        self._taking = asyncio.Lock()
+
+    async def expose(self, accept: str, prefix: str) -> tuple[bytes, str]:
+        """The body of /metrics and its content type, for the Accept header of the scraper."""
+        async with self._taking:
+            now = time.monotonic()
+            life = self._settings.metrics_seconds
+            self._taken = {known: taken for known, taken in self._taken.items() if now - taken[0] < life}
+            if prefix not in self._taken:
+                self._taken[prefix] = now, await self._take(prefix)
+            exposition = self._taken[prefix][1]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Snapshot(exposition))
+        encoder, content_type = choose_encoder(accept)
+        return await asyncio.to_thread(encoder, registry), content_type
+
+    async def _take(self, prefix: str) -> Exposition:
+        exposition = Exposition(self._settings.max_series)
+        async with self._store.read() as connection:
+            await _add_service(connection, exposition, self._store, self._counters)
+            await _add_runs(connection, exposition, self._settings, prefix)
+        self._counters.series_dropped = exposition.dropped
+        exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
+        return exposition
 
 
 async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
@@ -117,6 +136,7 @@ async def _add_runs(connection: AsyncConnection, exposition: Exposition, setting
         found[boot.run_id].append(boot)
     pending = await commands.pending_by_run(connection)
     raised = await active_warnings(connection, list(found))
+    shown: dict[int, str] = {}
     for row in rows:
         finished = status_of(found[row.id]) != "active"
         life = settings.finished_run_seconds if finished else settings.silent_run_seconds
@@ -125,9 +145,10 @@ async def _add_runs(connection: AsyncConnection, exposition: Exposition, setting
         axis = await axis_of(connection, row.id)
         reading = await newest_reading(connection, row.id, axis)
         _add_run(exposition, row, found[row.id], reading, raised.get(row.id, []), pending.get(row.id, 0))
-        await _add_counts(connection, exposition, row)
+        shown[row.id] = row.name
         if reading is not None:
             _add_heads(exposition, row.name, axis, reading, settings.worst_heads)
+    await _add_counts(connection, exposition, shown)
 
 
 def _add_run(
@@ -148,9 +169,9 @@ def _add_run(
         by_rank[boot.rank] += boot.nonfinite_steps
     add("run.nonfinite_steps", float(max(by_rank.values(), default=0)))
     dropped, faults = health_totals(known)
-    for reason, count in dropped.items():
+    for reason, count in {"queue_full": 0, **dropped}.items():  # a zero, so that a panel of a good run is not empty
         add("agent.dropped", float(count), reason)
-    for component, count in faults.items():
+    for component, count in {"sender": 0, **faults}.items():
         add("agent.faults", float(count), component)
     if reading is not None:
         add("run.step", float(reading.steps[-1]))
@@ -163,17 +184,15 @@ def _add_run(
         add("warning.forecast", warning.forecast_steps, layer, head)
 
 
-async def _add_counts(connection: AsyncConnection, exposition: Exposition, row: Row[Any]) -> None:
-    causes = select(warnings.c.cause, func.count()).where(warnings.c.run_id == row.id).group_by(warnings.c.cause)
-    for cause, count in (await connection.execute(causes)).all():
-        exposition.add(BY_KEY["warning.raised"].name, (row.name, cause), float(count))
-    outcomes = (
-        select(events.c.mode, events.c.outcome, func.count())
-        .where(events.c.run_id == row.id, events.c.kind == "switched")
-        .group_by(events.c.mode, events.c.outcome)
-    )
-    for mode, outcome, count in (await connection.execute(outcomes)).all():
-        exposition.add(BY_KEY["switch.outcomes"].name, (row.name, mode or "", outcome), float(count))
+async def _add_counts(connection: AsyncConnection, exposition: Exposition, names: dict[int, str]) -> None:
+    """Warnings by cause and switches by outcome of these runs, {run id: name}."""
+    causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(names))
+    for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
+        exposition.add(BY_KEY["warning.raised"].name, (names[run_id], cause), float(count))
+    key = events.c.run_id, events.c.mode, events.c.outcome
+    outcomes = select(*key, func.count()).where(events.c.run_id.in_(names), events.c.kind == "switched")
+    for run_id, mode, outcome, count in await connection.execute(outcomes.group_by(*key)):
+        exposition.add(BY_KEY["switch.outcomes"].name, (names[run_id], mode or "", outcome), float(count))
 
 
 def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Readings, worst_heads: int) -> None:

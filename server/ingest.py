@@ -26,6 +26,7 @@ from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store
 from foreshock.server.stream import Broadcaster
+from foreshock.server.words import printable
 
 log = structlog.get_logger()
 
@@ -170,18 +171,13 @@ async def post_batch(request: Request) -> Response:
         raise
     body = await request.body()
     try:
-        batch = Batch.model_validate_json(body)
-    except ValidationError as error:
+        batch = _read(body)
+    except ProblemError as error:
         state.counters.batches["refused"] += 1
-        found = error.errors(include_input=False, include_url=False)
-        raise ProblemError(
-            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
-        ) from None
-    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
-        state.counters.batches["refused"] += 1
-        raise ProblemError(
-            422, f"A run's name may not end in /{batch.run.rpartition('/')[2]}: the service's addresses do."
-        )
+        if state.refusals.take(caller.name) == 0:  # the log says why once a minute, the counter how often
+            why = [f"{item.where}: {item.message}" for item in error.errors[:3]] or [error.detail]
+            log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
+        raise
     check_run(caller, batch.run)
     buckets: Buckets = state.buckets
     wait = buckets.take((caller.name, batch.run))
@@ -189,3 +185,17 @@ async def post_batch(request: Request) -> Response:
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
     ack = await state.writer.submit(batch, len(body))
     return Response(ack.model_dump_json(), media_type="application/json")
+
+
+def _read(body: bytes) -> Batch:
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_url=False)
+        raise ProblemError(
+            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
+        ) from None
+    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
+        last = batch.run.rpartition("/")[2]
+        raise ProblemError(422, f"A run's name may not end in /{last}: the service's addresses do.")
+    return batch

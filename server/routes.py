@@ -11,7 +11,7 @@ from foreshock.contract.catalog import BY_KEY
 from foreshock.server import audit, commands
 from foreshock.server.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
 from foreshock.server.eventlog import read_events
-from foreshock.server.exposition import expose
+from foreshock.server.exposition import Exposer
 from foreshock.server.merging import SERIES_KEYS
 from foreshock.server.models import (
     AuditPage,
@@ -221,9 +221,8 @@ async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor
 @router.get("/metrics", response_class=Response)
 async def get_metrics(request: Request, caller: Reader) -> Response:
     """For Prometheus."""
-    state = request.app.state
-    accept = request.headers.get("accept", "")
-    body, content_type = await expose(state.store, state.settings, state.counters, accept, caller.run_prefix)
+    exposer: Exposer = request.app.state.exposer
+    body, content_type = await exposer.expose(request.headers.get("accept", ""), caller.run_prefix)
     return Response(body, headers={"content-type": content_type})
 
 

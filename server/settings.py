@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     stream_clients: int = Field(default=256, ge=1, description="clients of /v1/stream at once; then 429")
     stream_queue_events: int = Field(default=256, ge=1, description="events waiting for a slow client; then cut off")
 
+    metrics_seconds: float = Field(default=1.0, ge=0, description="scrapes within this time get the same snapshot")
     worst_heads: int = Field(default=16, ge=0, description="heads of each run that /metrics shows one by one")
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     finished_run_seconds: float = Field(default=900.0, ge=0, description="a finished run leaves /metrics after this")

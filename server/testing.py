@@ -42,6 +42,7 @@ class LiveService:
         self.url = ""
         self._environment = {
             "FORESHOCK_PORT": "0",
+            "FORESHOCK_METRICS_SECONDS": "0",
             "FORESHOCK_DATABASE_URL": f"sqlite:///{folder / 'foreshock.db'}",
             **(environment or {}),
         }

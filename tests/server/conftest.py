@@ -69,7 +69,7 @@ def play(tmp_path: Path) -> Play:
 
 
 async def play_at(database_url: str, story: Story, **settings: Any) -> None:
-    app = create_app(Settings(database_url=database_url, **settings))
+    app = create_app(Settings(database_url=database_url, **{"metrics_seconds": 0.0, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
