@@ -120,6 +120,7 @@ def scaled_dot_product_attention(
     out = None
     if layer is None:
         if not torch.compiler.is_compiling():
+            _refuse_lost_recompute()
             current.outside += 1
     elif attn_mask is not None:
         layer.leave_alone("it passes attn_mask; only is_causal is served")
@@ -133,24 +134,54 @@ def scaled_dot_product_attention(
     return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch.utils.checkpoint.checkpoint; round attention alone it takes the layer along into the recompute."""
+def _refuse_lost_recompute() -> None:
+    # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
+    # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not current.outside:
+        raise RuntimeError(
+            "foreshock cannot tell which layer's attention is recomputed in this backward: the checkpointing in use is "
+            "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
+        )
+
+
+def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as called now: in a recompute, it finds the layer that is current now."""
     layer = current.layer
-    if layer is None:
-        return _original_checkpoint(function, *args, **kwargs)
+    if layer is None or torch.compiler.is_compiling():
+        return function
 
     @functools.wraps(function)
-    def in_layer(*inner_args: Any, **inner_kwargs: Any) -> Any:
+    def in_layer(*args: Any, **kwargs: Any) -> Any:
         before, current.layer = current.layer, layer
         try:
-            return function(*inner_args, **inner_kwargs)
+            return function(*args, **kwargs)
         finally:
             current.layer = before
 
-    return _original_checkpoint(in_layer, *args, **kwargs)
+    return in_layer
 
 
-_original_checkpoint: Final = torch.utils.checkpoint.checkpoint
+# What torch.utils.checkpoint.checkpoint calls. Rebinding that function itself would miss those who imported it by name
+# or hold it in a partial, and would hide it from torch.compile, which knows it by identity.
+_original_non_reentrant: Final = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_original_reentrant: Final = torch.utils.checkpoint.CheckpointFunction
+
+
+def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _original_non_reentrant(_keep_layer(function), *args, **kwargs)
+
+
+class _Reentrant:
+    """In the place of torch.utils.checkpoint.CheckpointFunction."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], *args: Any) -> Any:
+        return _original_reentrant.apply(_keep_layer(function), *args)  # type: ignore[no-untyped-call]
+
+
+# The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
+# torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
+_SKIP_EFFECTS: Final = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 class SdpaRebinding:
@@ -159,6 +190,7 @@ class SdpaRebinding:
     def __init__(self) -> None:
         self._users = 0
         self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._effects_before: bool | None = None
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
@@ -168,7 +200,11 @@ class SdpaRebinding:
             for space, name in modules_that_imported_sdpa():
                 self._bind(space, name, scaled_dot_product_attention)
             checkpoints = vars(torch.utils.checkpoint)
-            self._bind(checkpoints, "checkpoint", _checkpoint)
+            self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
+            self._bind(checkpoints, "CheckpointFunction", _Reentrant)
+            self._effects_before = getattr(torch._dynamo.config, _SKIP_EFFECTS, None)
+            if self._effects_before is not None:  # None: a version that has no such setting
+                setattr(torch._dynamo.config, _SKIP_EFFECTS, True)
 
     def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
         self._places.append((space, name, space[name]))
@@ -179,9 +215,11 @@ class SdpaRebinding:
         self._users -= 1
         if self._users == 0:
             for space, name, before in reversed(self._places):
-                if space.get(name) in (scaled_dot_product_attention, _checkpoint):
+                if space.get(name) in (scaled_dot_product_attention, _non_reentrant, _Reentrant):
                     space[name] = before
             self._places.clear()
+            if self._effects_before is not None:
+                setattr(torch._dynamo.config, _SKIP_EFFECTS, self._effects_before)
 
 
 sdpa_rebinding: Final = SdpaRebinding()

@@ -187,19 +187,6 @@ def test_evaluation_counts_nothing_and_accumulated_micro_batches_add_up() -> Non
     assert rows_of(listener) == [2 * 24] * 4
 
 
-@pytest.mark.parametrize("where", ["blocks", "attention alone"])
-def test_a_checkpointed_forward_counts_once_and_on_its_own_layer(where: str) -> None:
-    torch.manual_seed(3)
-    plain = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
-    torch.manual_seed(3)
-    inside = where == "attention alone"
-    attentions = [CausalSelfAttention(16, 2, checkpointed=inside) for _ in range(2)]
-    checkpointed = tiny_gpt(*attentions, checkpointed=not inside)
-    expected, got = (watch(m, steps=2)[1].of(wire.Sample) for m in (plain, checkpointed))
-    for a, b in zip(expected, got, strict=True):
-        np.testing.assert_array_equal(a.words(), b.words())
-
-
 def test_a_compiled_model_counts_on_the_right_layers() -> None:
     expected = watch(tiny_gpt(), steps=2)[1].of(wire.Sample)
     model = tiny_gpt()

@@ -5,32 +5,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa_by_name
 
 VOCABULARY = 48
 
+Checkpoint = Callable[..., Tensor]
+"""Activation checkpointing: calls its first argument with the others."""
+
 
 class CausalSelfAttention(nn.Module):
     """As in nanoGPT: fused QKV, F.scaled_dot_product_attention on transposed views."""
 
-    def __init__(self, width: int, heads: int, *, checkpointed: bool = False) -> None:
+    def __init__(self, width: int, heads: int, *, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
         self.c_attn = nn.Linear(width, 3 * width)
         self.c_proj = nn.Linear(width, width)
         self.n_head = heads
         self.n_embd = width
-        self.checkpointed = checkpointed
+        self.checkpoint = checkpoint
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = (batch, length, self.n_head, width // self.n_head)
         query, key, value = (t.view(split).transpose(1, 2) for t in self.c_attn(x).split(width, dim=2))
-        if self.checkpointed:
-            y = torch.utils.checkpoint.checkpoint(self.core, query, key, value, use_reentrant=False)
-        else:
-            y = self.core(query, key, value)
+        y = self.core(query, key, value) if self.checkpoint is None else self.checkpoint(self.core, query, key, value)
         return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))  # type: ignore[no-any-return]
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -93,20 +92,17 @@ class OuterAttention(CausalSelfAttention):
 class TinyGPT(nn.Module):
     """Attention layers with residuals between an embedding and a head."""
 
-    def __init__(self, *attentions: nn.Module, width: int = 16, checkpointed: bool = False) -> None:
+    def __init__(self, *attentions: nn.Module, width: int = 16, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(attentions or [CausalSelfAttention(width, 2), CausalSelfAttention(width, 2)])
         self.head = nn.Linear(width, VOCABULARY)
-        self.checkpointed = checkpointed
+        self.checkpoint = checkpoint
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
-            if self.checkpointed:
-                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = x + block(x)
+            x = x + (block(x) if self.checkpoint is None else self.checkpoint(block, x))
         return self.head(x)  # type: ignore[no-any-return]
 
 
