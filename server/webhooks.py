@@ -64,7 +64,9 @@ async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery)
 
 @router.post(
     "/v1/webhooks/grafana",
-    openapi_extra={"requestBody": {"content": {"application/json": {"schema": Delivery.model_json_schema()}}}},
+    openapi_extra={
+        "requestBody": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Delivery"}}}}
+    },
 )
 async def from_grafana(request: Request) -> WebhookResult:
     """A delivery of Grafana, signed with HMAC-SHA256."""

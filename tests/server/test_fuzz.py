@@ -1,0 +1,216 @@
+"""Requests made from the service's own OpenAPI document, and batches that are nearly right.
+
+FORESHOCK_FUZZ_CASES sets how many of each, and takes new ones every time.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreshock.contract.wire import AgentHealth, Finished
+from foreshock.server.app import create_app
+from foreshock.server.settings import Settings
+from foreshock.server.testing import FakeRank
+
+CASES = int(os.environ.get("FORESHOCK_FUZZ_CASES", "300"))
+LONGEST_SECONDS = 5.0  # the machine may be busy; alone, a case takes milliseconds
+METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
+many = settings(
+    max_examples=CASES,
+    deadline=None,
+    database=None,
+    derandomize="FORESHOCK_FUZZ_CASES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+
+odd_text = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+    st.sampled_from(
+        ["", "run-1", "../..", "%2e%2e", "a;b", "a\\b", "\x00", "' OR 1=1 --", "{{7*7}}", "<img onerror=x>"]
+    ),
+)
+odd_numbers = st.one_of(
+    st.integers(), st.integers(-2, 2), st.sampled_from([2**31, 2**53, 2**63, 2**64, -(2**63), 10**40]), st.floats()
+)
+odd_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), odd_numbers, odd_text),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(odd_text, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+class Fuzzed:
+    """A service within the process, and what its document says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.app = create_app(Settings(database_url=f"sqlite:///{folder}/fuzz.db", run_batches_per_second=1e9))
+        self.document = self.app.openapi()
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://127.0.0.1:8765"
+        )
+        self._life = self.app.router.lifespan_context(self.app)
+        self.loop.run_until_complete(self._life.__aenter__())
+        rank = FakeRank()
+        seed = rank.batch(rank.started(), rank.sample(1), rank.verdict(1))
+        assert self.send("POST", "/v1/batches", seed.model_dump_json().encode()).status_code == 200
+        order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
+        made = self.send("POST", "/v1/runs/run-1/commands", json.dumps(order).encode())
+        self.known = ("run-1", str(made.json()["id"]))
+
+    def send(self, method: str, path: str, body: bytes | None, **headers: str) -> httpx.Response:
+        """Send; the answer, which is never a failure of the service and never late."""
+        given = {"content-type": "application/json", **headers} if body is not None else headers
+        began = time.monotonic()
+        answer = self.loop.run_until_complete(self._client.request(method, path, content=body, headers=given))
+        assert time.monotonic() - began < LONGEST_SECONDS
+        assert answer.status_code < 500, (method, path, body, answer.text)
+        if answer.status_code >= 400 and method != "HEAD":
+            problem = answer.json()
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert problem["status"] == answer.status_code
+            assert problem["detail"]
+            assert "Traceback" not in answer.text
+        return answer
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self._client.aclose())
+        self.loop.run_until_complete(self._life.__aexit__(None, None, None))
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    service = Fuzzed(tmp_path_factory.mktemp("fuzz"))
+    yield service
+    service.close()
+
+
+def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        found: Any = document
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            found = found[part]
+        schema = found
+    return schema
+
+
+def value_of(document: dict[str, Any], schema: dict[str, Any], depth: int = 4) -> st.SearchStrategy[Any]:
+    """Mostly what the schema asks for, sometimes something else."""
+    schema = resolved(document, schema)
+    right: st.SearchStrategy[Any] = odd_values
+    kind = schema.get("type")
+    if "enum" in schema:
+        right = st.sampled_from(schema["enum"])
+    elif "const" in schema:
+        right = st.just(schema["const"])
+    elif branches := schema.get("anyOf") or schema.get("oneOf"):
+        right = st.one_of(*(value_of(document, branch, depth - 1) for branch in branches))
+    elif kind == "object" and depth > 0:
+        known = {name: value_of(document, own, depth - 1) for name, own in schema.get("properties", {}).items()}
+        needed = {name: own for name, own in known.items() if name in schema.get("required", [])}
+        spare = {name: own for name, own in known.items() if name not in needed}
+        right = st.fixed_dictionaries(needed, optional=spare)
+    elif kind == "array" and depth > 0:
+        right = st.lists(value_of(document, schema.get("items", {}), depth - 1), max_size=3)
+    elif kind in ("integer", "number"):
+        right = st.one_of(st.integers(0, 20), odd_numbers)
+    elif kind == "boolean":
+        right = st.booleans()
+    elif kind == "string":
+        right = odd_text
+    return st.one_of(right, right, right, odd_values)
+
+
+@st.composite
+def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
+    """A method, an address with its query, and a body."""
+    document, known = fuzzed.document, fuzzed.known
+    path = draw(st.sampled_from([p for p in sorted(document["paths"]) if p != "/v1/stream"]))
+    item = document["paths"][path]
+    method = draw(st.sampled_from([*sorted(item), *sorted(item), *METHODS]))
+    operation = item.get(method, {})
+    query = []
+    for parameter in operation.get("parameters", []):
+        if parameter["in"] == "path":
+            value = draw(st.one_of(st.sampled_from(known), odd_text))
+            path = path.replace("{" + parameter["name"] + "}", quote(str(value), safe="/"))
+        elif parameter["in"] == "query" and draw(st.booleans()):
+            value = draw(value_of(document, parameter["schema"]))
+            query.append(f"{parameter['name']}={quote(str(value))}")
+    path = path.replace("{run}", known[0]).replace("{command}", known[1])
+    body = None
+    if content := operation.get("requestBody", {}).get("content"):
+        value = draw(value_of(document, content["application/json"].get("schema", {})))
+        body = json.dumps(value).encode("utf-8", "surrogatepass")
+    return method.upper(), path + ("?" + "&".join(query) if query else ""), body
+
+
+@pytest.mark.promise("S5")
+def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed) -> None:
+    @many
+    @given(requests(fuzzed))
+    def case(request: tuple[str, str, bytes | None]) -> None:
+        fuzzed.send(*request)
+
+    case()
+    assert fuzzed.send("GET", "/readyz", None).status_code == 200
+
+
+def whole_batch() -> Any:
+    rank = FakeRank(run="fuzzed")
+    health = AgentHealth(step=2, dropped={"queue_full": 1}, faults={}, retries=1)
+    done = Finished(step=3, unix_seconds=3.0, status="completed")
+    return json.loads(rank.batch(rank.started(), rank.sample(1), rank.verdict(1), health, done).model_dump_json())
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield from places(inner, (*at, key))
+
+
+@st.composite
+def nearly_right_batches(draw: st.DrawFn) -> bytes:
+    """A batch with one to three values replaced or left out, or some of its bytes changed."""
+    batch = whole_batch()
+    batch["sequence"] = draw(st.integers(1, 2**53))
+    for _ in range(draw(st.integers(0, 3))):
+        *way, last = draw(st.sampled_from([p for p in places(batch) if p]))
+        inner = batch
+        for key in way:
+            inner = inner[key]
+        if draw(st.booleans()) or isinstance(inner, list):
+            inner[last] = draw(odd_values)
+        else:
+            del inner[last]
+    body = bytearray(json.dumps(batch).encode())
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 4]))):
+        body[draw(st.integers(0, len(body) - 1))] = draw(st.integers(0, 255))
+    return bytes(body[: draw(st.one_of(st.just(len(body)), st.integers(0, len(body))))])
+
+
+@pytest.mark.promise("S5")
+def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed) -> None:
+    answers: set[int] = set()
+
+    @many
+    @given(nearly_right_batches())
+    def case(body: bytes) -> None:
+        answers.add(fuzzed.send("POST", "/v1/batches", body).status_code)
+
+    case()
+    assert answers == {200, 422}
+    for path in ("/v1/runs", "/v1/runs/run-1", "/v1/runs/fuzzed", "/metrics", "/readyz"):
+        assert fuzzed.send("GET", path, None).status_code == 200
