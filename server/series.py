@@ -56,9 +56,8 @@ async def series(
     if metric.head is not None:
         _check_on_axis(axis, run, layer, head)
     answer = Series(run=run, metric=metric.key, unit=metric.unit, lines=[])
-    edges = select(func.min(samples.c.step), func.max(samples.c.step)).where(samples.c.run_id == run_id)
-    lowest, highest = (await connection.execute(edges)).one()
-    if lowest is None:
+    lowest, highest = await _edges(connection, run_id)
+    if lowest is None or highest is None:
         return answer
     first, last = max(lowest, span[0] or 0), min(highest, highest if span[1] is None else span[1])
     if first > last:
@@ -244,8 +243,9 @@ async def _steps(connection: AsyncConnection, run_id: int, count: int) -> list[i
     some = (await connection.execute(known.limit(count + 1))).scalars().all()
     if len(some) <= count:
         return list(some)
-    edges = select(func.min(samples.c.step), func.max(samples.c.step)).where(own)
-    first, last = (await connection.execute(edges)).one()
+    first, last = await _edges(connection, run_id)
+    if first is None or last is None:
+        return []
     width = math.ceil((last - first) / max(1, count - 2))
     # A loose scan of the index: each step is found from the one before, however many lie between.
     found = select(func.min(samples.c.step).label("step")).where(own).cte("found", recursive=True)
@@ -253,3 +253,12 @@ async def _steps(connection: AsyncConnection, run_id: int, count: int) -> list[i
     found = found.union_all(select(after).where(found.c.step.is_not(None)))
     thinned = (await connection.execute(select(found.c.step).where(found.c.step.is_not(None)))).scalars().all()
     return sorted({*thinned, last})[-count:]
+
+
+async def _edges(connection: AsyncConnection, run_id: int) -> tuple[int | None, int | None]:
+    """The first and the last step of a run. Each by itself is one look into the index; together they would scan it."""
+    own = samples.c.run_id == run_id
+    lowest = select(func.min(samples.c.step)).where(own).scalar_subquery()
+    highest = select(func.max(samples.c.step)).where(own).scalar_subquery()
+    first, last = (await connection.execute(select(lowest, highest))).one()
+    return first, last

@@ -1,3 +1,4 @@
+import asyncio
 import shutil
 import subprocess
 import time
@@ -136,3 +137,36 @@ def test_a_finished_run_leaves_after_its_time(play: Any) -> None:
         assert "run-1" not in gone
 
     play(story, finished_run_seconds=0.5)
+
+
+@pytest.mark.promise("S4")
+def test_scrapers_that_come_within_a_second_share_one_snapshot(play: Any) -> None:
+    async def story(service: Any) -> None:
+        exposer, taken = service.app.state.exposer, []
+        take = exposer._take
+
+        async def counted(prefix: str) -> Any:
+            taken.append(prefix)
+            return await take(prefix)
+
+        exposer._take = counted
+        rank = await a_full_run(service)
+        answers = await asyncio.gather(*(service.client.get("/metrics") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        await service.store(rank, rank.sample(2))
+        opened = await service.client.get("/metrics", headers=OPENMETRICS)
+        assert 'foreshock_run_step{run="run-1"} 1.0' in opened.text
+        assert taken == [""]
+
+    play(story, metrics_seconds=60.0)
+
+
+def test_losses_of_a_good_run_are_zeros_and_not_absent(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.sample(1))
+        found = series_of((await service.client.get("/metrics")).text)
+        assert found["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 0
+        assert found["foreshock_agent_faults_total", "component=sender", "run=run-1"] == 0
+
+    play(story)

@@ -158,3 +158,33 @@ def test_a_matrix_of_one_step_among_many_is_quick(play: Any) -> None:
         assert min(times) < 0.05
 
     play(story)
+
+
+def test_the_steps_of_a_run_of_months_are_listed_quickly(play: Any) -> None:
+    count = 600_000
+
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.sample(1))
+        async with service.app.state.store.write() as connection:
+            await connection.execute(
+                text(
+                    "WITH RECURSIVE n(step) AS (SELECT 2 UNION ALL SELECT step + 1 FROM n WHERE step < :count) "
+                    "INSERT INTO samples (run_id, boot_id, sequence, position, step, since_step, unix_seconds, "
+                    "nan_columns, loss_nonfinite_steps, grad_norm_nonfinite_steps) "
+                    "SELECT 1, 1, step, 0, step, step - 1, step, 0, 0, 0 FROM n"
+                ),
+                {"count": count},
+            )
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            found = await service.get("/v1/runs/run-1/matrix", metric="head.score_max", step=1, max_steps=500)
+            times.append(time.perf_counter() - began)
+        assert min(times) < 0.05
+        steps = found["steps"]
+        assert (steps[0], steps[-1]) == (1, count)
+        assert 490 <= len(steps) <= 500
+        assert max(np.diff(steps)) < 2 * count / 490
+
+    play(story)

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,4 +89,16 @@ assert not [name for name in sys.modules if name.split(".")[0] == "torch"]
 """
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["200", "200"]
+    assert done.stdout.split()[:2] == ["200", "200"]
+
+
+def test_the_databases_password_is_never_shown(tmp_path: Path) -> None:
+    url = "postgresql://foreshock:a-secret-word@127.0.0.1:1/foreshock"
+    settings = Settings(database_url=url)
+    assert "a-secret-word" not in repr(settings) + str(settings)
+    run = {**os.environ, "FORESHOCK_DATABASE_URL": url, "FORESHOCK_PORT": "0", "FORESHOCK_LOG_LEVEL": "debug"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock.server"], env=run, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "a-secret-word" not in done.stdout + done.stderr
