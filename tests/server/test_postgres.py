@@ -1,17 +1,24 @@
 import asyncio
 import os
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import asyncpg  # type: ignore[import-untyped]
+import httpx
 import pytest
+from sqlalchemy import text
 
+from foreshock.contract.wire import Ack
 from foreshock.server.store import Store
-from foreshock.server.testing import FakeRank
+from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.servers
 
@@ -22,6 +29,19 @@ def _binaries() -> Path | None:
     return next(
         (p for p in (*known, *sorted(Path("/usr/lib/postgresql").glob("*/bin"))) if (p / "initdb").exists()), None
     )
+
+
+@pytest.fixture
+def postgres_for_replicas(postgres: str) -> str:
+    """A database of its own."""
+
+    async def make() -> None:
+        connection = await asyncpg.connect(postgres)
+        await connection.execute("CREATE DATABASE replicas")
+        await connection.close()
+
+    asyncio.run(make())
+    return postgres.rpartition("/")[0] + "/replicas"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +119,112 @@ def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
         await player(postgres, beside, migrate=True)
 
     asyncio.run(player(postgres, story, migrate=True))
+
+
+KILLS = int(os.environ.get("FORESHOCK_KILLS", "2"))
+
+
+class Sender:
+    """A rank behind a load balancer: it sends each batch to either replica until one acknowledges it."""
+
+    def __init__(self, replicas: list[LiveService], rank: FakeRank) -> None:
+        self.replicas, self.rank = replicas, rank
+        self.acknowledged = 0
+        self.orders: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def _send(self) -> None:
+        choice = random.Random(self.rank.rank)
+        batch = self.rank.batch(self.rank.started())
+        while not self._stop.is_set():
+            try:
+                with choice.choice(self.replicas).client(timeout=10.0) as client:
+                    headers = {"content-type": "application/json"}
+                    answer = client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+            except httpx.HTTPError:
+                time.sleep(0.05)
+                continue
+            if answer.status_code != 200:
+                continue
+            self.acknowledged = self.rank.sequence
+            step = self.rank.sequence
+            new = [c for c in Ack.model_validate_json(answer.content).commands if c.id not in self.orders]
+            self.orders |= {command.id: step for command in new}
+            sample = self.rank.sample(step, loss=float(step))
+            batch = self.rank.batch(sample, *(self.rank.answer(command, step) for command in new))
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.mark.promise("S1")
+@pytest.mark.promise("S11")
+@pytest.mark.timeout(180 + 10 * KILLS)
+def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
+    postgres_for_replicas: str, tmp_path: Path
+) -> None:
+    environment = {"FORESHOCK_DATABASE_URL": postgres_for_replicas, "FORESHOCK_MIGRATE": "true"}
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    replicas = [LiveService(folder, environment).start() for folder in folders]
+    senders = [Sender(replicas, FakeRank(run="killed", rank=number)) for number in range(3)]
+    when = random.Random(3)
+    ordered = []
+    try:
+        for turn in range(KILLS):
+            time.sleep(when.uniform(0.2, 0.8))
+            with replicas[(turn + 1) % 2].client() as client:
+                order = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
+                made = client.post("/v1/runs/killed/commands", json=order)
+                assert made.status_code == 201, made.text
+                ordered.append(made.json()["id"])
+            replicas[turn % 2].kill()
+            replicas[turn % 2].start()
+        deadline = time.monotonic() + 60
+        with replicas[0].client() as client:
+            while time.monotonic() < deadline:
+                states = {client.get(f"/v1/commands/{name}").json()["state"] for name in ordered}
+                if states == {"applied"}:
+                    break
+                time.sleep(0.2)
+            assert states == {"applied"}
+            for sender in senders:
+                sender.stop()
+            for name in ordered:
+                answers = client.get(f"/v1/commands/{name}").json()["ranks"]
+                assert [(a["rank"], a["step"]) for a in answers] == [(s.rank.rank, s.orders[name]) for s in senders]
+            assert client.get("/v1/audit").json()["intact"]
+            query = "/v1/runs/killed/series?metric=run.loss&max_points=10000"
+            [line] = client.get(query).json()["lines"]
+            # Ranks that stand at a step say the same loss: a doubled or a lost one would not change it, a gap would.
+            assert line["last"] == [float(step) for step in line["steps"]]
+            assert line["steps"] == list(range(1, line["steps"][-1] + 1))
+        assert asyncio.run(stored(postgres_for_replicas)) >= {
+            (sender.rank.rank, sequence) for sender in senders for sequence in range(1, sender.acknowledged + 1)
+        }
+        assert min(sender.acknowledged for sender in senders) > 5
+    finally:
+        for sender in senders:
+            sender.stop()
+        for replica in replicas:
+            replica.stop()
+
+
+async def stored(url: str) -> set[tuple[int, int]]:
+    """(rank, sequence) of every batch; the primary key lets none be there twice. Samples must be one for each."""
+    store = Store(url)
+    async with store.read() as connection:
+        query = text("SELECT rank, sequence FROM batches JOIN boots ON boots.id = boot_id ORDER BY 1, 2")
+        found = [(rank, sequence) for rank, sequence in await connection.execute(query)]
+        doubled = text("SELECT count(*) FROM samples GROUP BY boot_id, sequence HAVING count(*) > 1")
+        assert (await connection.execute(doubled)).all() == []
+    await store.close()
+    return set(found)
 
 
 def test_a_newer_database_is_refused_with_a_sentence(postgres: str) -> None:
