@@ -347,6 +347,11 @@ class Agent:
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
+    def begin_at(self, step: int) -> None:
+        """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
+        if not self._started:
+            self.current_step = self._collector.since_step = step
+
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.
 

@@ -85,6 +85,8 @@ def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
 def _outputs(module: object) -> int | None:
     if not isinstance(module, nn.Module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
         return None
+    if hasattr(module, "lora_A"):
+        return None  # its `weight` is the base's alone, and would give the norm of a W_Q that nobody uses
     return weight.shape[_output_dim(module)] if weight.dim() == 2 else None
 
 

@@ -50,7 +50,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = _saved_in(state, type(self).__name__) or self.saved
         if saved is not None and saved["step"] == state.global_step:
             self.agent.load_state_dict(saved)
-        self.agent.current_step = state.global_step
+        else:
+            self.agent.begin_at(state.global_step)
         self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
 
     def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

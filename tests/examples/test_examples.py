@@ -15,7 +15,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("example", "run", "more"),
-    [("plain_loop.py", "plain-loop", []), ("huggingface_trainer.py", "trainer", ["--output", "out"])],
+    [
+        ("plain_loop.py", "plain-loop", []),
+        ("huggingface_trainer.py", "trainer", ["--output", "out"]),
+        ("accelerate_loop.py", "accelerate", []),
+        ("lightning_trainer.py", "lightning", []),
+    ],
 )
 def test_an_example_trains_and_its_run_is_complete_at_the_service(
     example: str, run: str, more: list[str], tmp_path: Path
@@ -34,5 +39,5 @@ def test_an_example_trains_and_its_run_is_complete_at_the_service(
 
 
 def test_every_example_is_run_by_this_test() -> None:
-    ran = {"plain_loop.py", "huggingface_trainer.py"}
+    ran = {"plain_loop.py", "huggingface_trainer.py", "accelerate_loop.py", "lightning_trainer.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran

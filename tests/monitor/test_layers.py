@@ -158,3 +158,11 @@ def test_layers_of_different_shapes_are_measured_together() -> None:
     for _ in range(40):
         measured = norms.measure()
     torch.testing.assert_close(measured["query_norm"], torch.cat(true), rtol=1e-3, atol=0)
+
+
+def test_a_projection_with_adapters_is_left_unmeasured_rather_than_measured_without_them() -> None:
+    query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)
+    module = separate(query, key)
+    assert find_projection(module, HEADS, HEADS, DIM) is not None
+    module.get_submodule("q_proj").lora_A = nn.ModuleDict()  # as peft wraps it: `weight` is the base's alone
+    assert find_projection(module, HEADS, HEADS, DIM) is None

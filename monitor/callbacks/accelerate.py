@@ -1,0 +1,82 @@
+"""`ForeshockTracker`: foreshock among the trackers of Accelerate.
+
+    tracker = ForeshockTracker(model, run="my-run")
+    accelerator = Accelerator(log_with=tracker)
+    ...
+    accelerator.init_trackers("project")                 # attaches
+    accelerator.log({"loss": loss, "lr": rate}, step=n)  # after optimizer step n
+    accelerator.end_training()                           # closes
+
+`accelerator.register_for_checkpointing(tracker)` puts modes and detector state into every checkpoint. Accelerate writes
+the first process's state and gives it to all: under data parallelism every process then takes up that one's.
+"""
+
+from typing import Any, Final
+
+from accelerate.tracking import GeneralTracker
+from torch import nn
+
+from foreshock.monitor.agent import Agent
+from foreshock.monitor.attach import attach
+
+_LOSS: Final = ("loss", "train_loss", "train/loss")
+_GRAD_NORM: Final = ("grad_norm", "train/grad_norm")
+_LEARNING_RATE: Final = ("lr", "learning_rate", "train/lr", "train/learning_rate")
+
+
+class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
+    """Watches `model` (before or after `prepare`). `overrides` are fields of AgentConfig, as for `attach`."""
+
+    name = "foreshock"
+    requires_logging_directory = False
+    main_process_only = False
+    """Every process counts its own rows."""
+
+    def __init__(self, model: nn.Module, **overrides: Any) -> None:
+        super().__init__()
+        self._model = model
+        self._overrides = overrides
+        self._saved: dict[str, Any] | None = None
+        self.agent: Agent | None = None
+        """The agent, once `init_trackers` was called."""
+
+    @property
+    def tracker(self) -> Agent | None:
+        """The agent, as `accelerator.get_tracker("foreshock", unwrap=True)` gives it."""
+        return self.agent
+
+    def start(self) -> None:
+        """Attach. Raises ValueError with a sentence for a wrong setting or a model that cannot be watched."""
+        self.agent = attach(self._model, **self._overrides)
+        if self._saved is not None:
+            self.agent.load_state_dict(self._saved)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """A step boundary: the optimizer made `step` steps. Without `step`, values with a loss mean one step more.
+
+        What was counted since the last call belongs to the steps up to this one, so a loop that logs every tenth step
+        is counted whole. Values beside loss, gradient norm and learning rate are for other trackers.
+        """
+        loss = _first(values, _LOSS)
+        if self.agent is None or (step is None and loss is None):
+            return
+        self.agent.step(loss, _first(values, _GRAD_NORM), _first(values, _LEARNING_RATE), step=step)
+
+    def finish(self) -> None:
+        """Send what is left, and give the model back as it was."""
+        if self.agent is not None:
+            self.agent.close("completed")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `accelerator.save_state` writes once the tracker is registered for checkpointing."""
+        return {"agent": self._saved if self.agent is None else self.agent.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called by `accelerator.load_state`, before or after `init_trackers`, before the first step."""
+        self._saved = state["agent"]
+        if self.agent is not None and self._saved is not None:
+            self.agent.load_state_dict(self._saved)
+
+
+def _first(values: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)

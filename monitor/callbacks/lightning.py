@@ -1,0 +1,95 @@
+"""`ForeshockCallback`: one line in a program that uses the Trainer of `lightning.pytorch`.
+
+    trainer = Trainer(callbacks=[ForeshockCallback(run="my-run")])
+
+It attaches before the first step, steps when Lightning's `global_step` does, and closes when training ends or fails.
+Modes and detector state are saved in every checkpoint and are back when training resumes from it.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from foreshock.monitor.agent import Agent, Status
+from foreshock.monitor.attach import attach
+
+
+class ForeshockCallback(Callback):  # type: ignore[misc]
+    """Watches the LightningModule. Arguments are fields of AgentConfig; rank and world size come from the Trainer.
+
+    Lightning keeps no gradient norm, so none is recorded. Raises ValueError with a sentence when training begins, if a
+    setting is wrong or the model cannot be watched.
+    """
+
+    def __init__(self, **overrides: Any) -> None:
+        self._overrides = overrides
+        self.agent: Agent | None = None
+        """The agent of the training under way, or of the last one."""
+        self._saved: dict[str, Any] | None = None
+        self._micro_losses: list[Tensor] = []
+        self._learning_rate: float | None = None
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach, and take up the state of the checkpoint that training resumes from."""
+        self._end("failed")
+        placed = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        self.agent = attach(pl_module, **{**placed, **self._overrides})
+        if self._saved is not None and self._saved["step"] == trainer.global_step:
+            self.agent.load_state_dict(self._saved)
+        else:
+            self.agent.begin_at(trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note the learning rate of this step, before the scheduler moves on."""
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch is done; a step too, unless its gradients are still being accumulated."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._micro_losses.append(loss.detach().reshape(()))
+        if self.agent is None or trainer.global_step <= self.agent.current_step:
+            return
+        # Lightning has divided each micro-batch's loss by how many make a step
+        parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        loss = torch.stack(self._micro_losses).mean() * parts if self._micro_losses else None
+        self._micro_losses = []
+        self.agent.step(loss, None, self._learning_rate, step=trainer.global_step)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send what is left, and give the model back as it was."""
+        self._end("completed")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, with the word that it failed or was interrupted."""
+        self._end("stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Whatever happened, the model is given back."""
+        self._end("stopped")
+
+    def _end(self, status: Status) -> None:
+        self._micro_losses = []
+        if self.agent is not None:
+            self.agent.close(status)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning writes into a checkpoint."""
+        if self.agent is not None:
+            self._saved = self.agent.state_dict()
+        return {"agent": self._saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called before training begins."""
+        self._saved = state_dict["agent"]

@@ -1,0 +1,69 @@
+"""Accelerate's tracker: a step for each log, checkpoints that repeat no step and lose none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import tiny_gpt, train_step
+
+from foreshock.contract import wire
+from foreshock.monitor.callbacks.accelerate import ForeshockTracker
+
+QUICK: dict[str, Any] = {"sample_every_seconds": 0.0, "strict": True, "quiet": True}
+
+
+def train(folder: Path, steps: range, *, resume: bool = False, late: bool = False) -> tuple[ForeshockTracker, Listener]:
+    """Train over `steps` with a sample every 3 of them, and save after step 4. `late` loads before init_trackers."""
+    model = tiny_gpt()
+    tracker = ForeshockTracker(model, **QUICK, sample_every_steps=3)
+    accelerator = Accelerator(log_with=tracker, cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(tracker)
+    listener = Listener()
+    if resume and late:
+        accelerator.load_state(str(folder))
+    accelerator.init_trackers("test")
+    if resume and not late:
+        accelerator.load_state(str(folder))
+    assert tracker.agent is not None
+    tracker.agent.subscribe(listener)
+    for step in steps:
+        loss = train_step(model, optimizer, step)
+        accelerator.log({"loss": loss, "lr": 0.1, "speed": 7.0}, step=step)
+        accelerator.log({"evaluated": 1.0})  # no loss, no step: nothing of ours
+        if step == 2:
+            tracker.agent.set_mode([(1, 0)], "exact_delta", "a test")
+        if step == 4 and not resume:
+            accelerator.save_state(str(folder))
+    accelerator.end_training()
+    return tracker, listener
+
+
+def intervals(listener: Listener) -> list[tuple[int, int]]:
+    return [(s.since_step, s.step) for s in listener.of(wire.Sample)]
+
+
+def test_each_log_is_a_step_and_the_end_closes(tmp_path: Path) -> None:
+    tracker, listener = train(tmp_path, range(1, 4))
+    assert intervals(listener) == [(0, 1), (1, 3)]
+    assert listener.of(wire.Sample)[1].learning_rate == 0.1
+    assert listener.events[-1].kind == "finished"
+    assert tracker.agent is not None
+    assert tracker.agent.current_step == 3
+    assert not ForeshockTracker.main_process_only
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_resumed_loop_repeats_no_step_loses_none_and_keeps_its_modes(late: bool, tmp_path: Path) -> None:
+    first, before = train(tmp_path, range(1, 7))
+    again, after = train(tmp_path, range(5, 10), resume=True, late=late)
+    kept = [i for i in intervals(before) if i[1] <= 4]
+    assert [step for since, end in kept + intervals(after) for step in range(since + 1, end + 1)] == [*range(1, 10)]
+    assert first.agent is not None
+    assert again.agent is not None
+    assert again.agent.run == first.agent.run
+    assert again.agent.modes()[(1, 0)] == "exact_delta"
+    assert after.of(wire.Started)[0].step == 4

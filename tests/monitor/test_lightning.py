@@ -1,0 +1,150 @@
+"""Lightning's callback: optimizer steps under accumulation, resume, and an end in every case."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import batch, tiny_gpt
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor.callbacks.lightning import ForeshockCallback
+
+QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+
+# Lightning's own: what it calls in PyTorch that is on its way out, and its advice
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*treespec, LeafSpec:FutureWarning",
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
+)
+
+
+class Sequences(torch.utils.data.Dataset[Tensor]):
+    """64 sequences of 12 tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch(index)[0]
+
+
+def data() -> "torch.utils.data.DataLoader[Tensor]":
+    return torch.utils.data.DataLoader(Sequences(), batch_size=2)
+
+
+class Model(LightningModule):  # type: ignore[misc]
+    """The tiny GPT; keeps the losses of its micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = tiny_gpt()
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = F.cross_entropy(self.gpt(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watcher(Callback):  # type: ignore[misc]
+    """Listens from the start, switches a head after a step, and may fail after one."""
+
+    def __init__(self, callback: ForeshockCallback, *, switch_at: int = 0, fail_at: int = 0) -> None:
+        self.callback, self.switch_at, self.fail_at = callback, switch_at, fail_at
+        self.listener = Listener()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.callback.agent is not None
+        self.callback.agent.subscribe(self.listener)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        assert self.callback.agent is not None
+        if trainer.global_step == self.switch_at:
+            self.callback.agent.set_mode([(1, 0)], "exact_delta", "a test")
+        if trainer.global_step == self.fail_at > 0:
+            raise RuntimeError("the user's own fault")
+
+    def intervals(self) -> list[tuple[int, int]]:
+        return [(s.since_step, s.step) for s in self.listener.of(wire.Sample)]
+
+    def endings(self) -> list[str]:
+        return [e.status for e in self.listener.of(wire.Finished)]
+
+
+def fit(
+    folder: Path, steps: int, *, resume: Path | None = None, accumulate: int = 1, **watching: int
+) -> tuple[Model, ForeshockCallback, Watcher]:
+    callback = ForeshockCallback(**QUICK)
+    watcher, model = Watcher(callback, **watching), Model()
+    saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer = Trainer(
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=[callback, watcher, saving],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    try:
+        trainer.fit(model, data(), ckpt_path=None if resume is None else str(resume))
+    finally:
+        assert "_foreshock_layer" not in vars(model.gpt.blocks[0])  # given back, whatever happened
+    return model, callback, watcher
+
+
+def test_accumulated_micro_batches_make_one_step_with_their_mean_loss(tmp_path: Path) -> None:
+    model, callback, watcher = fit(tmp_path, 3, accumulate=2)
+    samples = watcher.listener.of(wire.Sample)
+    assert watcher.intervals() == [(0, 1), (1, 2), (2, 3)]
+    means = [sum(model.losses[n : n + 2]) / 2 for n in (0, 2, 4)]
+    assert [s.loss for s in samples] == pytest.approx(means, rel=1e-6)
+    assert [s.learning_rate for s in samples] == [0.1] * 3
+    for s in samples:
+        words = s.words()
+        assert words is not None
+        assert slot_values(words, Slot.ROWS).tolist() == [2 * 2 * 12] * 4
+    assert watcher.endings() == ["completed"]
+    assert callback.agent is not None
+    assert callback.agent.faults == {}
+
+
+def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path) -> None:
+    _, first, before = fit(tmp_path, 6, switch_at=2)
+    _, again, after = fit(tmp_path, 9, resume=tmp_path / "step=4.ckpt")
+    kept = [i for i in before.intervals() if i[1] <= 4]
+    assert [step for since, end in kept + after.intervals() for step in range(since + 1, end + 1)] == [*range(1, 10)]
+    assert first.agent is not None
+    assert again.agent is not None
+    assert again.agent.run == first.agent.run
+    assert again.agent.modes()[(1, 0)] == "exact_delta"
+
+
+def test_a_training_that_fails_is_told_so_and_the_model_is_given_back(tmp_path: Path) -> None:
+    callback = ForeshockCallback(**QUICK)
+    watcher = Watcher(callback, fail_at=2)
+    trainer = Trainer(
+        max_steps=5,
+        callbacks=[callback, watcher],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    model = Model()
+    with pytest.raises(RuntimeError, match="the user's own fault"):
+        trainer.fit(model, data())
+    assert watcher.endings() == ["failed"]
+    assert "_foreshock_layer" not in vars(model.gpt.blocks[0])
