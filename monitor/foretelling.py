@@ -50,9 +50,20 @@ def sentence(verdict: wire.Verdict) -> str:
         "ties": ("ties: the share of its rows with several maxima is", "tied_share", ""),
     }
     verb, key, unit = moves[verdict.signal]
-    before = f" {seen[key + '_before']:.3g} to" if key + "_before" in seen else ""
+    before = f" {_digits(seen[key + '_before'], 3)} to" if key + "_before" in seen else ""
     ahead = ""
-    if verdict.forecast_steps is not None:
-        ahead = f" So its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {verdict.forecast_steps:.0f} steps."
-    moved = f"{verb}{before} {seen.get(key, math.nan):.3g}{unit} {steps}"
+    if verdict.forecast_steps == 0:
+        ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif verdict.forecast_steps is not None:
+        left = _digits(verdict.forecast_steps, 2)
+        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {left} steps."
+    moved = f"{verb}{before} {_digits(seen.get(key, math.nan), 3)}{unit} {steps}"
     return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
+
+
+def _digits(value: float, significant: int) -> str:
+    """A number as people say it: so many significant digits, no exponent."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    places = significant - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(places, 0)}f}"
