@@ -27,7 +27,7 @@ from foreshock.kernels.flash_attention.blocks import (
     to_operand,
     visible,
 )
-from foreshock.kernels.flash_attention.counting import finite, merge_kernel, row_kernel
+from foreshock.kernels.flash_attention.counting import count_kernel, finite, merge_kernel, row_kernel
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.ties import add_floors, count_ties, tie_levels, tied
@@ -45,7 +45,8 @@ def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _grad_query(
     acc, ties, wide_floors, narrow_floors, q, grad_out, key, value, batch, kv_head, low, high, queries, log2_lse, delta,
-    wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit, score_unit, scale, softcap, left, right,
+    wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit,
+    score_unit, scale, softcap, left, right,
     keep_scale, seed, plane, threshold,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -171,27 +172,35 @@ def grad_query_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         if HAS_LEFT:
             acc, ties, wide_floors, narrow_floors = _grad_query(
-                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, low, full_low, queries, log2_lse, delta,
-                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, low, full_low, queries,
+                log2_lse, delta,
+                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs,
+                dim, unit,
                 score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
                 DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
             )  # fmt: skip
         if COUNT:
             acc, ties, wide_floors, narrow_floors = _grad_query(
-                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_low, fast_high, queries, log2_lse, delta,
-                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_low, fast_high, queries,
+                log2_lse, delta,
+                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs,
+                dim, unit,
                 score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
                 DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, 2, dtype,
             )  # fmt: skip
         acc, ties, wide_floors, narrow_floors = _grad_query(
-            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, fast_high, full_high, queries, log2_lse, delta,
-            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, fast_high, full_high, queries,
+            log2_lse, delta,
+            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
+            unit,
             score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
             DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
         acc, ties, wide_floors, narrow_floors = _grad_query(
-            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_high, high, queries, log2_lse, delta,
-            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim, unit,
+            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_high, high, queries,
+            log2_lse, delta,
+            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
+            unit,
             score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
             DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
@@ -224,7 +233,7 @@ def _grad_key(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are transposed, [keys, queries]."""
+    """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are [keys, queries]."""
     for start in tl.range(low, high, BLOCK_M):
         q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
@@ -324,20 +333,26 @@ def grad_key_kernel(
                 grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh
             if HAS_RIGHT:
                 grad_k, grad_v = _grad_key(
-                    grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, low, full_low, keys, log2_lses, deltas, rows, plane,
-                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                    grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, low, full_low, keys,
+                    log2_lses, deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit,
+                scale,
                     softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
                     HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
                 )  # fmt: skip
             grad_k, grad_v = _grad_key(
-                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_low, full_high, keys, log2_lses, deltas, rows, plane,
-                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_low, full_high, keys,
+                log2_lses, deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit,
+                scale,
                 softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, False,
                 HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
             )  # fmt: skip
             grad_k, grad_v = _grad_key(
-                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_high, high, keys, log2_lses, deltas, rows, plane,
-                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit, scale,
+                grad_k, grad_v, k, v, query_rows, grad_rows, fold_rows, batch, head, full_high, high, keys, log2_lses,
+                deltas, rows, plane,
+                take_lse, take_delta, start_q, start_k, offset, length_q, length_k, stride_qs, stride_os, dim, unit,
+                scale,
                 softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_M, BLOCK_D, DIM_FULL, True,
                 HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
             )  # fmt: skip
@@ -351,7 +366,7 @@ def attention_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    residual: Tensor,
+    out_residual: Tensor,
     lse: Tensor,
     row_max: Tensor,
     state: Tensor | None,
@@ -372,9 +387,9 @@ def attention_backward(
         return grads
     if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
         grad_out = grad_out.contiguous()
-    chosen = configs(call.capability, call.block_d, call.longest_k)
+    chosen = configs(call.capability, call.block_d, call.mean_keys)
     launch_backward(
-        call, chosen, grad_out, query, key, value, out, residual, lse, row_max, grads, state, modes, dropout_seed
+        call, chosen, grad_out, query, key, value, out, out_residual, lse, row_max, grads, state, modes, dropout_seed
     )
     if call.packed:
         call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
@@ -417,9 +432,13 @@ def launch_backward(
             rows.partial.shape[2],
             ties.shape[2],
             PACKED=call.packed,
-            BLOCK=128,
+            BLOCK=512,
             num_warps=4,
         )
+
+
+_COUNT_ROWS = 1024
+"""Rows a program of the counting kernel."""
 
 
 class _Rows(NamedTuple):
@@ -442,29 +461,22 @@ def _launch_rows(
     state: Tensor | None,
     modes: Tensor | None,
 ) -> _Rows:
-    rows_per_block = 64
-    grid = (triton.cdiv(call.longest_q, rows_per_block), call.sequences * call.heads)
-    log2_lse, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
+    block = max(16, 4096 // call.block_d)
+    planes = call.sequences * call.heads
+    log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
     folded = None
     if call.foldable:
-        folded = torch.empty(
-            (lse.shape[0] * lse.shape[1], 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device
-        )
-    partial = None
-    if state is not None:
-        partial = torch.empty((grid[1], SLOT_COUNT, grid[0]), dtype=torch.int64, device=lse.device)
-    spec = call.spec
-    switches = call.switches()
-    row_kernel[grid](
+        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
+    switches = call.switches
+    row_kernel[triton.cdiv(call.longest_q, block), planes](
         grad_out,
         out,
         residual,
         lse,
-        row_max,
         log2_lse,
         delta,
         folded,
-        partial,
+        bias,
         modes,
         call.cu_seqlens_q,
         call.cu_seqlens_k,
@@ -475,16 +487,35 @@ def _launch_rows(
         call.total_k,
         call.dim,
         float(call.unit),
-        spec.window_left,
-        call.right,
-        ROWS=rows_per_block,
-        **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
+        ROWS=block,
+        **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "PACKED")},
         HAS_MODES=modes is not None,
         RESIDUAL=residual is not None,
         COUNT=state is not None,
         FOLD=folded is not None,
         num_warps=4,
     )
+    partial = None
+    if state is not None:
+        blocks = triton.cdiv(call.longest_q, _COUNT_ROWS)
+        partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=lse.device)
+        count_kernel[blocks, planes](
+            lse,
+            row_max,
+            delta,
+            bias,
+            partial,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.heads,
+            call.total_q,
+            call.total_k,
+            call.spec.window_left,
+            call.right,
+            ROWS=_COUNT_ROWS,
+            **{name: switches[name] for name in ("TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
+            num_warps=4,
+        )
     return _Rows(log2_lse, delta, folded, partial)
 
 
@@ -528,10 +559,10 @@ def _launch_grad_query(
         *value.stride()[:3],
         *grad_out.stride()[:3],
         *grad_query.stride()[:3],
-        *call.sizes(),
+        *call.sizes,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        **call.switches(),
+        **call.switches,
         TMA=tma,
         COUNT=1 if state is not None else 0,
         HAS_MODES=modes is not None,
@@ -575,10 +606,10 @@ def _launch_grad_key(
         *grad_out.stride()[:3],
         *grad_key.stride()[:3],
         *grad_value.stride()[:3],
-        *call.sizes(),
+        *call.sizes,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        **call.switches(),
+        **call.switches,
         TMA=tma,
         FOLD=rows.folded is not None,
         num_warps=config.warps,

@@ -167,3 +167,18 @@ def kept(seed, plane, queries, keys, threshold):
         seed, keys.to(tl.uint32) + zero, queries.to(tl.uint32) + zero, plane.to(tl.uint32) + zero, zero
     )
     return word >= threshold
+
+
+@triton.jit
+def blank_tail_kernel(
+    tensor, cu_seqlens, sequences, total, stride_head, stride_row, dim, fill,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write `fill` to the rows past the last packed sequence of one head."""
+    tensor += tl.program_id(0).to(tl.int64) * stride_head
+    columns = tl.arange(0, BLOCK_D)
+    for first in range(tl.load(cu_seqlens + sequences), total, ROWS):
+        row = first + tl.arange(0, ROWS)
+        pointers = tensor + row[:, None].to(tl.int64) * stride_row + columns[None, :]
+        value = tl.full((ROWS, BLOCK_D), fill, tl.float32).to(tensor.dtype.element_ty)
+        tl.store(pointers, value, mask=(row < total)[:, None] & (columns < dim)[None, :])

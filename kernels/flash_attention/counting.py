@@ -1,4 +1,4 @@
-"""The backward's first and last pass: delta and the statistics of every row, and their sum in a fixed order."""
+"""What the backward does row by row: delta, the statistics of blocks of rows, and their sum in a fixed order."""
 
 import triton
 import triton.language as tl
@@ -23,11 +23,6 @@ def finite(x):
 
 
 @triton.jit
-def _merge(n0, a0, b0, c0, d0, e0, f0, g0, n1, a1, b1, c1, d1, e1, f1, g1):
-    return n0 + n1, tl.maximum(a0, a1), tl.maximum(b0, b1), c0 + c1, d0 + d1, e0 + e1, f0 + f1, g0 + g1
-
-
-@triton.jit
 def _put(partial, slot: tl.constexpr, blocks, value):
     tl.store(partial + slot * blocks, value.to(tl.int64, bitcast=True))
 
@@ -44,16 +39,13 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, lse, row_max, log2_lses, deltas, folded, partial, modes,
-    cu_seqlens_q, cu_seqlens_k,
-    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os,
-    heads, length_q, length_k, dim, unit, left, right,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, TOP_LEFT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr,
+    grad_out, out, residual, lse, log2_lses, deltas, folded, biases, modes, cu_seqlens_q, cu_seqlens_k,
+    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, heads, length_q, length_k, dim, unit,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr,
     RESIDUAL: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """delta of a block of rows, from O as stored or, under EXACT_DELTA, from O before its rounding; what the other
-    passes need to form P; and the block's statistics, [planes, SLOT_COUNT, blocks]."""
+    """delta of a block of rows, from O as stored or, under EXACT_DELTA, from O before its rounding; what rounding O did
+    to delta; and what the other passes need to form P."""
     block = tl.program_id(0)
     index = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -61,7 +53,7 @@ def row_kernel(
     batch = index
     if PACKED:
         batch = 0
-    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    start_q, length_q, _, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
     first = block * ROWS
     rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
     queries = first + tl.arange(0, ROWS)
@@ -84,7 +76,6 @@ def row_kernel(
         if HAS_MODES:
             exact = (tl.load(modes + head) & EXACT_DELTA) != 0
             delta = tl.where(exact, delta - bias, delta)
-    largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     # A row that sees no key has lse -inf: its P must be 0, not NaN.
     log2_lse = tl.where(log_sum == float("-inf"), 1e30, log_sum * LOG2E)
@@ -95,51 +86,59 @@ def row_kernel(
         parts = fold(-log2_lse / unit, column) + fold(-delta, column - 3)
         pointers = folded + (rows + queries)[:, None] * 16 + column
         tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None])
-
     if COUNT:
-        high = length_k + queries * 0
-        low = queries * 0
-        offset = diagonal(length_q, length_k, TOP_LEFT)
-        if HAS_RIGHT:
-            high = tl.minimum(high, queries + (offset + right + 1))
-        if HAS_LEFT:
-            low = tl.maximum(low, queries + (offset - left))
-        keys = tl.maximum(high - low, 0)
-        empty = inside & (keys == 0)
-        whole = finite(largest) & finite(log_sum) & finite(delta) & finite(bias)
-        counted = inside & whole & (keys > 0)
-        partial += tl.program_id(1).to(tl.int64) * _SLOTS * tl.num_programs(0) + block
-        blocks = tl.num_programs(0)
-        keys = tl.where(counted, keys, 1)
-        offsets = tl.where(counted, log_sum - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
-        biases = tl.where(counted, bias, 0.0).to(tl.float64)
-        # Three counts of at most ROWS in one word, and all slots in one reduction: reductions meet at a barrier.
-        packed = counted.to(tl.int64) + (empty.to(tl.int64) << 20)
-        packed += (inside & (keys > 0) & (whole == 0) & (empty == 0)).to(tl.int64) << 40
-        packed, top, far, offset, offset2, bias, spread, bias2 = tl.reduce(
-            (
-                packed,
-                tl.where(counted, largest, float("-inf")),
-                tl.where(counted, tl.abs(largest), float("-inf")),
-                offsets,
-                offsets * offsets,
-                biases,
-                tl.abs(biases),
-                biases * biases,
-            ),
-            0,
-            _merge,
-        )
-        _put(partial, 0, blocks, packed & 0xFFFFF)
-        _put(partial, _EMPTY, blocks, (packed >> 20) & 0xFFFFF)
-        _put(partial, _NONFINITE, blocks, packed >> 40)
-        _put(partial, _SCORE_MAX, blocks, top.to(tl.float64))
-        _put(partial, _SCORE_MAX + 1, blocks, far.to(tl.float64))
-        _put(partial, _OFFSET_SUM, blocks, offset)
-        _put(partial, _OFFSET_SUM + 1, blocks, offset2)
-        _put(partial, _DELTA_BIAS_SUM, blocks, bias)
-        _put(partial, _DELTA_BIAS_SUM + 1, blocks, spread)
-        _put(partial, _DELTA_BIAS_SUM + 2, blocks, bias2)
+        tl.store(biases + rows + queries, bias, mask=inside)
+
+
+@triton.jit
+def count_kernel(
+    lse, row_max, deltas, biases, partial, cu_seqlens_q, cu_seqlens_k, heads, length_q, length_k, left, right,
+    ROWS: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The statistics of a block of rows but for their ties, int64 [planes, SLOT_COUNT, blocks]."""
+    block = tl.program_id(0)
+    index = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    total_q = length_q
+    batch = index
+    if PACKED:
+        batch = 0
+    start_q, length_q, _, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
+    queries = block * ROWS + tl.arange(0, ROWS)
+    inside = queries < length_q
+    largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+    log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
+    delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
+    bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
+    high = length_k + queries * 0
+    low = queries * 0
+    offset = diagonal(length_q, length_k, TOP_LEFT)
+    if HAS_RIGHT:
+        high = tl.minimum(high, queries + (offset + right + 1))
+    if HAS_LEFT:
+        low = tl.maximum(low, queries + (offset - left))
+    keys = tl.maximum(high - low, 0)
+    whole = finite(largest) & finite(log_sum) & finite(delta) & finite(bias)
+    seen = inside & (keys > 0)
+    counted = seen & whole
+    empty = inside & (keys == 0)
+    keys = tl.where(counted, keys, 1)
+    offsets = tl.where(counted, log_sum - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
+    bias = tl.where(counted, bias, 0.0).to(tl.float64)
+    lowest = float("-inf")
+    blocks = tl.num_programs(0)
+    partial += tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
+    _put(partial, 0, blocks, tl.sum(counted.to(tl.int64), 0))
+    _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
+    _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+    _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
+    _put(partial, _SCORE_MAX + 1, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
+    _put(partial, _OFFSET_SUM, blocks, tl.sum(offsets, 0))
+    _put(partial, _OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
+    _put(partial, _DELTA_BIAS_SUM, blocks, tl.sum(bias, 0))
+    _put(partial, _DELTA_BIAS_SUM + 1, blocks, tl.sum(tl.abs(bias), 0))
+    _put(partial, _DELTA_BIAS_SUM + 2, blocks, tl.sum(bias * bias, 0))
 
 
 @triton.jit
@@ -151,26 +150,23 @@ def merge_kernel(
     head = tl.program_id(0)
     slot = tl.program_id(1)
     from_ties = (slot >= _TIED_BF16) & (slot <= _SHIFTED)
+    length = tl.where(from_ties, tie_blocks, blocks)
+    plane_stride = tl.where(from_ties, 3 * tie_blocks, _SLOTS * blocks)
+    source = partial + slot * blocks
+    if from_ties:
+        source = tie_counts + (slot - _TIED_BF16) * tie_blocks
     count = tl.full((BLOCK,), 0, tl.int64)
     total = tl.full((BLOCK,), 0.0, tl.float64)
     largest = tl.full((BLOCK,), float("-inf"), tl.float64)
-    columns = tl.arange(0, BLOCK)
-    source = partial + slot * blocks
-    plane_stride = _SLOTS * blocks
-    length = blocks
-    if from_ties:
-        source = tie_counts + (slot - _TIED_BF16) * tie_blocks
-        plane_stride = 3 * tie_blocks
-        length = tie_blocks
-    for index in range(0, sequences):
-        plane = source + tl.cast(index * heads + head, tl.int64) * plane_stride
-        for start in range(0, length, BLOCK):
-            mask = start + columns < length
-            words = tl.load(plane + start + columns, mask=mask, other=0)
-            values = words.to(tl.float64, bitcast=True)
-            count += words
-            total += values
-            largest = tl.maximum(largest, tl.where(mask, values, float("-inf")))
+    for start in range(0, sequences * length, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        mask = entry < sequences * length
+        plane = (entry // length) * heads + head
+        words = tl.load(source + plane.to(tl.int64) * plane_stride + entry % length, mask=mask, other=0)
+        values = words.to(tl.float64, bitcast=True)
+        count += words
+        total += values
+        largest = tl.maximum(largest, tl.where(mask, values, float("-inf")))
     word = state + head * stride_head + slot * stride_slot
     before = tl.load(word)
     added = tl.sum(count, 0)

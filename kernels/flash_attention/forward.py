@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.blocks import (
+    INTERPRET,
     LN2,
     LOG2E,
     PAPER_SOFTMAX,
@@ -34,23 +35,26 @@ PAPER_CAP_FP16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.float16])
 
 @triton.jit
 def stable_shift(row_max):
-    """As `shift.stable_shift`, in powers of two: a number in [1/4, 3/4) hashed from the bits of the row maximum."""
+    """As `shift.stable_shift`, in powers of two."""
     bits = row_max.to(tl.uint32, bitcast=True)
-    return 0.25 + 0.5 * ((bits * 0x9E3779B1) >> 8).to(tl.float32) * 2.0**-24
+    odd = (153 + 2 * ((bits * 0x9E3779B1) >> 27)).to(tl.float32)
+    if INTERPRET:
+        return 8.0 - tl.log2(odd)
+    # Within 2^-22, which leaves exp2 of it nearer to odd / 256 than to any other 16-bit number.
+    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [odd], tl.float32, True, 1)
+    return 8.0 - log2
 
 
 @triton.jit
 def _attend(
-    acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, high, queries, start_q, start_k, offset, length_k,
+    acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, high, queries, start_q,
+    start_k, offset, length_k,
     stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane, threshold,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys [low, high) into the running accumulator, row sum and row maximum.
-
-    Under SHIFT `total` is the sum of P and `divisor` that of rounded P; else they are one.
-    """
+    """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
@@ -69,8 +73,6 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         rounded = to_operand(p, DTYPE)
-        if SHIFT:
-            divisor = divisor * shrink + tl.sum(rounded.to(tl.float32), 1)
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             rounded = tl.where(keep, rounded, 0.0)
@@ -78,12 +80,13 @@ def _attend(
         acc = tl.dot(rounded, v, acc)
         row_max = new_max
         before = subtracted
-    return acc, total, divisor, row_max, before
+    return acc, total, row_max, before
 
 
 @triton.jit
 def _paper_shift(
-    q, key, batch, kv_head, low, high, queries, offset, length_k, stride_k, dim, scale, softcap, left, right, score_unit,
+    q, key, batch, kv_head, low, high, queries, offset, length_k, stride_k, dim, scale, softcap, left, right,
+    score_unit,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -103,14 +106,16 @@ def _paper_shift(
         mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         count += tl.sum((mask & (largest[:, None] - scores <= PAPER_TOLERANCE)).to(tl.int32), 1)
     # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
-    cap: tl.constexpr = PAPER_CAP_BF16 if DTYPE == tl.bfloat16 else PAPER_CAP_FP16
+    cap: tl.constexpr = PAPER_CAP_BF16 if tl.bfloat16 == DTYPE else PAPER_CAP_FP16
     return tl.where(count > 1, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E
 
 
 @triton.jit
 def _block(
-    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q, length_k,
-    stride_k, stride_v, stride_o, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed, plane, threshold,
+    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
+    length_k,
+    stride_k, stride_v, stride_o, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed, plane,
+    threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
@@ -125,7 +130,6 @@ def _block(
     )
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    divisor = total
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     before = total
     paper_shift = total
@@ -138,26 +142,29 @@ def _block(
             DTYPE,
         )  # fmt: skip
     if HAS_LEFT:
-        acc, total, divisor, row_max, before = _attend(
-            acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, full_low, queries, start_q,
-            start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
-            threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+        acc, total, row_max, before = _attend(
+            acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, full_low, queries,
+            start_q,
+            start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed,
+            plane,
+            threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
+            DTYPE,
         )  # fmt: skip
-    acc, total, divisor, row_max, before = _attend(
-        acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_low, full_high, queries, start_q,
+    acc, total, row_max, before = _attend(
+        acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_low, full_high, queries,
+        start_q,
         start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
-        threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+        threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
+        DTYPE,
     )  # fmt: skip
-    acc, total, divisor, row_max, before = _attend(
-        acc, total, divisor, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_high, high, queries, start_q,
+    acc, total, row_max, before = _attend(
+        acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_high, high, queries,
+        start_q,
         start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
-        threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT, DTYPE,
+        threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
+        DTYPE,
     )  # fmt: skip
-    if not SHIFT:
-        divisor = total
-    elif paper:
-        divisor = total
-    exact = acc * (keep_scale / tl.where(divisor == 0.0, 1.0, divisor))[:, None]
+    exact = acc * (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     if RESIDUAL:
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
@@ -217,23 +224,32 @@ def forward_kernel(
             mode = tl.load(modes + head)
             if (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
                 _block(
-                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
-                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
-                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q,
+                    start_k, length_q,
+                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
+                    keep_scale, seed,
+                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
+                    SOFTCAP, DROPOUT,
                     TMA, RESIDUAL, True, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
-                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
-                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q,
+                    start_k, length_q,
+                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
+                    keep_scale, seed,
+                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
+                    SOFTCAP, DROPOUT,
                     TMA, RESIDUAL, False, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
-                length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed,
-                plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k,
+                length_q,
+                length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
+                keep_scale, seed,
+                plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
+                SOFTCAP, DROPOUT,
                 TMA, RESIDUAL, False, dtype,
             )  # fmt: skip
 
@@ -259,7 +275,7 @@ def attention_forward(
         lse.fill_(-math.inf)
         row_max.fill_(-math.inf)
         return out, residual, lse, row_max
-    config = configs(call.capability, call.block_d, call.longest_k).forward
+    config = configs(call.capability, call.block_d, call.mean_keys).forward
     launch_forward(call, config, query, key, value, out, residual, lse, row_max, modes, dropout_seed)
     if call.packed:
         call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf))
@@ -298,10 +314,10 @@ def launch_forward(
         *key.stride()[:3],
         *value.stride()[:3],
         *out.stride()[:3],
-        *call.sizes(),
+        *call.sizes,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        **call.switches(),
+        **call.switches,
         HAS_MODES=modes is not None,
         TMA=tma,
         RESIDUAL=residual is not None,

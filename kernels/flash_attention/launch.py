@@ -1,34 +1,22 @@
-"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout; and how it gets its tensors."""
+"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout; and its tensors."""
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from foreshock.kernels.flash_attention.blocks import blank_tail_kernel
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
 _LOG2E = 1 / math.log(2)
 
 
-@triton.jit
-def _blank_tail(tensor, cu_seqlens, sequences, total, stride_head, stride_row, dim, fill, ROWS: tl.constexpr,
-                BLOCK_D: tl.constexpr):  # fmt: skip
-    """Write `fill` to the rows past the last packed sequence of one head."""
-    tensor += tl.program_id(0).to(tl.int64) * stride_head
-    columns = tl.arange(0, BLOCK_D)
-    for first in range(tl.load(cu_seqlens + sequences), total, ROWS):
-        row = first + tl.arange(0, ROWS)
-        pointers = tensor + row[:, None].to(tl.int64) * stride_row + columns[None, :]
-        value = tl.full((ROWS, BLOCK_D), fill, tl.float32).to(tensor.dtype.element_ty)
-        tl.store(pointers, value, mask=(row < total)[:, None] & (columns < dim)[None, :])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One call of attention on [B, H, S, D] tensors, or on packed ones [1, H, total, D]."""
 
@@ -87,43 +75,50 @@ class Call:
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
-    @property
+    @cached_property
     def block_d(self) -> int:
         """Head dim of a tile: the next power of two."""
-        return max(16, triton.next_power_of_2(self.dim))
+        return max(16, 1 << (self.dim - 1).bit_length())
 
-    @property
+    @cached_property
     def right(self) -> int:
         """Keys visible after the diagonal; -1 for all."""
         if self.spec.causal == "none":
-            return self.spec.window_right
+            return int(self.spec.window_right)
         return 0
 
-    @property
+    @cached_property
     def prescaled(self) -> bool:
         """Scores are multiplied by the scale entry by entry, which a cap or a scale that is not positive needs."""
         return self.spec.softcap > 0 or self.spec.scale <= 0
 
-    @property
+    @cached_property
     def score_unit(self) -> float:
         """A score as the kernels hold it, times this, is the score."""
         return 1.0 if self.prescaled else self.spec.scale
 
-    @property
+    @cached_property
     def unit(self) -> float:
         """A score as the kernels hold it, times this, is the score in powers of two."""
         return self.score_unit * _LOG2E
 
-    @property
+    @cached_property
     def foldable(self) -> bool:
         """Whether the backward may add -lse and -delta to its products before anything else is done to them."""
         return not self.prescaled and self.spec.dropout_p == 0
+
+    @cached_property
+    def mean_keys(self) -> int:
+        """About how many keys a row sees."""
+        length = self.total_k // max(1, self.sequences) if self.packed else self.longest_k
+        return length // 2 if self.spec.causal != "none" else length
 
     @property
     def keep_scale(self) -> float:
         """What the kept entries of P are multiplied by."""
         return 1 / (1 - self.spec.dropout_p)
 
+    @cached_property
     def sizes(self) -> tuple[Any, ...]:
         """The arguments from `heads` to `threshold` of every kernel."""
         spec = self.spec
@@ -143,6 +138,7 @@ class Call:
             round(spec.dropout_p * 2**32),
         )
 
+    @cached_property
     def switches(self) -> dict[str, Any]:
         """The compile-time arguments that every kernel shares."""
         return {
@@ -167,9 +163,17 @@ class Call:
         """`tensor`, or its descriptor for tiles [1, 1, rows, columns], of block_d columns unless given."""
         if not descriptor:
             return tensor
-        # The stride of a dimension of one element is never used, but must be aligned.
-        strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
-        return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns or self.block_d])
+        known = self._descriptors.get((id(tensor), rows))
+        if known is None:
+            # The stride of a dimension of one element is never used, but must be aligned.
+            strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
+            known = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns or self.block_d])
+            self._descriptors[id(tensor), rows] = known  # which keeps the tensor, and so its id, alive
+        return known
+
+    @cached_property
+    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
+        return {}
 
     def blank(self, *tensors: Tensor) -> bool:
         """Zero `tensors` and return True when there is nothing to attend to."""
@@ -183,7 +187,7 @@ class Call:
         """Fill the rows past the last packed sequence of [1, H, total(, D)] tensors."""
         for tensor, fill in fills:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
-            _blank_tail[(tensor.shape[1],)](
+            blank_tail_kernel[(tensor.shape[1],)](
                 tensor,
                 cu_seqlens,
                 self.sequences,

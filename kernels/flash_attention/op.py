@@ -43,7 +43,8 @@ def _triton() -> Any:
 
 def _implementation(query: Tensor, spec: AttentionSpec) -> Any:
     """Who computes: something with attention_forward and attention_backward, called as those of `reference` are."""
-    kernels = _triton() if query.is_cuda and spec.numerics == "kernel" else None
+    served = query.is_cuda and spec.numerics == "kernel" and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    kernels = _triton() if served else None
     return reference if kernels is None else kernels
 
 
@@ -74,15 +75,18 @@ def attention_forward(
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
     [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
-    Returns out [B, H, Sq, D] in the inputs' dtype; what rounding took from it, [B, H, Sq, D] (`residual_dtype`); the
-    log-sum-exp and the row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
+    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`);
+    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
+    implementation = _implementation(query, spec)
     with torch.autocast(query.device.type, enabled=False):  # its products are rounded as the numerics say
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _implementation(query, spec).attention_forward(
+        out, residual, lse, row_max = implementation.attention_forward(
             query, key, value, modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, spec
         )
-    return outputs
+    if implementation is not reference:  # the kernels write in the query's layout
+        return out, residual, lse, row_max
+    return _laid_out(out, query), _laid_out(residual, query), lse, row_max
 
 
 @attention_forward.register_fake
@@ -90,8 +94,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tenso
     numerics: Numerics = arguments[-1]
     rows = query.shape[:-1]
     return (
-        query.new_empty(query.shape),
-        query.new_empty(query.shape, dtype=residual_dtype(query.dtype, numerics)),
+        torch.empty_like(query),
+        torch.empty_like(query, dtype=residual_dtype(query.dtype, numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
     )
@@ -122,13 +126,14 @@ def attention_backward(
     dropout_p: float,
     numerics: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous, in the inputs' dtype; counts the statistics into `state`.
+    """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
 
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     """
     spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
+    implementation = _implementation(query, spec)
     with torch.autocast(query.device.type, enabled=False):
-        grads: tuple[Tensor, Tensor, Tensor] = _implementation(query, spec).attention_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = implementation.attention_backward(
             grad_out,
             query,
             key,
@@ -146,12 +151,20 @@ def attention_backward(
             dropout_seed,
             spec,
         )
-    return grads
+    if implementation is not reference:
+        return grads
+    return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 
 
 @attention_backward.register_fake
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` in the memory layout of `like`, so that a model which transposes its heads need not copy."""
+    laid_out = torch.empty_like(like, dtype=tensor.dtype)
+    return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
 
 def _spec(

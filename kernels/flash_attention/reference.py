@@ -48,7 +48,7 @@ def attention_forward(
     shift = row_shift(scores, row_max, modes, operand)
     subtracted = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key has weights 0, not NaN
     if shift is not None:
-        subtracted = subtracted + shift.amount
+        subtracted = subtracted + shift
     weights = _exp(scores.sub_(subtracted))
     row_sum = weights.sum(-1, keepdim=True)
     keep = None if dropout_seed is None else kept(dropout_seed, weights.shape, spec.dropout_p)
@@ -63,11 +63,7 @@ def attention_forward(
         exact = output(weights, row_sum, wide)
         out = exact.to(query.dtype)
     elif spec.numerics == "kernel":
-        rounded, divisor = _round(weights, operand), row_sum
-        if shift is not None:
-            # A shifted row's largest weight is not 1: its rounding cancels only against a sum of the rounded weights.
-            divisor = torch.where(shift.stable, rounded.sum(-1, keepdim=True), row_sum)
-        exact = output(rounded, divisor, wide)
+        exact = output(_round(weights, operand), row_sum, wide)
         out = exact.to(operand)
     else:
         exact = output(weights, row_sum, wide)
@@ -177,7 +173,7 @@ def _score_gradient(
         tied_bf16 = several_in_bf16(scores, maximum)
         tied_one = several_within(scores, maximum, one_margin(operand), scratch)
         shift = row_shift(scores, maximum, modes, operand)
-        shifted = torch.zeros_like(tied_one) if shift is None else shift.amount > 0
+        shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
         accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
 

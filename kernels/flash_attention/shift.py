@@ -5,7 +5,7 @@ the default rule is not the paper's.
 """
 
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,17 +24,10 @@ PAPER_SHIFT_CAP: Final = {torch.bfloat16: 60.0, torch.float16: 0.5}
 and fp16 has no normal numbers left at m = 10: there the shift stays inside one binade."""
 
 
-class Shift(NamedTuple):
-    """The shift of every row, both [B, H, Sq, 1]."""
+def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dtype: torch.dtype) -> Tensor | None:
+    """What each head's mode adds to the row maximum before it is subtracted from scores [B, H, Sq, Sk].
 
-    amount: Tensor
-    """What is added to the row maximum before it is subtracted: 0 for a row left alone, else positive."""
-    stable: Tensor
-    """Rows that the default rule shifted; their row sum for O is taken from rounded weights."""
-
-
-def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dtype: torch.dtype) -> Shift | None:
-    """The shift that each head's mode asks of scores [B, H, Sq, Sk]; None when it is known that no head asks.
+    [B, H, Sq, 1], 0 for a row left alone, else positive; None when it is known that no head asks.
 
     Only on a CPU are the modes looked at: on a device that would be a host synchronisation, so every rule is evaluated.
     """
@@ -46,26 +39,24 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
     if not (want_stable or want_paper):
         return None
     amount = torch.zeros_like(row_max)
-    stable = torch.zeros_like(row_max, dtype=torch.bool)
-    scratch = torch.empty_like(scores)
     if want_paper:
-        tied = several_within(scores, row_max, PAPER_TOLERANCE, scratch)
+        tied = several_within(scores, row_max, PAPER_TOLERANCE, torch.empty_like(scores))
         amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
     if want_stable:
-        stable = stable_heads.view(-1, 1, 1).expand(row_max.shape)
-        amount = torch.where(stable, stable_shift(row_max), amount)
-    return Shift(amount, stable)
+        amount = torch.where(stable_heads.view(-1, 1, 1), stable_shift(row_max), amount)
+    return amount
 
 
 def stable_shift(row_max: Tensor) -> Tensor:
-    """ln 2 times a number in [1/4, 3/4) hashed from the bits of the row maximum, in row_max's dtype.
+    """ln(256 / k) for an odd k in [153, 215] hashed from the bits of the row maximum, in row_max's dtype.
 
-    Less than a binade, so nothing underflows; never a power of two, which would leave P V as it was; not one constant,
-    which would round every tied row's weights the same way (paper, appendix C); as large at row_max = 0 as elsewhere.
+    The row's largest weight becomes k / 256: never 1; exact in bf16 and fp16, so that dividing by the unrounded row
+    sum is right; odd, so that P V is not exact. Less than a binade, so nothing underflows; not one constant, which
+    would round every row's weights the same way (paper, appendix C); as large at row_max = 0 as elsewhere.
     """
     bits = row_max.to(torch.float32).view(torch.int32).to(torch.int64)
-    fraction = (((bits * 0x9E3779B1) & 0xFFFFFFFF) >> 8).to(row_max.dtype) * 2.0**-24
-    return math.log(2) * (0.25 + 0.5 * fraction)
+    odd = 153 + 2 * (((bits * 0x9E3779B1) & 0xFFFFFFFF) >> 27)
+    return math.log(256) - odd.to(row_max.dtype).log()
 
 
 def paper_shift(row_max: Tensor, operand_dtype: torch.dtype) -> Tensor:

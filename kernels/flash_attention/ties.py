@@ -126,8 +126,8 @@ def add_floors(total, tile, factor):
 
 @triton.jit
 def _several(exact, floors, alone):
-    """Whether a row has more than one entry at a threshold: `exact` counted one by one, `floors` the sum of integer parts
-    of the others, `alone` the integer part of the maximum's own."""
+    """Whether a row has more than one entry at a threshold: `exact` counted one by one, `floors` the sum of the others'
+    integer parts, `alone` the integer part of the maximum's own."""
     return (exact >= 2.0) | ((exact >= 1.0) & (floors >= 1.0)) | (floors > alone)
 
 

@@ -30,7 +30,7 @@ _HOPPER: Final = {
         Config(64, 64, 4, 3, True),
     ),
     128: Configs(
-        Config(64, 64, 4, 3, True, registers=192),
+        Config(64, 64, 4, 3, True),
         Config(128, 64, 8, 3, True),
         Config(64, 64, 4, 2, True),
     ),
@@ -43,11 +43,11 @@ _HOPPER: Final = {
 _HOPPER_SHORT: Final = {
     64: Configs(
         Config(64, 128, 4, 2, True),
-        Config(64, 64, 4, 3, True),
+        Config(64, 64, 4, 3, True, registers=168),
         Config(64, 64, 4, 3, True, registers=168),
     ),
 }
-"""Up to 4096 keys, where more programs a multiprocessor even out the ends of rows."""
+"""Where a row sees at most 1024 keys on average: more programs a multiprocessor even out their ends."""
 _ELSEWHERE: Final = {
     64: Configs(Config(128, 64, 4, 3, False), Config(64, 64, 4, 3, False), Config(64, 64, 4, 3, False)),
     128: Configs(Config(128, 64, 8, 2, False), Config(64, 64, 8, 2, False), Config(64, 64, 8, 2, False)),
@@ -56,11 +56,12 @@ _ELSEWHERE: Final = {
 _INTERPRETER: Final = Configs(Config(32, 32, 4, 1, False), Config(32, 32, 4, 1, False), Config(16, 32, 4, 1, False))
 
 
-def configs(capability: int, block_d: int, length_k: int) -> Configs:
-    """The configurations for a compute capability (times ten, 0 for the interpreter), a tile's head dim and a length."""
+def configs(capability: int, block_d: int, keys: int) -> Configs:
+    """The configurations for a compute capability (times ten, 0 for the interpreter), a tile's head dim, and the keys
+    that a row sees on average."""
     if capability == 0:
         return _INTERPRETER
     block_d = max(64, block_d)
     if capability != 90:
         return _ELSEWHERE[block_d]
-    return _HOPPER_SHORT[block_d] if length_k <= 4096 and block_d in _HOPPER_SHORT else _HOPPER[block_d]
+    return _HOPPER_SHORT[block_d] if keys <= 1024 and block_d in _HOPPER_SHORT else _HOPPER[block_d]

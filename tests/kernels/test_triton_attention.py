@@ -1,13 +1,11 @@
 """The Triton kernels against float64 and against the reference: values, gradients, statistics, features."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Mode, Slot
-from foreshock.kernels.flash_attention import AttentionSpec
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
@@ -20,6 +18,9 @@ from tests.kernels.triton_calls import (
     scaled,
     truth,
 )
+
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Mode, Slot
+from foreshock.kernels.flash_attention import AttentionSpec
 
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
@@ -83,7 +84,8 @@ def test_statistics_are_those_of_the_reference(
 ) -> None:
     """Scores on a coarse grid are exact in fp32 in any order of summation, so that counts must be equal."""
     inputs = random_inputs(length_q, length_k, dim, heads, kv_heads, batch=2)
-    grid = Inputs(*(x.mul(2).round().div(2) for x in inputs[:2]), *inputs[2:])
+    query, key = (x.mul(2).round().div(2) for x in inputs[:2])
+    grid = inputs._replace(query=query, key=key)
     spec = scaled(dim, **({"scale": 0.25} | options))
     given, expected = attend(grid, spec), attend_by_reference(grid, spec)
     if spec.softcap == 0 and math.log2(abs(spec.scale)).is_integer():
@@ -91,8 +93,8 @@ def test_statistics_are_those_of_the_reference(
             assert given.counts(slot) == expected.counts(slot), slot.name
         assert sum(given.counts(Slot.ROWS_TIED_ONE)) > 0
     for slot in (*MAX_SLOTS, *SUM_SLOTS):
-        tolerance = {"rel": 2e-2, "abs": 0.5} if "BIAS" in slot.name else {"rel": 1e-5, "abs": 1e-3}
-        assert given.counts(slot) == pytest.approx(expected.counts(slot), **tolerance), slot.name
+        rel, absolute = (2e-2, 0.5) if "BIAS" in slot.name else (1e-5, 1e-3)
+        assert given.counts(slot) == pytest.approx(expected.counts(slot), rel=rel, abs=absolute), slot.name
 
 
 @pytest.mark.parametrize("size", [0.0, 1.0, 40.0, 3000.0], ids=lambda size: f"scores near {size}")
@@ -354,8 +356,8 @@ def test_inputs_and_the_random_state_are_left_alone_and_every_output_is_written(
     before = [x.clone() for x in inputs]
     state = torch.get_rng_state()
 
-    def poisoned(make):  # type: ignore[no-untyped-def]
-        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: object, **kwargs: object) -> torch.Tensor:
             tensor = make(*args, **kwargs)
             return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(2**40)
 

@@ -1,7 +1,6 @@
 """What the Triton suite shares: random inputs, one call forward and backward, truth, and PyTorch's own error."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ def random_inputs(
 
 def scaled(dim: int, **options: object) -> AttentionSpec:
     """A spec with the usual scale unless given."""
-    return AttentionSpec(**({"scale": dim**-0.5} | options))  # type: ignore[arg-type]
+    return AttentionSpec(**({"scale": dim**-0.5} | options))
 
 
 def attend(
@@ -70,25 +69,26 @@ def attend(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seed: Tensor | None = None,
-    by: Callable[[], object] | None = None,
+    by_reference: bool = False,
     longest: tuple[int, int] | None = None,
 ) -> Outputs:
-    """Forward and backward by the Triton kernels, or by `reference` under `attend_by_reference`."""
+    """Forward and backward by the Triton kernels, or by the reference."""
     query, key, value, grad = inputs
-    steps = (reference.attention_forward, reference.attention_backward)
-    if by is None:
-        steps = (forward.attention_forward, backward.attention_backward)
     lengths = longest or (query.shape[2], key.shape[2])
     packed = (cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
-    out, residual, lse, row_max = steps[0](query, key, value, modes, *packed)
+    out, residual, lse, row_max = (reference if by_reference else forward).attention_forward(
+        query, key, value, modes, *packed
+    )
     state = new_state(query.shape[1], query.device)
-    grads = steps[1](grad, query, key, value, out, residual, lse, row_max, state, modes, *packed)
-    return Outputs(out, residual, lse, row_max, *grads, state)
+    grads = (reference if by_reference else backward).attention_backward(
+        grad, query, key, value, out, residual, lse, row_max, state, modes, *packed
+    )
+    return Outputs(out, residual, lse, row_max, grads[0], grads[1], grads[2], state)
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
     """The same call by the reference, which the kernels are compared with."""
-    return attend(inputs, spec, by=dict, **options)  # type: ignore[arg-type]
+    return attend(inputs, spec, by_reference=True, **options)  # type: ignore[arg-type]
 
 
 def truth(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:

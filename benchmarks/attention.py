@@ -1,0 +1,359 @@
+"""Speed of attention beside its peers, all in one process and interleaved: `foreshock bench attention --json FILE`.
+
+Every contender's call is timed with device events after the cache was flushed, in turn with the others; a figure is the
+median of its calls. Forward counts 4 B H Sq Sk D operations, half of it when causal; backward 2.5 times as many.
+"""
+
+import gc
+import inspect
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from foreshock.contract.slots import Mode
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
+from foreshock.kernels.flash_attention.backward import launch_backward
+from foreshock.kernels.flash_attention.forward import launch_forward
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.tuning import configs
+
+TOKENS = 16_384
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+_OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+PASSES = tuple(_OPERATIONS)
+
+Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One row of the grid: tensors [TOKENS / seq_len, heads, seq_len, head_dim], laid out [B, S, H, D]."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Operations of one forward."""
+        pairs = TOKENS * self.seq_len * (0.5 if self.causal else 1.0)
+        return 4 * self.heads * pairs * self.head_dim
+
+
+def grid(lengths: Iterable[int] = LENGTHS) -> list[Shape]:
+    """The shapes that are measured: the full grid, and grouped key heads at three lengths."""
+    shapes = [
+        Shape(head_dim, heads, heads, length, causal)
+        for head_dim, heads in ((64, 32), (128, 16))
+        for causal in (True, False)
+        for length in lengths
+    ]
+    grouped = [Shape(d, h, h // 8, n, True) for d, h in ((64, 32), (128, 16)) for n in lengths if n in (2048, 8192)]
+    return shapes + grouped
+
+
+class _Plain(torch.autograd.Function):
+    """The same kernels with every statistic off: nothing is counted, and no rounding residual is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        spec = AttentionSpec(scale=query.shape[3] ** -0.5, causal="top_left" if causal else "none")
+        call = Call.of(query, key, value, None, None, query.shape[2], key.shape[2], spec)
+        chosen = configs(call.capability, call.block_d, call.mean_keys)
+        out = torch.empty_like(query)
+        lse = torch.empty(query.shape[:-1], device=query.device)
+        row_max = torch.empty_like(lse)
+        launch_forward(call, chosen.forward, query, key, value, out, None, lse, row_max, None, None)
+        ctx.save_for_backward(query, key, value, out, lse, row_max)
+        ctx.call, ctx.chosen = call, chosen
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, row_max = ctx.saved_tensors
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        launch_backward(ctx.call, ctx.chosen, grad, query, key, value, out, None, lse, row_max, grads, None, None, None)
+        return (*grads, None)
+
+
+def _foreshock(shape: Shape, mode: Mode) -> Contender:
+    state = new_state(shape.heads, "cuda")
+    modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device="cuda")
+    causal = "top_left" if shape.causal else "none"
+    return lambda q, k, v: flash_attention(q, k, v, causal=causal, state=state, modes=modes)  # type: ignore
+
+
+def _sdpa(shape: Shape, backend: SDPBackend) -> Contender:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
+            )
+
+    return call
+
+
+def _flex(shape: Shape) -> Contender:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = None
+    if shape.causal:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, shape.seq_len, shape.seq_len, device="cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    grouped = shape.heads != shape.kv_heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+def contenders(shape: Shape, mitigations: bool) -> dict[str, Contender]:
+    """Who is timed on a shape, by the name of its column."""
+    found: dict[str, Contender] = {
+        "foreshock": _foreshock(shape, Mode.PLAIN),
+        "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
+    }
+    if mitigations:
+        found["foreshock_exact_delta"] = _foreshock(shape, Mode.EXACT_DELTA)
+        found["foreshock_stable_softmax"] = _foreshock(shape, Mode.STABLE_SOFTMAX)
+    return found | {
+        "sdpa_flash": _sdpa(shape, SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": _sdpa(shape, SDPBackend.CUDNN_ATTENTION),
+        "flex": _flex(shape),
+    }
+
+
+class Stopwatch:
+    """Times calls in turn, each after a write of 256 MB that empties the cache of the last one's data."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+
+    def medians(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Milliseconds of each call: the median of its repeats."""
+        for call in calls.values():
+            call()
+            call()
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+        gc.collect()
+        gc.disable()  # as timeit does: a collection takes longer than any of these calls
+        for _ in range(self.repeats):
+            for name, call in calls.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                self.flush.zero_()
+                start.record()
+                call()
+                end.record()
+                events[name].append((start, end))
+        gc.enable()
+        torch.cuda.synchronize()
+        return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
+
+
+def _passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward, backward and both of one contender on the same tensors."""
+    with torch.no_grad():
+        call(*tensors)
+    out = call(*tensors)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call(*tensors)
+
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True),
+        "both": lambda: torch.autograd.grad(call(*tensors), tensors, grad),
+    }
+
+
+def measure(shape: Shape, stopwatch: Stopwatch, mitigations: bool = True) -> list[dict[str, Any]]:
+    """The cells of one shape, one per pass. A contender that refuses the shape has None and its words on stderr."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    batch = max(1, TOKENS // shape.seq_len)
+
+    def draw(heads: int) -> Tensor:
+        sizes = (batch, shape.seq_len, heads, shape.head_dim)
+        tensor = torch.randn(sizes, dtype=torch.bfloat16, device="cuda", generator=generator)
+        return tensor.transpose(1, 2).requires_grad_()
+
+    tensors = (draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads))
+    grad = draw(shape.heads).detach()
+    names, runs = [], {}
+    for name, call in contenders(shape, mitigations).items():
+        names.append(name)
+        try:
+            runs[name] = _passes(call, tensors, grad)
+        except Exception as error:  # a peer's refusal is a result, not a failure of the benchmark
+            print(f"{name} does not take {shape}: {error}", file=sys.stderr)
+    cells = []
+    for which in PASSES:
+        medians = stopwatch.medians({name: run[which] for name, run in runs.items()})
+        cell: dict[str, Any] = {
+            "head_dim": shape.head_dim,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "seq_len": shape.seq_len,
+            "causal": shape.causal,
+            "pass": which,
+        }
+        cells.append(cell | {name: medians.get(name) for name in names})
+    return cells
+
+
+def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[dict[str, Any]]:
+    """Packed causal sequences of mixed lengths, against torch's own varlen attention, on [tokens, heads, head_dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = [256, 4096, 512, 2048, 1024, 128, 384, 1024, 2816, 4096]
+    cumulative = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    tensors = tuple(
+        torch.randn(TOKENS, heads, head_dim, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)
+    )
+    grad = torch.randn_like(tensors[0])
+    causal = (
+        {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+    )
+    state, modes = new_state(heads, "cuda"), torch.zeros(heads, dtype=torch.int32, device="cuda")
+    longest = max(lengths)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = flash_attention(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
+            causal="bottom_right",
+            state=state,
+            modes=modes,
+            cu_seqlens_q=cumulative,
+            cu_seqlens_k=cumulative,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+        return out.squeeze(0).transpose(0, 1)
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **causal)  # type: ignore
+
+    runs = {"foreshock": _passes(ours, tensors, grad), "torch_varlen": _passes(theirs, tensors, grad)}
+    return [
+        {"head_dim": head_dim, "heads": heads, "lengths": lengths, "causal": True, "pass": which}
+        | stopwatch.medians({name: run[which] for name, run in runs.items()})
+        for which in PASSES
+    ]
+
+
+def _ratio(cell: dict[str, Any], peer: str) -> str:
+    return f"{cell[peer] / cell['foreshock']:.2f}" if cell.get(peer) else "-"
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Milliseconds of foreshock, and how many times as long each peer takes: from 1.00 on foreshock is as fast."""
+    lines = [
+        "  D  heads  kv      S  causal  pass          ms  TFLOP/s  / flash  / cuDNN  / flex   statistics  exact  stable"
+    ]
+    for cell in cells:
+        shape = Shape(*(cell[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
+        rate = _OPERATIONS[cell["pass"]] * shape.flops / cell["foreshock"] / 1e9
+        extra = "".join(
+            f"{100 * (cell[a] / cell[b] - 1):+8.1f}%" if cell.get(a) and cell.get(b) else f"{'-':>9}"
+            for a, b in (
+                ("foreshock", "foreshock_plain"),
+                ("foreshock_exact_delta", "foreshock"),
+                ("foreshock_stable_softmax", "foreshock"),
+            )
+        )
+        lines.append(
+            f"{shape.head_dim:>3}  {shape.heads:>5}  {shape.kv_heads:>2}  {shape.seq_len:>5}  {shape.causal!s:>6}  "
+            f"{cell['pass']:<8}  {cell['foreshock']:>6.3f}  {rate:>7.0f}  {_ratio(cell, 'sdpa_flash'):>7}  "
+            f"{_ratio(cell, 'sdpa_cudnn'):>7}  {_ratio(cell, 'flex'):>6}  {extra}"
+        )
+    return "\n".join(lines)
+
+
+def markdown(cells: list[dict[str, Any]]) -> str:
+    """The table of kernels/flash_attention/README.md: milliseconds (TFLOP/s), then peer / foreshock for each peer."""
+    lines = [
+        "| D, heads | mask | S | forward | / flash / cuDNN / flex | backward | / flash / cuDNN / flex | both "
+        "| / flash / cuDNN / flex |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for start in range(0, len(cells), len(PASSES)):
+        first = cells[start]
+        shape = Shape(*(first[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
+        columns = [f"{shape.head_dim}, {shape.heads}/{shape.kv_heads}", "causal" if shape.causal else "full"]
+        columns.append(str(shape.seq_len))
+        for cell in cells[start : start + len(PASSES)]:
+            rate = _OPERATIONS[cell["pass"]] * shape.flops / cell["foreshock"] / 1e9
+            columns.append(f"{cell['foreshock']:.3f} ({rate:.0f})")
+            columns.append(" / ".join(_ratio(cell, peer) for peer in ("sdpa_flash", "sdpa_cudnn", "flex")))
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """Geometric means over `both` from S = 2048, and the least ratio to each peer over every cell."""
+    both = [c for c in cells if c["pass"] == PASSES[-1] and c["seq_len"] >= 2048 and c["kv_heads"] == c["heads"]]
+    result = {}
+    for name, a, b in (
+        ("statistics_cost", "foreshock", "foreshock_plain"),
+        ("exact_delta_cost", "foreshock_exact_delta", "foreshock"),
+        ("stable_softmax_cost", "foreshock_stable_softmax", "foreshock"),
+    ):
+        ratios = [c[a] / c[b] for c in both if c.get(a) and c.get(b)]
+        if ratios:
+            result[name] = statistics.geometric_mean(ratios) - 1
+            result[f"{name}_worst_cell"] = max(ratios) - 1
+    for which in PASSES:
+        for peer in ("sdpa_flash", "sdpa_cudnn", "flex"):
+            ratios = [c[peer] / c["foreshock"] for c in cells if c["pass"] == which and c.get(peer)]
+            if ratios:
+                result[f"{which}_least_ratio_to_{peer}"] = min(ratios)
+    return result
+
+
+def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Measure the grid, print it, and write it to `json_path`. Needs a CUDA GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("foreshock bench attention needs a CUDA GPU, and this machine has none that PyTorch sees")
+    began, stopwatch = time.monotonic(), Stopwatch(repeats)
+    cells = [cell for shape in grid(lengths) for cell in measure(shape, stopwatch)]
+    print(table(cells))
+    varlen = [cell for head_dim, heads in ((64, 32), (128, 16)) for cell in measure_varlen(head_dim, heads, stopwatch)]
+    for cell in varlen:
+        print(
+            f"varlen D {cell['head_dim']} {cell['pass']:<8} foreshock {cell['foreshock']:.3f} ms, "
+            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen')}"
+        )
+    totals = summary(cells)
+    for name, value in totals.items():
+        print(f"{name}: {value:.3f}")
+    if json_path is not None:
+        result = {
+            "command": f"foreshock bench attention --json {Path(json_path).name}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "versions": {
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            },
+            "unit": "milliseconds, median",
+            "seconds": round(time.monotonic() - began),
+            "summary": totals,
+            "cells": cells,
+            "varlen_cells": varlen,
+        }
+        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")

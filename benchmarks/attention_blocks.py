@@ -1,0 +1,75 @@
+"""The attention kernels one by one under several configurations, from which tuning.py was chosen.
+
+`python -P -m foreshock.benchmarks.attention_blocks`, on a CUDA GPU.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from foreshock.benchmarks.attention import TOKENS, Stopwatch
+from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.tuning import Config
+
+CONFIGS = [
+    Config(block_m, block_n, warps, stages, True, registers)
+    for block_m, block_n, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8), (32, 64, 4))
+    for stages in (2, 3)
+    for registers in (None, 168)
+]
+SHAPES = [(64, 32, 2048, True), (64, 32, 8192, True), (128, 16, 2048, True), (128, 16, 8192, True)]
+
+
+def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, Callable[[], object]]:
+    """One call of every kernel under every configuration, by name; dQ also without counting."""
+    sizes = (TOKENS // length, length, heads, head_dim)
+    query, key, value, grad = (
+        torch.randn(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(4)
+    )
+    spec = AttentionSpec(scale=head_dim**-0.5, causal="top_left" if causal else "none")
+    call = Call.of(query, key, value, None, None, length, length, spec)
+    modes, state = torch.zeros(heads, dtype=torch.int32, device="cuda"), new_state(heads, "cuda")
+    out, residual, lse, row_max = forward.attention_forward(
+        query, key, value, modes, None, None, length, length, None, spec
+    )
+    rows = backward._launch_rows(call, grad, out, residual, lse, row_max, state, modes)
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    found: dict[str, Callable[[], object]] = {
+        "rows": lambda: backward._launch_rows(call, grad, out, residual, lse, row_max, state, modes),
+        "rows, no statistics": lambda: backward._launch_rows(call, grad, out, None, lse, row_max, None, None),
+    }
+    for config in CONFIGS:
+        found[f"forward {tuple(config)}"] = partial(
+            forward.launch_forward, call, config, query, key, value, out, residual, lse, row_max, modes, None
+        )
+        for name, counted in (("dQ", state), ("dQ, no statistics", None)):
+            tensors = (grad, query, key, value, rows, lse, row_max, grads[0])
+            found[f"{name} {tuple(config)}"] = partial(
+                backward._launch_grad_query, call, config, *tensors, counted, modes, None
+            )
+        found[f"dK dV {tuple(config)}"] = partial(
+            backward._launch_grad_key, call, config, grad, query, key, value, rows, grads[1], grads[2], None
+        )
+    return found
+
+
+def main() -> None:
+    """Print milliseconds, the fastest configurations of each kernel first."""
+    stopwatch = Stopwatch(repeats=11)
+    for shape in SHAPES:
+        calls = kernels(*shape)
+        for name in list(calls):
+            try:
+                calls[name]()
+            except Exception as error:  # out of shared memory: not a configuration for this head dim
+                print(f"{shape} {name}: {error}", file=sys.stderr)
+                del calls[name]
+        for name, milliseconds in sorted(stopwatch.medians(calls).items(), key=lambda item: item[1]):
+            print(f"D {shape[0]}, S {shape[2]}, {name}: {milliseconds:.4f} ms")
+
+
+if __name__ == "__main__":
+    main()
