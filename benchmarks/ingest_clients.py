@@ -25,7 +25,7 @@ _RUN, _BOOT = "the-run", "the-boot"
 
 @dataclass
 class Load:
-    """What some clients do. Client i sends as rank i; its batches go round the runs that it has, every clients-th."""
+    """What some clients do. Client i sends as rank i, in turn to run i, i + clients, i + 2 clients, ..."""
 
     url: str
     clients: int
@@ -33,6 +33,8 @@ class Load:
     seconds: float
     name: str
     """Tells this load's runs and boots from another's."""
+    first_sequence: int = 1
+    """Of each client; a load that goes on with the boots of another begins beyond it."""
 
 
 @dataclass
@@ -76,9 +78,10 @@ async def _client(load: Load, number: int, shape: bytes, began: float, result: R
     shape = shape.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
     shape = shape.replace(b'"rank":0', b'"rank":%d' % number)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    sequence = 1
+    sequence = load.first_sequence
     while (start := time.monotonic()) < began + load.seconds:
-        run = b'"%s-%d"' % (load.name.encode(), (number + load.clients * sequence) % load.runs)
+        own = number + load.clients * (sequence % max(1, load.runs // load.clients))
+        run = b'"%s-%d"' % (load.name.encode(), own % load.runs)
         body = _body(shape, sequence).replace(b'"%s"' % _RUN.encode(), run)
         writer.write(
             b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"

@@ -13,6 +13,7 @@ from typing import Final
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
@@ -31,7 +32,7 @@ from foreshock.server.pause import pause
 from foreshock.server.retention import delete_old_runs
 from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
-from foreshock.server.store import Store
+from foreshock.server.store import Store, StoreError
 from foreshock.server.stream import Broadcaster
 
 log = structlog.get_logger()
@@ -51,9 +52,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if store.sqlite if settings.migrate is None else settings.migrate:
-            await store.migrate()
-        await store.check_schema()
+        await _make_ready(store, settings)
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, broadcaster, closing))
@@ -124,9 +123,30 @@ async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, cl
             log.exception("a chore failed; it is tried again")
 
 
+async def _open_once(settings: Settings) -> None:
+    """Meet the store before the server starts, so that what is wrong with it is said in a sentence."""
+    store = Store(settings.database_url)
+    try:
+        await _make_ready(store, settings)
+    except (OSError, SQLAlchemyError) as error:
+        raise StoreError(f"the database cannot be used: {str(error).splitlines()[0]}") from None
+    finally:
+        await store.close()
+
+
+async def _make_ready(store: Store, settings: Settings) -> None:
+    if store.sqlite if settings.migrate is None else settings.migrate:
+        await store.migrate()
+    await store.check_schema()
+
+
 def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens."""
+    """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens.
+
+    Raises StoreError when the store cannot be used as it is.
+    """
     configure_logs(settings.log_level)
+    asyncio.run(_open_once(settings))
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,

@@ -105,9 +105,12 @@ class Exposer:
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-        async with self._store.read() as connection:
+
+        async def read(connection: AsyncConnection) -> None:
             await _add_service(connection, exposition, self._store, self._counters)
             await _add_runs(connection, exposition, self._settings, prefix)
+
+        await self._store.look(read)
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
         return exposition

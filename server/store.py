@@ -5,17 +5,17 @@ by URL and may be shared by several replicas of the service.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Table, event, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -23,7 +23,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 
 
-class StoreError(Exception):
+T = TypeVar("T")
+
+
+class StoreError(ValueError):
     """The store cannot be used as it is; the message says what to do."""
 
 
@@ -49,9 +52,13 @@ class Store:
         )
         self.path = Path(parsed.database) if self.sqlite and parsed.database else None
         self._writing = asyncio.Lock()
+        self._look_engine: Engine | None = None
         if self.sqlite:
             event.listen(self.engine.sync_engine, "connect", _sqlite_connect)
             event.listen(self.engine.sync_engine, "begin", _sqlite_begin)
+            self._look_engine = create_engine(parsed.set(drivername="sqlite"))
+            event.listen(self._look_engine, "connect", _sqlite_connect)
+            event.listen(self._look_engine, "begin", _sqlite_begin)
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
@@ -60,6 +67,13 @@ class Store:
             if not self.sqlite:
                 await connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
+
+    async def look(self, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
+        """Many reads of one consistent state. On SQLite they run in one thread: a busy event loop delays them once."""
+        if self._look_engine is not None:
+            return await asyncio.to_thread(_look, self._look_engine, read)
+        async with self.read() as connection:
+            return await read(connection)
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
@@ -115,7 +129,32 @@ class Store:
 
     async def close(self) -> None:
         """Close every connection."""
+        if self._look_engine is not None:
+            self._look_engine.dispose()
         await self.engine.dispose()
+
+
+class _Immediate:
+    """The face of an AsyncConnection whose answers are there at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, statement: Any, parameters: Any = None) -> Any:
+        """Execute in the calling thread."""
+        return self._connection.execute(statement, parameters)
+
+
+def _look(engine: Engine, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
+    with engine.connect() as connection:
+        reading = read(cast(AsyncConnection, _Immediate(connection)))
+        try:
+            reading.send(None)
+        except StopIteration as done:
+            found: T = done.value
+            return found
+        reading.close()
+        raise RuntimeError("a look at the store waited for something else")
 
 
 def insert_or_ignore(store: Store, table: Table) -> Any:

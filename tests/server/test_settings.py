@@ -100,5 +100,7 @@ def test_the_databases_password_is_never_shown(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "foreshock.server"], env=run, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode != 0
+    assert done.returncode == 2
+    assert "\nthe database cannot be used: " in done.stderr
+    assert "Traceback" not in done.stderr
     assert "a-secret-word" not in done.stdout + done.stderr
