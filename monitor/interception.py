@@ -196,7 +196,6 @@ class SdpaRebinding:
         """Rebind, unless another agent already did."""
         self._users += 1
         if self._users == 1:
-            current.layer, current.outside = None, 0
             for space, name in modules_that_imported_sdpa():
                 self._bind(space, name, scaled_dot_product_attention)
             checkpoints = vars(torch.utils.checkpoint)
@@ -218,6 +217,7 @@ class SdpaRebinding:
                 if space.get(name) in (scaled_dot_product_attention, _non_reentrant, _Reentrant):
                     space[name] = before
             self._places.clear()
+            current.layer, current.outside = None, 0
             if self._effects_before is not None:
                 setattr(torch._dynamo.config, _SKIP_EFFECTS, self._effects_before)
 

@@ -52,6 +52,9 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.agent.load_state_dict(saved)
         else:
             self.agent.begin_at(state.global_step)
+        if state.stateful_callbacks is not None:
+            # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
+            state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
 
     def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -122,7 +125,7 @@ def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
     """The agent's state in a loaded checkpoint, whether or not the Trainer was told to restore callbacks."""
     entry = (state.stateful_callbacks or {}).get(name)
     entry = entry[0] if isinstance(entry, list) and entry else entry
-    saved: dict[str, Any] | None = entry["attributes"].get("saved") if isinstance(entry, dict) else None
+    saved: dict[str, Any] | None = entry.get("attributes", {}).get("saved") if isinstance(entry, dict) else None
     return saved
 
 
