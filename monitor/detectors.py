@@ -295,7 +295,7 @@ class Detectors:
         for index, active in self._alarms.items():
             if index not in tripped and self._dangerous(index):
                 tripped[index] = active.verdict.signal
-        for index, signal in sorted(tripped.items(), key=self._moved, reverse=True):
+        for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
@@ -312,11 +312,11 @@ class Detectors:
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
 
-    def _moved(self, trip: tuple[int, str]) -> float:
-        """How far the offset of a tripped head moved, so that the one that drifts most is told first."""
+    def _drifted(self, trip: tuple[int, str]) -> float:
+        """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
         if trip[0] == _RUN or self._growth is None:
             return math.inf
-        return float(np.nan_to_num(self._growth.change[0, trip[0]]))
+        return float(np.nan_to_num(np.abs(self._growth.end[0, trip[0]])))
 
     def _dangerous(self, index: int) -> bool:
         """A head above the dangerous score is not quiet, whichever way it moves."""
@@ -371,7 +371,8 @@ class Detectors:
         if "offset" not in evidence and "score" not in evidence:
             return "other"
         plain = index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
-        moved = abs(evidence.get("offset", 0.0)) - abs(evidence.get("offset_before", 0.0))
+        now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
+        moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
         grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
         together = moved >= self.config.offset_change and moved >= grown / 2 - evidence.get("score_error", 0.0)
         biased = abs(evidence.get("delta_bias_z", 0.0)) >= self.config.bias_z
