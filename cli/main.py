@@ -225,6 +225,31 @@ def lab_score(
     laboratory.score(traces, Console(), report=report)
 
 
+@bench.command("attention")
+def bench_attention(
+    json: Annotated[Path | None, typer.Option(help="Write every cell of the table.")] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds of the interleaved timings.", min=3)] = 15,
+) -> None:
+    """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
+    from foreshock.benchmarks import attention
+
+    attention.main(None if json is None else str(json), repeats)
+
+
+@bench.command("ingest")
+def bench_ingest(
+    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
+    seconds: Annotated[float, typer.Option(help="Length of each phase.", min=1.0)] = 20.0,
+    database_url: Annotated[
+        str | None, typer.Option(help="A PostgreSQL database that may be written to; SQLite by default.")
+    ] = None,
+) -> None:
+    """Drive a real service over loopback: batches a second, then ten times the clients, then what comes after."""
+    from foreshock.benchmarks import ingest
+
+    ingest.main(json, seconds=seconds, database_url=database_url)
+
+
 @dashboards.command("generate")
 def dashboards_generate() -> None:
     """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""
