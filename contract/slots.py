@@ -85,7 +85,7 @@ class Mode(IntFlag):
     EXACT_DELTA = 1
     """delta from O and its saved rounding residual."""
     STABLE_SOFTMAX = 2
-    """Rows with tied maxima are shifted by a bounded, row-wise rule."""
+    """Every row is shifted by an amount of its own, less than a binade, so that its largest P is never 1."""
     PAPER_SOFTMAX = 4
     """Rows with tied maxima are shifted by the paper's exact rule (algorithm 3); excludes STABLE_SOFTMAX."""
 
