@@ -55,7 +55,7 @@ def test_the_wheel_holds_the_page_the_boards_and_the_type_marker(wheel: zipfile.
     assert "foreshock/server/ui/dist/index.html" in page
     assert page <= names
     assert {f"foreshock/{path}" for path in tracked("dashboards/generated/*")} <= names
-    assert {f"foreshock/{path}" for path in tracked("lab/traces/*")} <= names
+    assert {f"foreshock/{path}" for path in tracked("lab/traces/*.gz")} <= names
 
 
 def test_the_wheel_holds_no_test_and_no_foreign_top_level_package(wheel: zipfile.ZipFile) -> None:

@@ -1,5 +1,6 @@
 """The laboratory's text, model and runs."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from foreshock.lab.corpus import Corpus, standard_library
 from foreshock.lab.model import GPT, ModelConfig
-from foreshock.lab.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, find_arm, find_recipe
+from foreshock.lab.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, Arm, find_arm, find_recipe
 from foreshock.lab.run import Training, lab_run
 from foreshock.lab.trace import read_trace
 
@@ -23,6 +24,23 @@ TINY = replace(
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return standard_library()
+
+
+Begin = Callable[[Arm, int], Training]
+
+
+@pytest.fixture
+def begin(corpus: Corpus) -> Iterator[Begin]:
+    """Starts a tiny training of an arm and a seed; its agent is gone after the test."""
+    begun: list[Training] = []
+
+    def start(arm: Arm, seed: int) -> Training:
+        begun.append(Training(TINY, arm, seed, corpus=corpus))
+        return begun[-1]
+
+    yield start
+    for training in reversed(begun):
+        training.agent.close("stopped")
 
 
 def losses(training: Training, steps: int) -> list[float]:
@@ -76,17 +94,17 @@ def test_every_recipe_shapes_every_arm() -> None:
         assert recipe.shaped(CONTROL).attention_dtype == "float32"
 
 
-def test_one_seed_gives_one_run_and_another_seed_another(corpus: Corpus) -> None:
-    first, again, other = (losses(Training(TINY, UNTREATED, seed, corpus=corpus), 6) for seed in (1, 1, 2))
+def test_one_seed_gives_one_run_and_another_seed_another(begin: Begin) -> None:
+    first, again, other = (losses(begin(UNTREATED, seed), 6) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
-def test_a_branch_is_identical_until_a_head_is_switched(corpus: Corpus) -> None:
-    trunk = Training(TINY, UNTREATED, 3, corpus=corpus)
+def test_a_branch_is_identical_until_a_head_is_switched(begin: Begin) -> None:
+    trunk = begin(UNTREATED, 3)
     losses(trunk, 10)
     checkpoint = trunk.checkpoint()
-    branch, switched = (Training(TINY, RESCUED, 99, corpus=corpus) for _ in range(2))
+    branch, switched = (begin(RESCUED, 99) for _ in range(2))
     branch.restore(checkpoint)
     switched.restore(checkpoint)
     expected = losses(trunk, 10)
@@ -96,12 +114,12 @@ def test_a_branch_is_identical_until_a_head_is_switched(corpus: Corpus) -> None:
     assert branch.step == trunk.step == 20
 
 
-def test_a_checkpoint_does_not_move_with_the_run(corpus: Corpus) -> None:
-    trunk = Training(TINY, UNTREATED, 3, corpus=corpus)
+def test_a_checkpoint_does_not_move_with_the_run(begin: Begin) -> None:
+    trunk = begin(UNTREATED, 3)
     losses(trunk, 3)
     checkpoint = trunk.checkpoint()
     expected = losses(trunk, 4)
-    again = Training(TINY, UNTREATED, 0, corpus=corpus)
+    again = begin(UNTREATED, 0)
     again.restore(checkpoint)
     assert losses(again, 4) == expected
 
