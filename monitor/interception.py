@@ -67,6 +67,12 @@ class WatchedLayer:
             return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
         if query.device != self.state.device:
             return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
+        if self.numerics == "auto" and query.device.type != "cpu" and numerics_for(query, "auto") != "kernel":
+            # The reference is right there too, but its memory grows with the square of the length.
+            return (
+                f"its operands are {str(query.dtype).removeprefix('torch.')}; the kernels are for 16 bits. Train under "
+                "autocast, or ask for numerics='float32', which is slow"
+            )
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:

@@ -11,6 +11,7 @@ from tests.monitor.tiny_models import tiny_gpt
 from torch import Tensor, nn
 
 from foreshock.contract import wire
+from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import AgentConfig, attach, interception
 
@@ -95,3 +96,16 @@ def test_the_table_and_the_first_event_say_auto(capsys: pytest.CaptureFixture[st
     agent.close()
     assert listener.of(wire.Started)[0].numerics == "auto"
     assert "numerics: auto (kernel for 16-bit operands" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "served"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why(
+    dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "meta" stands in for the accelerator; it knows no autocast, so that is off."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
+    state = torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta")
+    layer = interception.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
+    problem = layer.problem(torch.empty(1, 2, 4, 8, dtype=dtype, device="meta"))
+    assert (problem is None) == served
+    assert served or "ask for numerics='float32'" in str(problem)
