@@ -88,7 +88,7 @@ def run(
 def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
     """Score recorded runs and print a line for each."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("trace")
+    table.add_column("trace", overflow="fold", min_width=24)
     for name in ("steps", "first warning", "layer", "head", "signal", "cause", "forecast", "|score| at 512"):
         table.add_column(name, justify="right")
     for each in lab_score(traces, report=report):

@@ -1,6 +1,6 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-scripts/screenshots.py                        replays the recorded GPU runs of lab/traces into a service of its own
+scripts/screenshots.py                        replays the recorded arms of the demo into a service of its own
 scripts/screenshots.py TRACE...               replays these instead
 scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
 """
@@ -125,9 +125,8 @@ def main() -> None:
             if not runs:
                 runs = tuple(run["run"] for run in httpx.get(f"{url}/v1/runs").raise_for_status().json()["runs"][:3])
         else:
-            traces = [Path(name) for name in given.what] or sorted((ROOT / "lab" / "traces").glob("key-bias_*.gz"))
-            if not traces:
-                sys.exit("there is no trace named key-bias_* in lab/traces; name trace files, or a service with --url")
+            arms = sorted((ROOT / "lab" / "traces").glob("key-bias-small_*.gz"), reverse=True)  # untreated comes first
+            traces = [Path(name) for name in given.what] or arms
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
             url = stack.enter_context(local_service(Path(directory), 0))
             runs = tuple(replay(trace, url=url) for trace in traces)
