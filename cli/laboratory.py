@@ -88,8 +88,8 @@ def run(
 def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
     """Score recorded runs and print a line for each."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("trace", overflow="fold", min_width=24)
-    for name in ("steps", "first warning", "layer", "head", "signal", "cause", "forecast", "|score| at 512"):
+    table.add_column("trace", overflow="fold", min_width=16)
+    for name in ("steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512"):
         table.add_column(name, justify="right")
     for each in lab_score(traces, report=report):
         cells = (
@@ -102,7 +102,14 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
             None if each.forecast_steps is None else round(each.forecast_steps),
             each.dangerous_step,
         )
-        table.add_row(Path(each.file).name, *("-" if cell is None else str(cell) for cell in cells))
+        table.add_row(
+            Path(each.file).name.removesuffix(".gz").removesuffix(".jsonl"),
+            *("-" if cell is None else str(cell) for cell in cells),
+        )
     console.print(table)
+    console.print(
+        "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."
+    )
+    console.print("at 512: step at which it was.")
     if report is not None:
         console.print(f"report: {report}")
