@@ -341,7 +341,7 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
         print(f"{name}: {value:.3f}")
     if json_path is not None:
         result = {
-            "command": f"foreshock bench attention --json {Path(json_path).name}",
+            "command": f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}",
             "date": datetime.now(UTC).date().isoformat(),
             "device": torch.cuda.get_device_name(),
             "versions": {
