@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
+from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.lab.corpus import Corpus, standard_library
@@ -15,6 +17,7 @@ from foreshock.lab.trace import TraceWriter
 from foreshock.monitor import Agent, attach
 
 Sink = Callable[[wire.Event], None]
+_RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
 
 
 class Training:
@@ -40,10 +43,10 @@ class Training:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._corpus = corpus or standard_library()
         torch.manual_seed(seed)
-        self._model = GPT(recipe.shaped(arm)).to(self.device)
+        self.model = GPT(recipe.shaped(arm)).to(self.device)
         self._batches = torch.Generator().manual_seed(seed)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.epsilon,
@@ -62,7 +65,7 @@ class Training:
             "spool_directory": None,
             "quiet": True,
         }
-        self.agent: Agent = attach(self._model, **(settings | agent_settings))
+        self.agent: Agent = attach(self.model, **(settings | agent_settings))
         self._begun = False
 
     def advance(self) -> float:
@@ -71,34 +74,50 @@ class Training:
             self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
         self._begun = True
         rate = self.recipe.learning_rate * min(1.0, (self.step + 1) / self.recipe.warmup_steps)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tokens, targets = self._corpus.batch(self.recipe.batch, self.recipe.model.context, self._batches)
-        loss = self._model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
+        loss = self.next_loss()
+        loss.backward()  # type: ignore[no-untyped-call]
         clip = float("inf") if self.recipe.clip is None else self.recipe.clip
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.agent.step(loss=loss.detach(), grad_norm=norm, learning_rate=rate, step=self.step)
         return float(loss.detach())
 
+    def next_loss(self) -> Tensor:
+        """The loss of the run's next batch, [] in nats, with its graph."""
+        tokens, targets = self._corpus.batch(self.recipe.batch, self.recipe.model.context, self._batches)
+        loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device))
+        return loss
+
     def checkpoint(self) -> dict[str, Any]:
-        """Everything that the next step depends on, copied; `torch.save` takes it."""
-        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         copied = torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, state)
         return {
             **copied,
             "batches": self._batches.get_state(),
             "agent": self.agent.state_dict(),
             "step": self.step,
+            "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
+            "arm": _ARM.dump_python(self.arm, mode="json"),
+            "seed": self.seed,
         }
+
+    @classmethod
+    def resumed(cls, checkpoint: dict[str, Any], **settings: Any) -> "Training":
+        """The run that left `checkpoint`, at its step; `settings` are the class's other arguments."""
+        recipe, arm = _RECIPE.validate_python(checkpoint["recipe"]), _ARM.validate_python(checkpoint["arm"])
+        training = cls(recipe, arm, int(checkpoint["seed"]), **settings)
+        training.restore(checkpoint)
+        return training
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from `checkpoint`, which may be another arm's. Call it before the first step."""
-        self._model.load_state_dict(checkpoint["model"])
-        self._optimizer.load_state_dict(checkpoint["optimizer"])
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
         self._batches.set_state(checkpoint["batches"])
         self.agent.load_state_dict(checkpoint["agent"])
         self.step = int(checkpoint["step"])
