@@ -34,15 +34,27 @@ class ShardedWeightError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyBias:
+    """The parameter that holds the bias of a layer's keys, [outputs], and where in it (and in what is as long) it lies.
+
+    `of_heads` gives a view [Hkv, D].
+    """
+
+    parameter: Tensor
+    of_heads: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """Where a layer's W_Q and W_K lie. `read` gives them as they are now, [H, D, E] and [Hkv, D, E].
 
-    They are views of the weights (grouped queries in a layout interleaved per key head are gathered). `read` raises
-    ShardedWeightError where this process holds a part only.
+    They are views of the weights (grouped queries in a layout interleaved per key head are gathered). `key_bias` gives
+    the bias of the keys, None where they have none. Both raise ShardedWeightError where this process holds a part only.
     """
 
     layout: str
     read: Callable[[], tuple[Tensor, Tensor]]
+    key_bias: Callable[[], KeyBias | None]
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
@@ -112,11 +124,21 @@ def _split_heads(rows: Tensor, heads: int, head_dim: int) -> Tensor:
     return torch.unflatten(rows, 0, (heads, head_dim))
 
 
+def _key_bias(bias: object, of_heads: Callable[[Tensor], Tensor]) -> KeyBias | None:
+    if not isinstance(bias, Tensor):
+        return None
+    _whole(bias)
+    return KeyBias(bias, of_heads)
+
+
 def _separate(query: nn.Module, key: nn.Module, names: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
     def read() -> tuple[Tensor, Tensor]:
         return _split_heads(_rows(query), heads, head_dim), _split_heads(_rows(key), kv_heads, head_dim)
 
-    return Projection(f"separate ({names})", read)
+    def key_bias() -> KeyBias | None:
+        return _key_bias(getattr(key, "bias", None), lambda bias: torch.unflatten(bias, 0, (kv_heads, head_dim)))
+
+    return Projection(f"separate ({names})", read, key_bias)
 
 
 def _concatenated(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
@@ -126,8 +148,14 @@ def _concatenated(child: nn.Module, name: str, heads: int, kv_heads: int, head_d
         key = rows[middle : middle + kv_heads * head_dim]
         return _split_heads(rows[:middle], heads, head_dim), _split_heads(key, kv_heads, head_dim)
 
+    def key_bias() -> KeyBias | None:
+        start, end = heads * head_dim, (heads + kv_heads) * head_dim
+        return _key_bias(
+            getattr(child, "bias", None), lambda bias: torch.unflatten(bias[start:end], 0, (kv_heads, head_dim))
+        )
+
     kind = "Conv1D" if _output_dim(child) else "Linear"
-    return Projection(f"fused Q, K, V ({name}, {kind})", read)
+    return Projection(f"fused Q, K, V ({name}, {kind})", read, key_bias)
 
 
 def _interleaved(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
@@ -137,7 +165,13 @@ def _interleaved(child: nn.Module, name: str, heads: int, kv_heads: int, head_di
         rows = torch.unflatten(_rows(child), 0, (kv_heads, group + 2, head_dim))  # each key head: its queries, K, V
         return rows[:, :group].flatten(0, 1), rows[:, group]
 
-    return Projection(f"fused per key head ({name})", read)
+    def key_bias() -> KeyBias | None:
+        return _key_bias(
+            getattr(child, "bias", None),
+            lambda bias: torch.unflatten(bias, 0, (kv_heads, group + 2, head_dim))[:, group],
+        )
+
+    return Projection(f"fused per key head ({name})", read, key_bias)
 
 
 def _of_multihead_attention(module: nn.MultiheadAttention, heads: int, head_dim: int) -> Projection:
@@ -151,4 +185,11 @@ def _of_multihead_attention(module: nn.MultiheadAttention, heads: int, head_dim:
             query, key = _whole(module.q_proj_weight), _whole(module.k_proj_weight)
         return _split_heads(query, heads, head_dim), _split_heads(key, heads, head_dim)
 
-    return Projection("fused Q, K, V (in_proj_weight)" if fused else "separate (q_proj_weight, k_proj_weight)", read)
+    def key_bias() -> KeyBias | None:
+        width = module.embed_dim
+        return _key_bias(
+            module.in_proj_bias, lambda bias: torch.unflatten(bias[width : 2 * width], 0, (heads, head_dim))
+        )
+
+    layout = "fused Q, K, V (in_proj_weight)" if fused else "separate (q_proj_weight, k_proj_weight)"
+    return Projection(layout, read, key_bias)
