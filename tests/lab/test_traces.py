@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from foreshock.contract import catalog, wire
-from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.lab.replay import replay, verdicts
 from foreshock.lab.score import lab_score
 from foreshock.lab.service import local_service
@@ -38,17 +39,52 @@ def started(heads: int) -> wire.Started:
     return wire.Started(step=0, unix_seconds=0.0, layers=(layer,), policy="observe", numerics="kernel")
 
 
-def test_what_is_written_is_read_back_to_the_bit(tmp_path: Path) -> None:
+def counted(rows: int, offset: float, largest: float) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    words = np.tile(identity_row(), (2, 1))
+    words[:, Slot.ROWS] = rows
+    floats = words.view(np.float64)
+    floats[:, Slot.OFFSET_SUM] = rows * offset
+    floats[:, Slot.ROW_MAX_ABS] = largest
+    floats[1, Slot.DELTA_BIAS_SUM] = math.nan
+    return words
+
+
+def test_what_is_written_is_read_back_to_four_digits_with_short_samples_merged(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    modes = wire.Array.of(np.zeros(2, dtype=np.int32))
+    with TraceWriter(path, {"recipe": "made-up", "seed": 3}, every_steps=20) as writer:
+        writer(started(2))
+        for step, offset in ((10, 1.0), (20, 2.000049), (40, 5.0)):
+            words = counted(100, offset, 3.00004 * step)
+            since = step - 10 if step < 40 else 20
+            writer(sample(step, since, words).model_copy(update={"modes": modes}))
+            writer.steps(since, [1.23456] * (step - since), [math.inf] * (step - since))
+        writer.probe(40, {"stable_rank": np.array([1.23456, math.nan])})
+    trace = read_trace(path)
+    assert trace.header == {"foreshock_trace": 1, "recipe": "made-up", "seed": 3}
+    assert trace.heads == [(3, 0), (3, 1)]
+    seen = list(readings(trace))
+    assert [(each.since_step, each.step) for each in seen] == [(0, 20), (20, 40)]
+    assert seen[0].rows.tolist() == [200, 200]
+    np.testing.assert_allclose(seen[0].offset, 1.5, rtol=1e-4)
+    np.testing.assert_allclose(seen[0].row_max_abs, 60.0, rtol=1e-4)
+    np.testing.assert_array_equal(np.isnan(seen[0].delta_sum), [False, True])
+    np.testing.assert_array_equal(np.isnan(seen[0].offset_rms), [True, True])
+    assert trace.samples[0].modes == modes
+    assert trace.steps.step.tolist() == list(range(1, 41))
+    assert set(trace.steps.loss.tolist()) == {1.235}
+    assert set(trace.steps.grad_norm.tolist()) == {math.inf}
+    np.testing.assert_array_equal(trace.probes[0].values["stable_rank"], [1.235, math.nan])
+
+
+def test_a_sample_on_the_wire_is_read_to_the_bit(tmp_path: Path) -> None:
     words = np.random.default_rng(0).integers(-(2**62), 2**62, (2, SLOT_COUNT))
     events: list[wire.Event] = [started(2), sample(10, 0, words), sample(20, 10, words)]
-    path = tmp_path / "run.jsonl.gz"
-    with TraceWriter(path, {"recipe": "made-up"}) as writer:
-        for event in events:
-            writer(event)
-    trace = read_trace(path)
+    lines = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in events)]
+    trace = read_trace(write(tmp_path / "run.jsonl.gz", lines))
     assert [trace.started, *trace.events] == events
-    assert trace.heads == [(3, 0), (3, 1)]
-    assert trace.header["recipe"] == "made-up"
+    assert trace.steps.step.tolist() == [10, 20]
+    assert trace.steps.span.tolist() == [10, 10]
 
 
 def truncated(path: Path) -> None:

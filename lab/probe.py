@@ -1,0 +1,141 @@
+"""What the rival monitors of weights and activations need, measured on the laboratory's model while it trains.
+
+Three quantities, by the names under which a trace carries them (`TraceWriter.probe`):
+- `stable_rank` [heads]: ||W_Q||_F^2 / ||W_Q||_2^2 of every head (MSign, arXiv 2602.01734, watches its decline);
+- `sign_share` [3 x layers]: Spectral Alignment (arXiv 2510.04202). For the inputs x of a layer and the principal
+  singular vector v of its weight, in the space of the inputs, the share of tokens on the more frequent side of
+  sign(x . v): 0.5 healthy, 1 when sign diversity has collapsed. For W_Q, W_K and the first matrix of the feed-forward
+  part of every layer, in this order;
+- `entropy_start`, `entropy_last` [heads]: spectral entropy of the update of the QK bilinear form (arXiv 2606.28116).
+  With M = W_Q^T W_K, the first-order term of its change is dQ^T K + Q^T dK; H = -sum p log p over p = s^2 / sum s^2 of
+  its singular values s. The abstract does not say since when the update counts: `entropy_start` takes it since the
+  first probe, with the first weights as Q and K, `entropy_last` since the probe before.
+What the papers' accessible text leaves open is assumed as written here; docs/detectors.md lists it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from foreshock.monitor.layers import find_projection
+
+Floats = npt.NDArray[np.float64]
+_ITERATIONS: Final = 24
+"""Of the power iteration for a principal singular vector, warm-started from the probe before."""
+
+
+class ModelProbe:
+    """Measures one GPT of `foreshock.lab.model`, on its device. Call `measure` every hundred steps or so.
+
+    `tokens` int64 [B, S] are the text that activations are taken from: always the same, so that a change is the
+    model's. A probe makes one forward pass without gradients, changes nothing and counts nothing.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tensor) -> None:
+        self._model, self._tokens = model, tokens
+        self._blocks = [cast(Any, block) for block in cast(Any, model).h]
+        self._vectors: dict[str, Tensor] = {}
+        self._start: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def measure(self) -> Mapping[str, Floats]:
+        """The quantities now, by name; an entropy is NaN while nothing has changed."""
+        query, key = self._weights()
+        inputs = self._inputs()
+        gram = torch.bmm(query, query.mT)
+        largest = _eigenvalues(gram)[:, -1]
+        measured = {
+            "stable_rank": gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest,
+            "sign_share": torch.cat([self._sign_share(*each) for each in self._matrices(inputs)]),
+            "entropy_start": _entropy(self._start, (query, key)),
+            "entropy_last": _entropy(self._last, (query, key)),
+        }
+        self._start = self._start or (query, key)
+        self._last = query, key
+        together = torch.cat(list(measured.values())).double().cpu().numpy()
+        ends = np.cumsum([len(values) for values in measured.values()])[:-1]
+        return dict(zip(measured, np.split(together, ends), strict=True))
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """W_Q and W_K of every head, the key head that a query head reads, float32 [N, D, E] copies."""
+        both: list[tuple[Tensor, Tensor]] = []
+        for block in self._blocks:
+            query, key = self._projection(block.attn)
+            both.append((query, key.repeat_interleave(len(query) // len(key), 0)))
+        return torch.cat([q for q, _ in both]).float().clone(), torch.cat([k for _, k in both]).float().clone()
+
+    def _projection(self, attention: Any) -> tuple[Tensor, Tensor]:
+        heads = int(attention.n_head)
+        kv_heads = int(getattr(attention, "n_kv_head", heads))
+        width = int(cast(Any, self._model).config.width)
+        projection = find_projection(attention, heads, kv_heads, width // heads)
+        if projection is None:
+            raise ValueError("W_Q and W_K of the model were not found; give a GPT of foreshock.lab.model")
+        return projection.read()
+
+    def _inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """What attention and the feed-forward part of every layer are given, [B S, E] each."""
+        caught: dict[nn.Module, Tensor] = {}
+
+        def catch(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            caught[module] = given[0].detach().flatten(0, -2)
+
+        hooks = [part.register_forward_pre_hook(catch) for b in self._blocks for part in (b.attn, b.c_fc)]
+        try:
+            self._model(self._tokens, self._tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [(caught[b.attn].float(), caught[b.c_fc].float()) for b in self._blocks]
+
+    def _matrices(self, inputs: list[tuple[Tensor, Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, weights [layers, out, E] and inputs [layers, B S, E] of each kind of matrix."""
+        read = [self._projection(block.attn) for block in self._blocks]
+        attended, fed = (torch.stack([pair[which] for pair in inputs]) for which in (0, 1))
+        return [
+            ("query", torch.stack([q.flatten(0, 1) for q, _ in read]).float(), attended),
+            ("key", torch.stack([k.flatten(0, 1) for _, k in read]).float(), attended),
+            ("feed-forward", torch.stack([b.c_fc.weight for b in self._blocks]).float(), fed),
+        ]
+
+    def _sign_share(self, name: str, weights: Tensor, inputs: Tensor) -> Tensor:
+        """[layers]."""
+        vectors = self._vectors.get(name)
+        if vectors is None:
+            generator = torch.Generator().manual_seed(0)
+            vectors = torch.randn(len(weights), weights.shape[-1], 1, generator=generator).to(weights.device)
+        for _ in range(_ITERATIONS):
+            vectors = torch.bmm(weights.mT, torch.bmm(weights, vectors))
+            vectors = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
+        self._vectors[name] = vectors
+        positive = (torch.bmm(inputs, vectors).squeeze(-1) > 0).float().mean(-1)
+        return torch.maximum(positive, 1 - positive)
+
+
+def _entropy(old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> Tensor:
+    """Spectral entropy (nats) of the first-order change of W_Q^T W_K from `old` to `new`, [N]; weights [N, D, E].
+
+    The term is A^T B with A = [dQ; Q], B = [K; dK], so its squared singular values are the eigenvalues of
+    (A A^T)(B B^T): matrices of twice the head dimension in place of the width.
+    """
+    if old is None:
+        return torch.full((len(new[0]),), torch.nan, device=new[0].device)
+    (query, key), change = old, (new[0] - old[0], new[1] - old[1])
+    left, right = torch.cat([change[0], query], 1), torch.cat([key, change[1]], 1)
+    values, vectors = torch.linalg.eigh(torch.bmm(left, left.mT).nan_to_num(0.0, 0.0, 0.0))
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    squares = _eigenvalues(torch.bmm(root.mT, torch.bmm(torch.bmm(right, right.mT), root))).clamp_min(0)
+    shares = squares / squares.sum(-1, keepdim=True)
+    entropy: Tensor = torch.special.entr(shares).sum(-1)
+    return entropy
+
+
+def _eigenvalues(matrices: Tensor) -> Tensor:
+    """Of symmetric matrices [N, D, D], ascending [N, D]; NaN for a matrix that is not finite, which LAPACK refuses."""
+    finite = torch.isfinite(matrices).all(-1).all(-1, keepdim=True)
+    return torch.where(finite, torch.linalg.eigvalsh(matrices.nan_to_num(0.0, 0.0, 0.0)), torch.nan)
