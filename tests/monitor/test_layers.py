@@ -166,30 +166,3 @@ def test_a_projection_with_adapters_is_left_unmeasured_rather_than_measured_with
     assert find_projection(module, HEADS, HEADS, DIM) is not None
     module.get_submodule("q_proj").lora_A = nn.ModuleDict()  # as peft wraps it: `weight` is the base's alone
     assert find_projection(module, HEADS, HEADS, DIM) is None
-
-
-@pytest.mark.parametrize(("layout", "kv_heads"), LAYOUTS)
-def test_the_key_bias_of_a_head_stands_beside_its_rows_of_the_weight(
-    layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int
-) -> None:
-    module = layout(torch.zeros(HEADS, DIM, WIDTH), torch.zeros(kv_heads, DIM, WIDTH))
-    with torch.no_grad():
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(
-                recurse=False
-            ):  # the weights of output i, and its bias, are i
-                rows = parameter.t() if isinstance(owner, Conv1D) and name == "weight" else parameter
-                numbers = torch.arange(len(rows), dtype=rows.dtype)
-                rows.copy_(numbers if rows.dim() == 1 else numbers[:, None].expand_as(rows))
-    projection = find_projection(module, HEADS, kv_heads, DIM)
-    assert projection is not None
-    bias = projection.key_bias()
-    assert bias is not None
-    assert torch.equal(bias.of_heads(bias.parameter), projection.read()[1][..., 0])
-
-
-def test_a_projection_without_bias_has_no_key_bias() -> None:
-    module = Holder(c_attn=nn.Linear(WIDTH, 3 * WIDTH, bias=False))
-    projection = find_projection(module, HEADS, HEADS, DIM)
-    assert projection is not None
-    assert projection.key_bias() is None
