@@ -21,8 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor.layers import find_projection
-
 Floats = npt.NDArray[np.float64]
 _ITERATIONS: Final = 24
 """Of the power iteration for a principal singular vector, warm-started from the probe before."""
@@ -70,13 +68,11 @@ class ModelProbe:
         return torch.cat([q for q, _ in both]).float().clone(), torch.cat([k for _, k in both]).float().clone()
 
     def _projection(self, attention: Any) -> tuple[Tensor, Tensor]:
+        """W_Q [H, D, E] and W_K [Hkv, D, E], views of the fused weight of Q, K and V."""
         heads = int(attention.n_head)
         kv_heads = int(getattr(attention, "n_kv_head", heads))
-        width = int(cast(Any, self._model).config.width)
-        projection = find_projection(attention, heads, kv_heads, width // heads)
-        if projection is None:
-            raise ValueError("W_Q and W_K of the model were not found; give a GPT of foreshock.lab.model")
-        return projection.read()
+        rows = cast(Tensor, attention.c_attn.weight).detach().unflatten(0, (heads + 2 * kv_heads, -1))
+        return rows[:heads], rows[heads : heads + kv_heads]
 
     def _inputs(self) -> list[tuple[Tensor, Tensor]]:
         """What attention and the feed-forward part of every layer are given, [B S, E] each."""
