@@ -107,7 +107,7 @@ class Agent:
                 "sender",
             )
         }
-        self._started = self._closed = self._busy = self._checked = False
+        self._started = self._closed = self._busy = self._sampled = self._checked = False
         self._watch_until = -1
         self._last_sample_at = self._last_step_at = time.monotonic()
         self._step_times: list[float] = []
@@ -158,7 +158,7 @@ class Agent:
 
     def _due(self) -> bool:
         since = self.current_step - self._collector.since_step
-        if not self._checked or self.current_step <= self._watch_until or self._collector.crowded:
+        if not self._sampled or self.current_step <= self._watch_until or self._collector.crowded:
             return since > 0
         late = time.monotonic() - self._last_sample_at >= self.config.sample_every_seconds
         return since >= self.config.sample_every_steps and late
@@ -175,6 +175,7 @@ class Agent:
             agent_seconds=self._agent_seconds / steps,
         )
         if taken:
+            self._sampled = True
             self._last_sample_at = time.monotonic()
             self._step_times.clear()
             self._agent_seconds = 0.0
@@ -192,11 +193,11 @@ class Agent:
         counted: list[Counted] = []
         with self._guards["collector"] as guard:
             if guard.on:
-                if wait:  # makes room for one more
-                    counted = self._collector.landed(wait=True)
+                counted = self._collector.landed(wait=wait)
                 if sample:
-                    self._snapshot()
-                counted = counted + self._collector.landed(wait=wait)
+                    self._snapshot()  # read at a later boundary, on every device: no step pays for both
+                if wait:
+                    counted = counted + self._collector.landed(wait=True)
         return counted
 
     def _collect_the_rest(self) -> None:

@@ -144,7 +144,7 @@ class Collector:
 
 def _stack(given: list[Tensor | float]) -> Tensor:
     if not any(isinstance(v, Tensor) for v in given):
-        return torch.tensor(given, dtype=torch.float64)
+        return torch.from_numpy(np.array(given, dtype=np.float64))
     values = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in given]
     devices = {v.device for v in values}
     device = next(iter(devices)) if len(devices) == 1 else values[-1].device
@@ -166,8 +166,8 @@ def _counted(flight: _Flight) -> Counted:
         since_step=flight.since_step,
         words=state,
         modes=flight.modes,
-        losses=losses.astype(np.float64),
-        grad_norms=grad_norms.astype(np.float64),
+        losses=losses.astype(np.float64, copy=False),
+        grad_norms=grad_norms.astype(np.float64, copy=False),
         norms=dict(zip(flight.norm_names, norms, strict=True)),
         learning_rate=flight.learning_rate,
         step_seconds=flight.step_seconds,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract import wire
 from foreshock.contract.catalog import ratio
-from foreshock.contract.slots import Mode, Slot, Words, slot_values
+from foreshock.contract.slots import Mode, Slot, Words
 from foreshock.monitor.foretelling import DANGEROUS_SCORE, forecast, sentence, who
 from foreshock.monitor.growth import SIGNALS, Growth, History, lower_median, median_of_others
 
@@ -52,6 +52,13 @@ class DetectorConfig(BaseModel):
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
     bias_z: float = Field(default=3.0, gt=0, description="accumulated delta bias, standardised, that names rounding")
     update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
+
+
+_COUNTS: Final = [Slot.ROWS, Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_ONE, Slot.ROWS_NONFINITE]
+_FLOATS: Final = [
+    *(Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.SCORE_MAX, Slot.ROW_MAX_ABS),
+    *(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS, Slot.DELTA_BIAS_SUMSQ),
+]
 
 
 def _nan(like: Floats) -> Floats:
@@ -97,29 +104,33 @@ class Readings:
         grad_norm: float | None = None,
     ) -> "Readings":
         """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
-        rows = slot_values(words, Slot.ROWS)
-        seen = np.where(rows > 0, 1.0, np.nan)
-
-        def share(slot: Slot) -> Floats:
-            return ratio(slot_values(words, slot), rows)
+        # few operations on many slots at once: this runs between two steps of a training
+        columns = np.ascontiguousarray(words.T)
+        counts, floats = columns[_COUNTS].astype(np.float64), columns.view(np.float64)[_FLOATS]
+        rows = counts[0]
+        counted = np.where(rows > 0, rows, np.nan)
+        tied_bf16, tied_one = counts[1:3] / counted
+        offset, offset_square = floats[:2] / counted
+        score_max, row_max_abs, *delta = floats[2:] * (counted / counted)
+        missing = _nan(rows)
 
         def norms(values: Floats | None) -> Floats:
-            return _nan(rows) if values is None else np.asarray(values, dtype=np.float64)
+            return missing if values is None else np.asarray(values, dtype=np.float64)
 
         return cls(
             step=step,
             since_step=since_step,
             rows=rows,
-            offset=share(Slot.OFFSET_SUM),
-            offset_rms=np.sqrt(share(Slot.OFFSET_SUMSQ)),
-            score_max=slot_values(words, Slot.SCORE_MAX) * seen,
-            row_max_abs=slot_values(words, Slot.ROW_MAX_ABS) * seen,
-            tied_bf16=share(Slot.ROWS_TIED_BF16),
-            tied_one=share(Slot.ROWS_TIED_ONE),
-            delta_sum=slot_values(words, Slot.DELTA_BIAS_SUM) * seen,
-            delta_abs=slot_values(words, Slot.DELTA_BIAS_ABS) * seen,
-            delta_sumsq=slot_values(words, Slot.DELTA_BIAS_SUMSQ) * seen,
-            nonfinite_rows=slot_values(words, Slot.ROWS_NONFINITE),
+            offset=offset,
+            offset_rms=np.sqrt(offset_square),
+            score_max=score_max,
+            row_max_abs=row_max_abs,
+            tied_bf16=tied_bf16,
+            tied_one=tied_one,
+            delta_sum=delta[0],
+            delta_abs=delta[1],
+            delta_sumsq=delta[2],
+            nonfinite_rows=counts[3],
             query_norm=norms(query_norm),
             key_norm=norms(key_norm),
             query_key_norm=norms(query_key_norm),
@@ -221,7 +232,7 @@ class Detectors:
         return ratio(self._bias[0], np.sqrt(self._bias[1]))
 
     def _nonfinite(self, readings: Readings) -> dict[int, str]:
-        broken = (readings.nonfinite_rows > 0) | np.isinf(readings.offset) | np.isposinf(readings.row_max_abs)
+        broken = (readings.nonfinite_rows > 0) | np.isinf(readings.offset) | (readings.row_max_abs == np.inf)
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, readings.grad_norm):
             if value is not None and not math.isfinite(value):
@@ -229,9 +240,11 @@ class Detectors:
         return tripped
 
     def _add(self, readings: Readings) -> bool:
-        score = np.fmax(readings.row_max_abs, readings.score_max)
-        values = np.stack([readings.offset, score, readings.query_norm, np.fmax(readings.tied_bf16, readings.tied_one)])
-        values[~np.isfinite(values)] = np.nan
+        values = np.empty((len(SIGNALS), len(self.heads)))
+        values[0], values[2] = readings.offset, readings.query_norm
+        np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
+        np.fmax(readings.tied_bf16, readings.tied_one, out=values[3])
+        np.copyto(values, np.nan, where=~np.isfinite(values))
         weight = np.where(np.isnan(readings.rows), 1.0, readings.rows)
         return self._history.add(readings.step, readings.since_step, weight, values)
 

@@ -69,11 +69,8 @@ class History:
         """
         known = ~np.isnan(values[0])
         share = np.divide(weight, self._weight + weight, out=np.zeros_like(weight), where=known & (weight > 0))
-        for row in (0, 3):
-            old = self._open[row]
-            self._open[row] = np.where(
-                np.isnan(old), values[row], np.where(known, old + share * (values[row] - old), old)
-            )
+        old, new = self._open[::3], values[::3]  # the offset and the ties
+        self._open[::3] = np.where(np.isnan(old), new, np.where(known, old + share * (new - old), old))
         self._weight += np.where(known, weight, 0.0)
         np.fmax(self._open[1], values[1], out=self._open[1])
         np.copyto(self._open[2], values[2], where=~np.isnan(values[2]))

@@ -68,23 +68,23 @@ def test_approve_proposes_and_changes_nothing() -> None:
     assert set(agent.modes().values()) == {"plain"}
 
 
-def test_auto_switches_the_named_head_at_the_same_boundary_and_the_kernel_sees_it() -> None:
+def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_it() -> None:
     model = tiny_gpt()
     agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto")
     (switched,) = listener.of(wire.Switched)
-    assert (switched.step, switched.outcome, switched.heads) == (2, "applied", ((1, 0),))
+    assert (switched.step, switched.outcome, switched.heads) == (3, "applied", ((1, 0),))
     assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): "exact_delta", (1, 1): "plain"}
     layer = model.blocks[1].__dict__[LAYER_ATTRIBUTE]
     assert layer.modes.tolist() == [Mode.EXACT_DELTA, Mode.PLAIN]
     agent.close()
     modes = [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None]
-    assert modes == [[0] * 4, [0] * 4, [0, 0, 1, 0], [0, 0, 1, 0]]
+    assert modes == [[0] * 4, [0] * 4, [0] * 4, [0, 0, 1, 0]]
 
 
 def test_after_a_warning_every_step_is_sampled_for_a_while() -> None:
     agent, listener = run(tiny_gpt(), {4: [verdict(0, 0)]}, 16, sample_every_steps=4, close_watch_steps=3)
     agent.close()
-    assert [s.step for s in listener.of(wire.Sample)] == [1, 5, 6, 7, 8, 12, 16]
+    assert [s.step for s in listener.of(wire.Sample)] == [1, 5, 7, 8, 9, 13, 16]
 
 
 @pytest.mark.parametrize(
