@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import SupportsFloat
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -77,9 +78,9 @@ def run(
     with Progress(*_COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
         bar = progress.add_task(f"{recipe.name} {arm.name}", total=steps or recipe.steps, loss=float("nan"))
 
-        def stepped(step: int, loss: float) -> None:
+        def stepped(step: int, loss: SupportsFloat) -> None:
             if step % 10 == 0 or step == (steps or recipe.steps):
-                progress.update(bar, completed=step, loss=loss)
+                progress.update(bar, completed=step, loss=float(loss))
 
         lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, url=url, on_step=stepped)
     console.print(f"trace: {trace}")

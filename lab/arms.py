@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, SupportsFloat
 
 from pydantic import TypeAdapter
 
@@ -138,7 +138,7 @@ def _train(order: Order, queue: Any) -> None:
     if order.branch_from is not None:
         training.restore(torch.load(order.branch_from, weights_only=True))
 
-    def stepped(step: int, loss: float) -> None:
+    def stepped(step: int, loss: SupportsFloat) -> None:
         if step % _STEPS_OF_A_MESSAGE == 0 or step == order.steps:
             queue.put(("step", name, step))
 

@@ -22,10 +22,14 @@ class Corpus:
     """uint8 [N]"""
     sha256: str
 
-    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """`size` windows drawn uniformly: tokens and the tokens that follow them, int64 [size, length] each."""
+    def windows(self, size: int, length: int, generator: torch.Generator) -> Tensor:
+        """`size` windows of `length` tokens and the one that follows, drawn uniformly: uint8 [size, length + 1]."""
         starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
-        windows = self.tokens[starts[:, None] + torch.arange(length + 1)].long()
+        return self.tokens[starts[:, None] + torch.arange(length + 1)]
+
+    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Such windows as tokens and the tokens that follow them, int64 [size, length] each."""
+        windows = self.windows(size, length, generator).long()
         return windows[:, :-1], windows[:, 1:]
 
 

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a GPT. `attention_dtype` is the type of the operands that attention is given; the rest is float32."""
+    """Shape of a GPT. Parameters, normalisation and the residual stream are float32."""
 
     layers: int
     heads: int
@@ -24,14 +25,45 @@ class ModelConfig:
     """Features of the residual stream; a multiple of `heads`."""
     context: int
     """Tokens of a sequence."""
+    kv_heads: int | None = None
+    """Key and value heads that the query heads share; a divisor of `heads`, None for as many."""
     vocabulary: int = 256
     qkv_bias: bool = True
     """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
-    attention_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    value_offset: float = 0.0
+    """Standard deviation of the initial bias on the values. What all values share, softmax weighs to itself: the output
+    carries it, its rounding error grows with it, and the true gradient of the scores does not know it."""
+    qk_norm: bool = False
+    """Queries and keys are RMS-normalised per head, with a learned gain."""
+    rotary: bool = False
+    """Rotary positions in place of learned ones."""
+    attention_dtype: Dtype = "bfloat16"
+    """Type of the operands that attention is given."""
+    matmul_dtype: Dtype = "float32"
+    """Type of the operands of every other matrix product (bfloat16: as under autocast)."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give one that is")
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key heads; give a divisor")
+
+    @property
+    def key_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self.kv_heads or self.heads
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose product is taken in another type than its parameters have; the result has that type."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.operand = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.operand)
+        return F.linear(input.to(self.operand), self.weight.to(self.operand), bias)
 
 
 class CausalSelfAttention(nn.Module):
@@ -39,17 +71,47 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head = config.heads
-        self.operand = DTYPES[config.attention_dtype]
-        self.c_attn = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
-        self.c_proj = nn.Linear(config.width, config.width, bias=False)
+        self.n_head, self.n_kv_head = config.heads, config.key_heads
+        self.head_dim = config.width // config.heads
+        self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
+        values = self.n_kv_head * self.head_dim
+        self.c_attn = Linear(config.width, config.width + 2 * values, dtype, bias=config.qkv_bias)
+        self.c_proj = Linear(config.width, config.width, dtype)
+        own = config.value_offset > 0 and not config.qkv_bias
+        self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        split = self.c_attn(x).to(self.operand).view(batch, length, 3, self.n_head, width // self.n_head)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, S, D]
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width).to(x.dtype)))
+        values = self.n_kv_head * self.head_dim
+        query, key, value = self.c_attn(x).split([width, values, values], -1)
+        if self.value_bias is not None:
+            value = value + self.value_bias
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
+        )  # each [B, heads, S, D]
+        query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
+        query, key, value = (each.to(self.operand) for each in (query, key, value))
+        grouped = self.n_kv_head != self.n_head
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width)))
+
+
+class Rotary(nn.Module):
+    """Rotary positions (RoFormer), [B, H, S, D] to the same; base 10000, features rotated in halves."""
+
+    def __init__(self, context: int, head_dim: int) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(context), frequencies)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        cosine, sine = (cast(Tensor, table)[: x.shape[2]] for table in (self.cosine, self.sine))
+        return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
 class Block(nn.Module):
@@ -57,11 +119,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        dtype = DTYPES[config.matmul_dtype]
         self.ln_1 = nn.LayerNorm(config.width, bias=False)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.width, bias=False)
-        self.c_fc = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.c_proj = nn.Linear(4 * config.width, config.width, bias=False)
+        self.c_fc = Linear(config.width, 4 * config.width, dtype)
+        self.c_proj = Linear(4 * config.width, config.width, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -69,27 +132,32 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, LayerNorm without bias, output tied to the token embedding, nanoGPT's initialisation."""
+    """LayerNorm without bias, output tied to the token embedding, nanoGPT's initialisation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocabulary, config.width)
-        self.wpe = nn.Embedding(config.context, config.width)
+        self.wpe = None if config.rotary else nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width, bias=False)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
+            elif name.endswith(("c_attn.bias", "value_bias")) and config.value_offset > 0:
+                nn.init.normal_(parameter[-config.key_heads * config.width // config.heads :], std=config.value_offset)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats. `tokens` and `targets` are int64 [B, S]."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            x = x + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        dtype = DTYPES[self.config.matmul_dtype]
+        logits = F.linear(self.ln_f(x).to(dtype), self.wte.weight.to(dtype))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _initialise(module: nn.Module) -> None:

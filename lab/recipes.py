@@ -52,6 +52,12 @@ class Recipe:
     weight_decay: float = 0.0
     clip: float | None = 1.0
     """Largest gradient norm; None leaves gradients as they are."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
+    repeats: int = 1
+    """Every token of the text stands so many times in a row."""
+    leading: int = 0
+    """So many tokens at the start of every sequence are the same byte: a strong sink."""
     sample_every_steps: int = 25
 
     def shaped(self, arm: Arm) -> ModelConfig:

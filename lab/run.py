@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from pydantic import TypeAdapter
@@ -16,6 +17,8 @@ from foreshock.lab.recipes import Arm, Recipe
 from foreshock.lab.trace import TraceWriter
 from foreshock.monitor import Agent, attach
 
+_EAGER_STEPS = 3
+"""Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
 _RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
 
@@ -42,17 +45,18 @@ class Training:
         self.recipe, self.arm, self.seed, self.step = recipe, arm, seed, 0
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._corpus = corpus or standard_library()
+        self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._done: torch.cuda.Event | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_steps = 0
         torch.manual_seed(seed)
-        self.model = GPT(recipe.shaped(arm)).to(self.device)
         self._batches = torch.Generator().manual_seed(seed)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=recipe.learning_rate,
-            betas=recipe.betas,
-            eps=recipe.epsilon,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
+        self._windows = torch.zeros(recipe.batch, recipe.model.context + 1, dtype=torch.uint8, device=self.device)
+        with self.on_stream():
+            self.model = GPT(recipe.shaped(arm)).to(self.device)
+        self.optimizers = optimizers(self.model, recipe)
+        self.optimizer = self.optimizers[0]
+        """The one that trains biases (and, but for Muon, all else)."""
         known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
@@ -65,41 +69,103 @@ class Training:
             "spool_directory": None,
             "quiet": True,
         }
-        self.agent: Agent = attach(self.model, **(settings | agent_settings))
+        with self.on_stream():
+            self.agent: Agent = attach(self.model, **(settings | agent_settings))
         self._begun = False
 
-    def advance(self) -> float:
-        """One optimizer step; the loss in nats."""
-        if not self._begun and self.arm.mode != "plain" and self.step == 0:
-            self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
-        self._begun = True
-        rate = self.recipe.learning_rate * min(1.0, (self.step + 1) / self.recipe.warmup_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss = self.next_loss()
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Where everything of this run happens on a GPU: a stream of its own, so that runs of one process overlap."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def advance(self) -> Tensor:
+        """One optimizer step; its loss in nats, [], which the next step may overwrite."""
+        with self.on_stream():
+            if self._done is not None:
+                self._done.synchronize()  # so that a sample is always read one step later, not when it happens to come
+            if not self._begun and self.arm.mode != "plain" and self.step == 0:
+                self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
+            self._begun = True
+            rate = self._warm_up()
+            self._windows.copy_(self._next_windows(), non_blocking=True)
+            loss, norm = self._step()
+            self.step += 1
+            self.agent.step(loss=loss, grad_norm=norm, learning_rate=rate, step=self.step)
+            if self._stream is not None:
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._done.record()
+        return loss
+
+    def _warm_up(self) -> float:
+        share = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if not torch.is_tensor(group["lr"]):
+                group["lr"] = group["initial_lr"] * share
+            elif self.step <= self.recipe.warmup_steps or self._eager_steps == 0:
+                group["lr"].fill_(group["initial_lr"] * share)
+        return self.recipe.learning_rate * share
+
+    def _next_windows(self) -> Tensor:
+        recipe, length = self.recipe, self.recipe.model.context
+        windows = self._corpus.windows(recipe.batch, -(-length // recipe.repeats), self._batches)
+        windows = windows.repeat_interleave(recipe.repeats, 1)[:, : length + 1]
+        windows[:, : recipe.leading] = 10
+        return windows
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._stream is None or self._eager_steps < _EAGER_STEPS or self.recipe.optimizer != "adamw":
+            self._eager_steps += 1
+            self._loss, self._norm = self._compute()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss, self._norm = self._compute()
+            self._graph.replay()  # capturing computed nothing
+        return self._loss, self._norm
+
+    def _compute(self) -> tuple[Tensor, Tensor]:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss = self._loss_of(self._windows)
         loss.backward()  # type: ignore[no-untyped-call]
-        clip = float("inf") if self.recipe.clip is None else self.recipe.clip
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.agent.step(loss=loss.detach(), grad_norm=norm, learning_rate=rate, step=self.step)
-        return float(loss.detach())
+        weights = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        if self.recipe.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach(), norm
+
+    def _loss_of(self, windows: Tensor) -> Tensor:
+        tokens = windows.long()
+        loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        return loss
 
     def next_loss(self) -> Tensor:
         """The loss of the run's next batch, [] in nats, with its graph."""
-        tokens, targets = self._corpus.batch(self.recipe.batch, self.recipe.model.context, self._batches)
-        loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device))
+        return self._loss_of(self._next_windows().to(self.device))
+
+    def peek_loss(self) -> Tensor:
+        """As `next_loss`, and the batch stays the next one."""
+        before = self._batches.get_state()
+        loss = self.next_loss()
+        self._batches.set_state(before)
         return loss
 
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        copied = torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, state)
+        with self.on_stream():
+            state = {"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
+            copied = torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, state)
+            watching = self.agent.state_dict()
+        if self._stream is not None:
+            self._stream.synchronize()
         return {
             **copied,
             "batches": self._batches.get_state(),
-            "agent": self.agent.state_dict(),
+            "agent": watching,
             "step": self.step,
             "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
             "arm": _ARM.dump_python(self.arm, mode="json"),
@@ -116,11 +182,38 @@ class Training:
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from `checkpoint`, which may be another arm's. Call it before the first step."""
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        with self.on_stream():
+            self.model.load_state_dict(checkpoint["model"])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.agent.load_state_dict(checkpoint["agent"])
         self._batches.set_state(checkpoint["batches"])
-        self.agent.load_state_dict(checkpoint["agent"])
         self.step = int(checkpoint["step"])
+
+
+def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
+    rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
+    matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    graphed = on_gpu and not matrices
+    adamw = torch.optim.AdamW(
+        others,
+        lr=torch.tensor(rate, device="cuda") if graphed else rate,
+        betas=recipe.betas,
+        eps=recipe.epsilon,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+        capturable=graphed,
+    )
+    made: list[torch.optim.Optimizer] = [adamw]
+    if matrices:
+        made.append(
+            torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    for group in (group for optimizer in made for group in optimizer.param_groups):
+        group["initial_lr"] = rate
+    return made
 
 
 def train(
@@ -128,7 +221,7 @@ def train(
     steps: int,
     *,
     sinks: tuple[Sink, ...] = (),
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
     on_warning: Callable[[wire.Verdict, dict[str, Any]], None] | None = None,
     deadline: float | None = None,
 ) -> wire.Finished:
@@ -151,7 +244,7 @@ def train(
     for sink in (*sinks, listen):
         training.agent.subscribe(sink)
     before = training.checkpoint() if on_warning else {}
-    with training.agent:
+    with training.on_stream(), training.agent:
         while training.step < steps and (deadline is None or time.monotonic() < deadline):
             loss = training.advance()
             on_step(training.step, loss)
@@ -171,7 +264,7 @@ def lab_run(
     trace: Path,
     steps: int | None = None,
     url: str | None = None,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
 ) -> None:
     """Train one arm from the first step and write its trace (every head, every sample)."""
     training = Training(recipe, arm, seed, url=url)

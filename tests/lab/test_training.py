@@ -44,7 +44,7 @@ def begin(corpus: Corpus) -> Iterator[Begin]:
 
 
 def losses(training: Training, steps: int) -> list[float]:
-    return [training.advance() for _ in range(steps)]
+    return [float(training.advance()) for _ in range(steps)]
 
 
 def test_the_corpus_is_the_same_text_every_time(corpus: Corpus) -> None:
