@@ -52,8 +52,15 @@ class SpectralNorms:
                 f"[layers, H, Hkv, D, d_model] was {self._shape} and is now {shape}; keep one object for each shape"
             )
         self._shape = shape
-        layers, heads, kv_heads = shape[:3]
-        query, key = _gram(query_weights), _gram(key_weights)
+        return self.of_grams(head_grams(query_weights), head_grams(key_weights))
+
+    @torch.no_grad()
+    def of_grams(self, query: Tensor, key: Tensor) -> HeadNorms:
+        """The norms of weights W that are known by W W^T alone (`head_grams`).
+
+        query is float32 [layers, H, D, D], key [layers, Hkv, D, D]; both keep their shape from call to call.
+        """
+        layers, heads, kv_heads = *query.shape[:2], key.shape[1]
         own = torch.cat([query, key], 1).flatten(0, 1)
         read = key.repeat_interleave(heads // kv_heads, 1).flatten(0, 1)
         iterations = self._cold_iterations if self._vectors is None else self._warm_iterations
@@ -90,8 +97,9 @@ def _checked_shape(query_weights: Sequence[Tensor], key_weights: Sequence[Tensor
     return [len(query_weights), query[0], *key]
 
 
-def _gram(weights: Sequence[Tensor]) -> Tensor:
-    """W W^T of every head, float32 [layers, heads, D, D]."""
+@torch.no_grad()
+def head_grams(weights: Sequence[Tensor]) -> Tensor:
+    """W W^T of every head of weights [heads, D, d_model], one for each layer: float32 [layers, heads, D, D]."""
     heads, head_dim, _ = weights[0].shape
     grams = weights[0].new_empty(len(weights), heads, head_dim, head_dim, dtype=torch.float32)
     for weight, gram in zip(weights, grams, strict=True):

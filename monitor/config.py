@@ -1,6 +1,7 @@
 """What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
 
 import os
+import re
 import secrets
 import time
 from pathlib import Path
@@ -35,7 +36,8 @@ class AgentConfig(BaseSettings):
     )
 
     run: Identifier = Field(default="", validate_default=False)
-    """Name of the run; every rank and every restart of one run must give the same. Made up for a single process."""
+    """Name of the run; every rank and every restart of one run must give the same. Made up for a single process; of
+    several, taken from torchrun's --rdzv-id or Slurm's job where there is one."""
     labels: dict[Identifier, str] = Field(default_factory=dict, max_length=32)
     """Free text shown beside the run: {"team": "vision"}."""
 
@@ -60,6 +62,16 @@ class AgentConfig(BaseSettings):
     (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
     FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
+    attention: Literal["foreshock", "keep"] = "foreshock"
+    """What serves the attention: foreshock's kernels, which count every row of every step, or, with keep, what serves it
+    now (cuDNN, FlashAttention, ...), of which a sample is measured; a switch moves a layer onto foreshock's kernels."""
+    probe_every_steps: int = Field(default=10, ge=1, le=10**6)
+    """With attention="keep": a step is measured after this many steps, and every step while a warning is fresh."""
+    probe_rows: int = Field(default=32, ge=1, le=2**20)
+    """With attention="keep": rows of each head that are measured in such a step, drawn anew; all where it has no more."""
+    probe_heads: int = Field(default=0, ge=0, le=1024)
+    """With attention="keep": heads of each layer that are measured in such a step, in turn; 0 means all."""
+
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
     """A sample is taken after this many steps, or after `sample_every_seconds`, whichever is later."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
@@ -74,8 +86,12 @@ class AgentConfig(BaseSettings):
 
     first_layer: int = Field(default=0, ge=0)
     """Global number of this rank's first attention layer (pipeline parallelism)."""
+    layers: dict[str, int] = Field(default_factory=dict)
+    """Global numbers of attention layers by module name, where those of a rank do not follow each other (interleaved
+    pipeline stages): {"layers.0.attention": 8}."""
     first_head: int = Field(default=0, ge=0)
-    """Global number of this rank's first head in every layer (tensor parallelism)."""
+    """Global number of this rank's first head in every layer, where the model's own modules hold a part of the heads.
+    Tensor parallelism by PyTorch's parallelize_module is seen, and needs no number."""
     heads: dict[str, int] = Field(default_factory=dict)
     """Heads of attention modules that do not tell how many they have, by module name: {"blocks.0.attn": 8}."""
 
@@ -120,7 +136,7 @@ class AgentConfig(BaseSettings):
     def _ranks_agree(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} needs a world_size of at least {self.rank + 1}, got {self.world_size}")
-        if not self.run and self.world_size > 1:
+        if not self.run and self.world_size > 1 and _launcher_run() is None:
             raise ValueError(
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
@@ -130,9 +146,19 @@ class AgentConfig(BaseSettings):
 _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"
 
 
-def new_run_name() -> str:
-    """A name for a run that was given none, such as run-20260102-030405-9f3a."""
-    return time.strftime(_PLAIN_NAME, time.gmtime()) + secrets.token_hex(2)
+def new_run_name(world_size: int = 1) -> str:
+    """A name for a run that was given none, such as run-20260102-030405-9f3a; for several processes, the launcher's."""
+    launched = _launcher_run() if world_size > 1 else None
+    return launched or time.strftime(_PLAIN_NAME, time.gmtime()) + secrets.token_hex(2)
+
+
+def _launcher_run() -> str | None:
+    """What torchrun or Slurm call this run, the same on every rank and after a restart."""
+    for launcher, variable in (("torchrun", "TORCHELASTIC_RUN_ID"), ("slurm", "SLURM_JOB_ID")):
+        name = re.sub(r"[^A-Za-z0-9_.:-]", "-", os.environ.get(variable, ""))[:100]
+        if name not in ("", "none"):  # torchrun's default says none
+            return f"{launcher}-{name}"
+    return None
 
 
 def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentConfig:

@@ -2,14 +2,15 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
-from foreshock.monitor.layers import Projection, find_projection, query_width
+from foreshock.monitor.layers import Projection, all_query_heads, find_projection, query_width
+from foreshock.monitor.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
 Route = Literal["transformers", "scaled_dot_product_attention"]
 
@@ -32,8 +33,11 @@ class Found:
     module: nn.Module
     route: Route
     heads: int = 0
+    """Those that this process computes."""
     kv_heads: int = 0
     head_dim: int = 0
+    first_head: int = 0
+    """Global number of the first of them (tensor parallelism)."""
     projection: Projection | None = None
     problem: str | None = None
 
@@ -48,7 +52,8 @@ def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
     for name, module in model.named_modules():
         route = _route(module)
         if route is not None:
-            found.append(_describe(name, module, parents.get(name), route, told_heads.get(name)))
+            described = _describe(name, module, parents.get(name), route, told_heads.get(name))
+            found.append(_share(described, model))
     return found
 
 
@@ -100,10 +105,35 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     )
     if not head_dim:
         return Found(name, module, route, heads, problem="neither an attribute nor a projection tells its head dim")
+    told_by_weight = all_query_heads(owner, head_dim)
+    if told_by_weight and told_by_weight > heads:  # some models keep the number of heads of their own rank
+        heads, kv_heads = told_by_weight, told_by_weight * kv_heads // heads
     if heads % kv_heads:
         return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
     projection = find_projection(owner, heads, kv_heads, head_dim)
-    return Found(name, module, route, heads, kv_heads, head_dim, projection)
+    return Found(name, module, route, heads, kv_heads, head_dim, projection=projection)
+
+
+def _share(found: Found, model: nn.Module) -> Found:
+    """The heads that this process computes under tensor parallelism, as its sharded projections tell it."""
+    projection = found.projection
+    if found.problem is not None or projection is None:
+        return found
+    spans = []
+    for rows in (projection.query, projection.key):
+        weight = getattr(rows.holder, rows.weight, None)
+        dims = tensor_parallel_dims(weight, under_fsdp=under_fsdp(model, found.name)) if is_sharded(weight) else []
+        if not dims:
+            return found
+        first, last = part_of(weight, dims).rows
+        ends = [(start, start + rows.head_dim) for start in rows.starts]
+        held = [head for head, (start, stop) in enumerate(ends) if first <= start and stop <= last]
+        if not held or any(start < edge < stop for start, stop in ends for edge in (first, last)):
+            return replace(found, problem="tensor parallelism cuts through a head")
+        spans.append(range(held[0], held[-1] + 1))
+    heads, kv_heads = spans
+    part = projection.of_heads(heads, kv_heads)
+    return replace(found, heads=len(heads), kv_heads=len(kv_heads), first_head=heads.start, projection=part)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:

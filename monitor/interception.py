@@ -47,6 +47,9 @@ class WatchedLayer:
         self.numerics = numerics
         self.strict = strict
         self.unserved: Counter[str] = Counter()
+        for buffer in (state, modes):
+            # torch.compile's CUDA graphs copy their other inputs in, and would count into the copy
+            torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedLayer":
         return self  # a copy of the model (an average of its weights, say) must not bring buffers of its own

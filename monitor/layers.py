@@ -1,15 +1,19 @@
-"""W_Q and W_K of each head, as views into the module's own weights, in their many layouts.
+"""Where W_Q and W_K of each head lie, in their many layouts, as views into the module's own weights.
 
-A spectral norm does not mind a transpose, so every layout becomes [heads, head_dim, E]: row d of head h is the weight
-vector of that head's d-th query (key) feature over the E inputs.
+A spectral norm does not mind a transpose, so every layout is read as rows: the rows of head h are the weight vectors of
+its D query (key) features over the E inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from foreshock.monitor.adapters import adapted, base_of, has_adapters, is_conv1d
+from foreshock.monitor.sharding import Part, is_sharded, local_tensor, part_of, parts_of
 
 _SEPARATE: Final = (
     ("q_proj", "k_proj"),
@@ -30,56 +34,158 @@ _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
 
 
 class ShardedWeightError(Exception):
-    """The weight is spread over processes; reading it would take a collective, and the agent calls none."""
+    """The weight is spread over processes in a way that cannot be told; reading it would take a collective."""
+
+
+class Held(NamedTuple):
+    """What this process holds of the heads of one weight."""
+
+    heads: range
+    """The heads held whole, numbered from 0 within the module."""
+    weights: Tensor
+    """[heads, D, E], E being the inputs held."""
+    inputs: tuple[int, int]
+    """Which inputs [start, stop) these are."""
+    all_inputs: int
+
+    @property
+    def whole_inputs(self) -> bool:
+        """Whether all inputs are held, not a part of them."""
+        return self.inputs == (0, self.all_inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class KeyBias:
-    """The parameter that holds the bias of a layer's keys, [outputs], and where in it (and in what is as long) it lies.
+class HeadRows:
+    """The rows of each head in one weight. `starts` gives each head's first row; heads follow each other."""
 
-    `of_heads` gives a view [Hkv, D].
-    """
+    holder: nn.Module
+    weight: str
+    starts: tuple[int, ...]
+    head_dim: int
 
-    parameter: Tensor
-    of_heads: Callable[[Tensor], Tensor]
+    def read(self) -> Held:
+        """The heads' weights as they are now. Raises ShardedWeightError where the part held cannot be told."""
+        rows, part, inputs = self._rows()
+        first, last = part.rows
+        held = [h for h, start in enumerate(self.starts) if first <= start and start + self.head_dim <= last]
+        heads = range(held[0], held[-1] + 1) if held else range(0)
+        starts = [self.starts[h] - first for h in heads]
+        if all(b - a == self.head_dim for a, b in pairwise(starts)):
+            begin = starts[0] if starts else 0
+            weights = torch.unflatten(
+                rows[begin : begin + len(starts) * self.head_dim], 0, (len(starts), self.head_dim)
+            )
+        else:
+            weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
+        return Held(heads, weights, part.columns, inputs)
+
+    def straddling(self) -> list[int]:
+        """Heads that no process holds whole, because their rows lie in more than one."""
+        weight = getattr(self.holder, self.weight, None)
+        if not is_sharded(weight):
+            return []
+        spans = {_turned(part, self.holder).rows for part in parts_of(weight)}
+        return [
+            head
+            for head, start in enumerate(self.starts)
+            if not any(first <= start and start + self.head_dim <= last for first, last in spans)
+        ]
+
+    def _rows(self) -> tuple[Tensor, Part, int]:
+        """The part held as [rows, inputs], which part it is, and how many inputs there are."""
+        if has_adapters(self.holder):
+            whole = adapted(self.holder)
+            if whole is None:
+                raise ShardedWeightError
+            return whole, Part((0, whole.shape[0]), (0, whole.shape[1])), whole.shape[1]
+        weight = getattr(self.holder, self.weight)
+        local = local_tensor(weight)
+        part = part_of(weight) if is_sharded(weight) else Part((0, weight.shape[0]), (0, weight.shape[1]))
+        if local.shape != tuple(stop - start for start, stop in part):
+            raise ShardedWeightError
+        turned = _output_dim(self.holder) == 1
+        return local.t() if turned else local, _turned(part, self.holder), weight.shape[0 if turned else 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Where a layer's W_Q and W_K lie. `read` gives them as they are now, [H, D, E] and [Hkv, D, E].
-
-    They are views of the weights (grouped queries in a layout interleaved per key head are gathered). `key_bias` gives
-    the bias of the keys, None where they have none. Both raise ShardedWeightError where this process holds a part only.
-    """
+    """Where a layer's W_Q and W_K lie."""
 
     layout: str
-    read: Callable[[], tuple[Tensor, Tensor]]
-    key_bias: Callable[[], KeyBias | None]
+    query: HeadRows
+    key: HeadRows
+
+    def of_heads(self, heads: range, kv_heads: range) -> "Projection":
+        """The same for some of its heads only."""
+        parts = ((self.query, heads), (self.key, kv_heads))
+        query, key = (
+            HeadRows(rows.holder, rows.weight, rows.starts[part.start : part.stop], rows.head_dim)
+            for rows, part in parts
+        )
+        return Projection(self.layout, query, key)
+
+    @property
+    def unmeasured(self) -> list[int]:
+        """Heads (key heads stand for those who read them) that straddle processes."""
+        group = len(self.query.starts) // len(self.key.starts)
+        of_keys = {head * group + member for head in self.key.straddling() for member in range(group)}
+        return sorted(of_keys | set(self.query.straddling()))
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
     """W_Q and W_K of an attention module, or None where they cannot be told."""
+    blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
     if isinstance(module, nn.MultiheadAttention):
-        return _of_multihead_attention(module, heads, head_dim)
+        return _of_multihead_attention(module, blocks, head_dim)
     for query_name, key_name in _SEPARATE:
         query = _child(module, query_name, heads * head_dim)
         key = _child(module, key_name, kv_heads * head_dim)
         if query is not None and key is not None:
-            return _separate(query, key, f"{query_name}, {key_name}", heads, kv_heads, head_dim)
+            layout = f"separate ({query_name}, {key_name}){_adapters(query, key)}"
+            return Projection(
+                layout, HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
+            )
     fused_width = (heads + 2 * kv_heads) * head_dim
+    group = heads // kv_heads
     for name in _FUSED_PER_KEY_HEAD:
-        if (fused := _child(module, name, fused_width)) is not None:
-            return _interleaved(fused, name, heads, kv_heads, head_dim)
+        if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
+            starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
+            key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
+            return _fused(fused, f"fused per key head ({name})", starts, key_starts, head_dim)
     for name in _FUSED:
         if (fused := _child(module, name, fused_width)) is not None:
-            return _concatenated(fused, name, heads, kv_heads, head_dim)
+            kind = "Conv1D" if _output_dim(fused) else "Linear"
+            shifted = [heads * head_dim + start for start in kv_blocks]
+            return _fused(fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
     return None
+
+
+def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
+    return tuple(head * head_dim for head in range(heads))
+
+
+def _fused(child: nn.Module, layout: str, query: Sequence[int], key: Sequence[int], head_dim: int) -> Projection:
+    rows = (HeadRows(child, "weight", tuple(starts), head_dim) for starts in (query, key))
+    return Projection(layout + _adapters(child), *rows)
+
+
+def _adapters(*modules: nn.Module) -> str:
+    return ", with adapters" if any(has_adapters(module) for module in modules) else ""
 
 
 def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
     """The projection of this name, if it is one and has this many outputs."""
     child = getattr(module, name, None)
     return child if isinstance(child, nn.Module) and _outputs(child) == outputs else None
+
+
+def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
+    """The heads of a query projection that is sharded, all processes together; None for any other."""
+    for name, _ in _SEPARATE:
+        child = getattr(module, name, None)
+        if (width := _outputs(child)) is not None:
+            return width // head_dim if is_sharded(child.weight) else None  # type: ignore[union-attr]
+    return None
 
 
 def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
@@ -95,101 +201,24 @@ def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
 
 
 def _outputs(module: object) -> int | None:
-    if not isinstance(module, nn.Module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
-        return None
-    if hasattr(module, "lora_A"):
-        return None  # its `weight` is the base's alone, and would give the norm of a W_Q that nobody uses
-    return weight.shape[_output_dim(module)] if weight.dim() == 2 else None
+    if not isinstance(module, nn.Module) or (has_adapters(module) and adapted(module) is None):
+        return None  # the base's weight alone would give the norm of a W_Q that nobody uses
+    weight = getattr(base_of(module), "weight", None)
+    return weight.shape[_output_dim(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _output_dim(module: nn.Module) -> int:
-    # transformers' Conv1D keeps its weight as [in, out], nn.Linear as [out, in]
-    return 1 if type(module).__name__ == "Conv1D" else 0
+    return 1 if is_conv1d(base_of(module)) else 0
 
 
-def _rows(module: nn.Module) -> Tensor:
-    """The weight as [out, in], a view."""
-    weight = _whole(module.weight)
-    return weight.t() if _output_dim(module) else weight
+def _turned(part: Part, module: nn.Module) -> Part:
+    return Part(part.columns, part.rows) if _output_dim(module) else part
 
 
-def _whole(weight: Any) -> Tensor:
-    if hasattr(weight, "device_mesh"):
-        raise ShardedWeightError
-    whole: Tensor = weight.detach()
-    return whole
-
-
-def _split_heads(rows: Tensor, heads: int, head_dim: int) -> Tensor:
-    return torch.unflatten(rows, 0, (heads, head_dim))
-
-
-def _key_bias(bias: object, of_heads: Callable[[Tensor], Tensor]) -> KeyBias | None:
-    if not isinstance(bias, Tensor):
-        return None
-    _whole(bias)
-    return KeyBias(bias, of_heads)
-
-
-def _separate(query: nn.Module, key: nn.Module, names: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
-    def read() -> tuple[Tensor, Tensor]:
-        return _split_heads(_rows(query), heads, head_dim), _split_heads(_rows(key), kv_heads, head_dim)
-
-    def key_bias() -> KeyBias | None:
-        return _key_bias(getattr(key, "bias", None), lambda bias: torch.unflatten(bias, 0, (kv_heads, head_dim)))
-
-    return Projection(f"separate ({names})", read, key_bias)
-
-
-def _concatenated(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
-    def read() -> tuple[Tensor, Tensor]:
-        rows = _rows(child)
-        middle = heads * head_dim
-        key = rows[middle : middle + kv_heads * head_dim]
-        return _split_heads(rows[:middle], heads, head_dim), _split_heads(key, kv_heads, head_dim)
-
-    def key_bias() -> KeyBias | None:
-        start, end = heads * head_dim, (heads + kv_heads) * head_dim
-        return _key_bias(
-            getattr(child, "bias", None), lambda bias: torch.unflatten(bias[start:end], 0, (kv_heads, head_dim))
-        )
-
-    kind = "Conv1D" if _output_dim(child) else "Linear"
-    return Projection(f"fused Q, K, V ({name}, {kind})", read, key_bias)
-
-
-def _interleaved(child: nn.Module, name: str, heads: int, kv_heads: int, head_dim: int) -> Projection:
-    group = heads // kv_heads
-
-    def read() -> tuple[Tensor, Tensor]:
-        rows = torch.unflatten(_rows(child), 0, (kv_heads, group + 2, head_dim))  # each key head: its queries, K, V
-        return rows[:, :group].flatten(0, 1), rows[:, group]
-
-    def key_bias() -> KeyBias | None:
-        return _key_bias(
-            getattr(child, "bias", None),
-            lambda bias: torch.unflatten(bias, 0, (kv_heads, group + 2, head_dim))[:, group],
-        )
-
-    return Projection(f"fused per key head ({name})", read, key_bias)
-
-
-def _of_multihead_attention(module: nn.MultiheadAttention, heads: int, head_dim: int) -> Projection:
-    fused = getattr(module, "_qkv_same_embed_dim", True)
-
-    def read() -> tuple[Tensor, Tensor]:
-        if fused:
-            rows = _whole(module.in_proj_weight)
-            query, key = rows[: module.embed_dim], rows[module.embed_dim : 2 * module.embed_dim]
-        else:
-            query, key = _whole(module.q_proj_weight), _whole(module.k_proj_weight)
-        return _split_heads(query, heads, head_dim), _split_heads(key, heads, head_dim)
-
-    def key_bias() -> KeyBias | None:
-        width = module.embed_dim
-        return _key_bias(
-            module.in_proj_bias, lambda bias: torch.unflatten(bias[width : 2 * width], 0, (heads, head_dim))
-        )
-
-    layout = "fused Q, K, V (in_proj_weight)" if fused else "separate (q_proj_weight, k_proj_weight)"
-    return Projection(layout, read, key_bias)
+def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection:
+    if getattr(module, "_qkv_same_embed_dim", True):
+        keys = tuple(module.embed_dim + start for start in blocks)
+        query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))
+        return Projection("fused Q, K, V (in_proj_weight)", query, key)
+    query, key = (HeadRows(module, name, blocks, head_dim) for name in ("q_proj_weight", "k_proj_weight"))
+    return Projection("separate (q_proj_weight, k_proj_weight)", query, key)

@@ -2,54 +2,98 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foreshock.contract.wire import Layer
-from foreshock.kernels.spectral import SpectralNorms
-from foreshock.monitor.layers import Projection, ShardedWeightError
+from foreshock.kernels.spectral import SpectralNorms, head_grams
+from foreshock.monitor.layers import Held, Projection, ShardedWeightError
 
 NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
 
 
+class _Shape(NamedTuple):
+    """What layers must share to be followed together."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    held: range
+    """The query heads held whole."""
+    kv_held: range
+
+
 class ModelNorms:
-    """Follows W_Q, W_K and W_Q W_K^T of every layer whose weights this process holds whole."""
+    """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
 
     def __init__(self, layers: Sequence[Layer], projections: Sequence[Projection | None]) -> None:
         sizes = [len(layer.heads) for layer in layers]
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)
         self._layers = [
-            (range(start, start + size), projection)
-            for start, size, projection in zip(starts, sizes, projections, strict=False)
+            (start, projection)
+            for start, projection in zip(starts, projections, strict=False)
             if projection is not None
         ]
-        self._followers: dict[object, tuple[SpectralNorms, Tensor]] = {}
+        self._followers: dict[object, _Follower] = {}
 
     def measure(self) -> dict[str, Tensor]:
         """The norms now, by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
-        groups: dict[object, list[tuple[range, Tensor, Tensor]]] = {}
-        for rows, projection in self._layers:
+        groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]] = {}
+        for start, projection in self._layers:
             try:
-                query, key = projection.read()
+                query, key = projection.query.read(), projection.key.read()
             except ShardedWeightError:
                 continue
-            if query.numel() and key.numel():
-                groups.setdefault((query.shape, key.shape, query.device), []).append((rows, query, key))
+            if query.whole_inputs and key.whole_inputs and (query.heads or key.heads):
+                heads, kv_heads = len(projection.query.starts), len(projection.key.starts)
+                shape = _Shape(heads, kv_heads, projection.query.head_dim, query.heads, key.heads)
+                # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
+                groups.setdefault(shape, []).append((start, _grams(query, heads), _grams(key, kv_heads)))
         if not groups:
             return {}
         device = next(iter(groups.values()))[0][1].device
         measured = torch.full((len(NORM_NAMES), self._total), float("nan"), device=device)
         for shape, group in groups.items():
-            follower, index = self._follower((shape, len(group)), [rows for rows, _, _ in group], device)
-            norms = follower([query for _, query, _ in group], [key for _, _, key in group])
-            measured[:, index] = torch.stack([n.flatten() for n in norms]).to(device)
+            starts = tuple(start for start, _, _ in group)
+            if (shape, starts) not in self._followers:
+                self._followers[shape, starts] = _Follower(shape, starts, device)
+            follower = self._followers[shape, starts]
+            measured[:, follower.index] = follower(
+                torch.stack([query for _, query, _ in group]), torch.stack([key for _, _, key in group])
+            )
         return dict(zip(NORM_NAMES, measured.unbind(), strict=True))
 
-    def _follower(self, group: object, rows: Sequence[range], device: torch.device) -> tuple[SpectralNorms, Tensor]:
-        if group not in self._followers:
-            index = torch.tensor([row for span in rows for row in span], device=device)
-            self._followers[group] = SpectralNorms(), index
-        return self._followers[group]
+
+def _grams(held: Held, heads: int) -> Tensor:
+    """W W^T of all heads, [heads, D, D]: zero for those that are not held."""
+    if len(held.heads) == heads:
+        return head_grams([held.weights])[0]
+    dim = held.weights.shape[1]
+    grams = torch.zeros(heads, dim, dim, device=held.weights.device)
+    if held.heads:
+        grams[held.heads.start : held.heads.stop] = head_grams([held.weights])[0]
+    return grams
+
+
+class _Follower:
+    """The norms of some layers of one shape, from call to call."""
+
+    def __init__(self, shape: _Shape, starts: Sequence[int], device: torch.device) -> None:
+        self._norms = SpectralNorms()
+        self.index = torch.tensor([start + head for start in starts for head in range(shape.heads)], device=device)
+        """Where the layers' heads stand in a sample."""
+        group = shape.heads // shape.kv_heads
+        known = [
+            [head in shape.held, head // group in shape.kv_held, head in shape.held and head // group in shape.kv_held]
+            for head in range(shape.heads)
+        ]
+        everything = all(map(all, known))
+        self._known = None if everything else torch.tensor(known, device=device).t().repeat(1, len(starts))
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        """Norms of query [layers, H, D, D] and key [layers, Hkv, D, D] Gram matrices, [3, layers * H]."""
+        norms = torch.stack([norm.flatten() for norm in self._norms.of_grams(query, key)])
+        return norms if self._known is None else torch.where(self._known, norms, float("nan"))

@@ -1,51 +1,187 @@
-"""The agent on a GPU: no host synchronisation in the step, and the same counts as on the CPU."""
+"""The agent on a GPU: no host synchronisation in the step, CUDA graphs, and the same counts as in eager mode."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from tests.monitor.doubles import Listener
-from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt
+import torch.nn.functional as F
+from tests.monitor.executions import Loop, alone, watched
+from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt
+from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.monitor import attach
+from foreshock.monitor import Agent
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it on one with tests/monitor"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    # PyTorch's own advice, and what it calls of its own that is on its way out
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+STEPS, ROWS, LENGTH = 10, 2, 64
+
+
+def model() -> TinyGPT:
+    torch.manual_seed(0)
+    return tiny_gpt(*(CausalSelfAttention(64, 2) for _ in range(2)), width=64).cuda().bfloat16()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+
+def loss_of(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    return F.cross_entropy(run(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def tokens() -> list[Tensor]:
+    return [batch(step, rows=ROWS, length=LENGTH).cuda() for step in range(STEPS)]
+
+
+def eager(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+    optimizer, losses = adamw(model), []
+    for given in tokens():
+        loss = loss_of(model, given)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped(loss)
+        losses.append(loss.detach())
+    return losses
+
+
+def captured(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+    """Forward, backward and update in one CUDA graph, after three steps on a side stream, as PyTorch's manual says."""
+    optimizer, losses = adamw(model), []
+    given = tokens()
+    fed = given[0].clone()
+
+    def one() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, fed)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss
+
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in range(3):
+            fed.copy_(given[step])
+            losses.append(one().detach().clone())
+            stepped(losses[-1])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = one()
+    for step in range(3, STEPS):
+        fed.copy_(given[step])
+        graph.replay()
+        stepped(loss)
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def reduce_overhead(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+    """torch.compile's own CUDA graphs, for forward and backward each."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    optimizer, losses = adamw(model), []
+    for given in tokens():
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        loss = loss_of(compiled, given)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped(loss)
+        losses.append(loss.detach().clone())
+    torch._dynamo.reset()
+    return losses
+
+
+def switch_after_step_6(agent: Agent) -> None:
+    if agent.current_step == 6:
+        agent.set_mode([(0, 1), (1, 0)], "exact_delta", "a test")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(eager, marks=pytest.mark.execution("nanoGPT", "eager")),
+        pytest.param(captured, marks=pytest.mark.execution("nanoGPT", "CUDA graphs")),
+        pytest.param(reduce_overhead, marks=pytest.mark.execution("nanoGPT", "CUDA graphs")),
+    ],
+)
+def test_a_gpu_step_changes_no_bit_and_counts_what_eager_counts(loop: Loop) -> None:
+    expected = alone(model(), loop)
+    got = watched(model(), loop)
+    got.assert_same_bits(expected)
+    plain = watched(model(), eager)
+    assert got.rows == [STEPS * ROWS * LENGTH] * 4
+    for mine, theirs in zip(got.words, plain.words, strict=True):
+        np.testing.assert_array_equal(mine[:, Slot.ROWS], theirs[:, Slot.ROWS])
+        if loop is captured:  # inductor rounds the products round the operator otherwise than eager
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.execution("nanoGPT", "CUDA graphs")
+@pytest.mark.parametrize("loop", [captured, reduce_overhead])
+def test_a_switch_reaches_a_captured_step_without_a_new_capture(loop: Loop) -> None:
+    got = watched(model(), loop, during=switch_after_step_6, mitigation="exact_delta")
+    unswitched = watched(model(), loop)
+    assert [torch.equal(a, b) for a, b in zip(got.losses, unswitched.losses, strict=True)][:7] == [True] * 7
+    assert not all(torch.equal(a, b) for a, b in zip(got.weights, unswitched.weights, strict=True))
+    if loop is captured:
+        got.assert_same_bits(watched(model(), eager, during=switch_after_step_6))
+    modes = [s.modes.numpy().tolist() for s in got.listener.of(wire.Sample)]
+    assert modes == [[0, 0, 0, 0]] * 6 + [[0, 1, 1, 0]] * 4
+
+
+def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor import cudagraph_trees
+
+    recorded: list[Any] = []
+    record = cudagraph_trees.CUDAGraphNode._record
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded.append(self)
+        return record(self, *args, **kwargs)
+
+    monkeypatch.setattr(cudagraph_trees.CUDAGraphNode, "_record", counting)
+    counters.clear()
+    watched(model(), reduce_overhead)
+    assert len(recorded) == 2  # one forward, one backward, and neither again
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.promise("A14")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_a_step_with_everything_on_never_waits_for_the_device() -> None:
-    torch.manual_seed(0)
-    model = tiny_gpt(*(CausalSelfAttention(64, 2) for _ in range(2)), width=64).cuda().bfloat16()
-    agent = attach(
-        model, sample_every_steps=1, sample_every_seconds=0.0, norms_every_steps=1, strict=True, quiet=True, url=None
-    )
-    listener = Listener()
-    agent.subscribe(listener)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
-    ids = [batch(step, length=64).cuda() for step in range(12)]
-    for step, tokens in enumerate(ids):
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")  # kernels and modules load in the first ones
-        try:
-            logits = model(tokens)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-            torch.autograd.backward(loss)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            agent.step(loss, norm, 1e-3)
-            if step == 6:
-                agent.set_mode([(0, 1)], "exact_delta", "a test")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    agent.close()
-    samples = listener.of(wire.Sample)
-    assert [s.step for s in samples][-1] == 12
-    counted = sum(slot_values(s.words(), Slot.ROWS)[0] for s in samples)
-    assert counted == 12 * 2 * 64
-    assert all(s.loss is not None and s.grad_norm is not None for s in samples)
-    assert samples[-1].modes is not None
+@pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
+def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> None:
+    strict: list[int] = []
+
+    def no_more_waiting(agent: Agent) -> None:
+        # kernels and modules load, and graphs are captured, in the first steps
+        if agent.current_step == 5:
+            torch.cuda.set_sync_debug_mode("error")
+            strict.append(agent.current_step)
+        if agent.current_step == 6:
+            agent.set_mode([(0, 1)], "exact_delta", "a test")
+
+    try:
+        got = watched(model(), loop, during=no_more_waiting, norms_every_steps=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert strict == [5]
+    samples = got.listener.of(wire.Sample)
+    assert samples[-1].step == STEPS
+    assert sum(slot_values(words, Slot.ROWS)[0] for words in got.words) == STEPS * ROWS * LENGTH
+    assert all(s.loss is not None for s in samples)
     assert samples[-1].modes.numpy().tolist() == [0, 1, 0, 0]
-    assert samples[-1].query_norm is not None
     assert (samples[-1].query_norm.numpy() > 0).all()
-    assert listener.of(wire.Started)[0].layers[0].served_by == "kernel"
+    assert got.listener.of(wire.Started)[0].layers[0].served_by == "kernel"
