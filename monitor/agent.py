@@ -76,7 +76,7 @@ class Agent:
 
     def __init__(self, config: AgentConfig, instruments: Instruments, undo: Callable[[], None]) -> None:
         self.config: Final = config
-        self.run = config.run or new_run_name()
+        self.run = config.run or new_run_name(config.world_size)
         self.boot: Final = f"{time.time_ns() // 1_000_000:013d}-{config.rank}-{secrets.token_hex(4)}"
         self.faults: Counter[str] = Counter()
         """Contained faults by component, since this agent's start."""

@@ -1,5 +1,6 @@
 """`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     table of what was found to standard error. Raises ValueError with a sentence for a wrong setting, a model without
     attention, a model that is compiled or watched already.
     """
-    settings = make_config(config, overrides)
+    settings = make_config(config, {**_place(config), **overrides})
     _refuse_unfit(model)
     found = find_attention(model, settings.heads)
     watched = [f for f in found if f.problem is None]
@@ -45,6 +46,16 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     except BaseException:
         undo()
         raise
+
+
+def _place(config: AgentConfig | None) -> dict[str, int]:
+    """Rank and world size as torch.distributed knows them, where neither the user nor the launcher tells them."""
+    told = set(config.model_fields_set if config is not None else ()) | {name.lower() for name in os.environ}
+    if not told.isdisjoint(("rank", "world_size", "foreshock_rank", "foreshock_world_size")):
+        return {}
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    return {"rank": torch.distributed.get_rank(), "world_size": torch.distributed.get_world_size()}
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -114,9 +125,9 @@ def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found]
     served_by = "kernel" if placed.state.is_cuda and settings.numerics in ("auto", "kernel") else "reference"
     layers = tuple(
         Layer(
-            layer=settings.first_layer + index,
+            layer=settings.layers.get(f.name, settings.first_layer + index),
             name=f.name or "model",
-            heads=tuple(range(settings.first_head, settings.first_head + f.heads)),
+            heads=tuple(range(settings.first_head + f.first_head, settings.first_head + f.first_head + f.heads)),
             kv_heads=f.kv_heads,
             head_dim=f.head_dim,
             served_by=served_by,
@@ -149,6 +160,8 @@ def _table(found: list[Found], served_by: str, numerics: str) -> str:
     for f in found:
         sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
         layout = f.projection.layout if f.projection else "not found: norms are not measured"
+        if f.projection and (straddling := [f.first_head + head for head in f.projection.unmeasured]):
+            layout += f", norms of heads {', '.join(map(str, straddling))} not measured: they straddle processes"
         label = "-" if f.problem else str(number)
         number += not f.problem
         rows.append(
