@@ -76,8 +76,36 @@ def _machine() -> dict[str, str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --record."""
+    """Adds --record, --tier and --size."""
     parser.addoption("--record", metavar="FILE", type=Path, help="write the outcome of marked tests to FILE, as JSON")
+    parser.addoption(
+        "--tier", choices=("quick", "long"), default="quick", help="long: the sizes that the promises name"
+    )
+    parser.addoption("--size", metavar="NAME=N", action="append", default=[], help="one size of another number")
+
+
+class Sizes:
+    """How large a test is made: `sizes("service_kills", quick=3, long=500)`, or what --size NAME=N says."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.long = config.getoption("--tier") == "long"
+        self._given = dict(given.split("=", 1) for given in config.getoption("--size"))
+
+    def __call__(self, name: str, *, quick: int, long: int) -> int:
+        return int(self._given.get(name, long if self.long else quick))
+
+
+@pytest.fixture(scope="session")
+def sizes(pytestconfig: pytest.Config) -> Sizes:
+    """The sizes of this session."""
+    return Sizes(pytestconfig)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test of the long tier may take hours; it says itself when it hangs."""
+    if config.getoption("--tier") == "long":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(6 * 3600), append=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

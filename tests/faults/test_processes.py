@@ -85,26 +85,6 @@ def test_a_process_leaves_within_two_seconds_of_its_end_while_the_server_hangs(
             assert float(output.removeprefix("left after")) < 2.0 + 0.3
 
 
-@pytest.mark.promise("A8")
-def test_a_sigkill_loses_at_most_a_second_and_the_next_start_sends_the_rest_once(tmp_path: Path) -> None:
-    with training(closed_port(), tmp_path, "never") as (process, boot):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    with hostile_server(acknowledge) as server:
-        agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
-        agent.step(1.0)
-        eventually("the dead boot's batches", lambda: server.sequences(boot))
-        eventually("an empty spool", lambda: not any(len(s) for s in agent._sender._stores))  # type: ignore[union-attr]
-        agent.close()
-        sequences = server.sequences(boot)
-        assert sequences == [*range(1, len(sequences) + 1)]
-        samples = [e for b in server.batches if b["boot"] == boot for e in b["events"] if e["kind"] == "sample"]
-        steps = [(e["since_step"], e["step"]) for e in samples]
-        assert steps == [(n, n + 1) for n in range(len(steps))]
-        assert len(steps) >= 10
-
-
 @pytest.mark.promise("A10")
 def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(tmp_path: Path) -> None:
     with hostile_server(acknowledge) as server, training(server.url, tmp_path, "never") as (process, _):

@@ -2,7 +2,9 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -64,23 +66,38 @@ def test_after_a_torn_tail_is_cut_new_batches_are_readable(tmp_path: Path) -> No
 
 
 @pytest.mark.promise("A5")
-@given(position=st.integers(0, len(WHOLE) - 1), flip=st.integers(1, 255))
-@settings(max_examples=200, deadline=None)
 def test_any_changed_byte_costs_one_batch_at_most(
-    tmp_path_factory: pytest.TempPathFactory, position: int, flip: int
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
-    damaged = bytearray(WHOLE)
-    damaged[position] ^= flip
-    found = reread(tmp_path_factory.mktemp("flip") / "f.spool", bytes(damaged))
-    missing = [batch for batch in BATCHES if batch not in found]
-    assert len(missing) <= 1
-    assert found == [batch for batch in BATCHES if batch in found]
+    cases = sizes("spool_cases", quick=200, long=50_000)
+    record_property("cases", cases)
+
+    @settings(max_examples=cases, deadline=None, database=None, derandomize=not sizes.long)
+    @given(position=st.integers(0, len(WHOLE) - 1), flip=st.integers(1, 255))
+    def case(position: int, flip: int) -> None:
+        damaged = bytearray(WHOLE)
+        damaged[position] ^= flip
+        found = reread(tmp_path / "f.spool", bytes(damaged))
+        missing = [batch for batch in BATCHES if batch not in found]
+        assert len(missing) <= 1
+        assert found == [batch for batch in BATCHES if batch in found]
+
+    case()
 
 
-@given(junk=st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
-def test_any_file_at_all_is_read_without_an_exception(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
-    assert reread(tmp_path_factory.mktemp("junk") / "j.spool", junk + WHOLE)[-3:] == BATCHES
+@pytest.mark.promise("A5")
+def test_any_file_at_all_is_read_without_an_exception(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    cases = sizes("spool_cases", quick=200, long=50_000)
+    record_property("cases", cases)
+
+    @settings(max_examples=cases, deadline=None, database=None, derandomize=not sizes.long)
+    @given(junk=st.binary(max_size=300))
+    def case(junk: bytes) -> None:
+        assert reread(tmp_path / "j.spool", junk + WHOLE)[-3:] == BATCHES
+
+    case()
 
 
 @pytest.mark.promise("A5")

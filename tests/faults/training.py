@@ -1,6 +1,7 @@
-"""A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING.
+"""A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING [STEPS].
 
-Prints `ready` when it has made ten steps, goes on for ever (ENDING "never") or ends as told.
+Prints `ready` when it has made ten steps, goes on for ever (ENDING "never"), until the spools are sent ("close when
+sent") or ends as told. To the file STEPS it writes each step's number and the moment of its end.
 """
 
 import atexit
@@ -12,7 +13,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor import attach
+from foreshock.monitor import Agent, attach
 
 
 class Attention(nn.Module):
@@ -29,8 +30,15 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-def main(url: str, spool: str, ending: str) -> None:
+def waiting(agent: Agent) -> bool:
+    """Whether batches of dead processes wait in the spools."""
+    assert agent._sender is not None
+    return any(len(store) and store.boot != agent.boot for store in agent._sender._stores)
+
+
+def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
     """Train as the command line says."""
+    log = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     handler = signal.getsignal(signal.SIGTERM)
     ended = [0.0]
@@ -49,13 +57,14 @@ def main(url: str, spool: str, ending: str) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = 0
-    while step < 10 or ending == "never":
+    while step < 10 or ending == "never" or (ending == "close when sent" and waiting(agent)):
         loss = model(torch.ones(1, 4, 8)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         agent.step(loss)
         step += 1
+        os.write(log, f"{step} {time.monotonic()}\n".encode())
         if step == 10:
             time.sleep(0.2)  # the sender is in the middle of a request
             print("ready", agent.boot, flush=True)

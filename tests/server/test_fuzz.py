@@ -1,13 +1,12 @@
 """Requests made from the service's own OpenAPI document, and batches that are nearly right.
 
-FORESHOCK_FUZZ_CASES sets how many of each, and takes new ones every time.
+The long tier makes 25,000 of each, new ones every time.
 """
 
 import asyncio
 import json
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,16 +21,23 @@ from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
 
-CASES = int(os.environ.get("FORESHOCK_FUZZ_CASES", "300"))
 LONGEST_SECONDS = 5.0  # the machine may be busy; alone, a case takes milliseconds
 METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
-many = settings(
-    max_examples=CASES,
-    deadline=None,
-    database=None,
-    derandomize="FORESHOCK_FUZZ_CASES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
-)
+
+
+@pytest.fixture
+def many(sizes: Any, record_property: Callable[[str, Any], None]) -> Any:
+    """Runs a case as often as the tier asks for."""
+    cases = sizes("fuzz_cases", quick=300, long=25_000)
+    record_property("cases", cases)
+    return settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=not sizes.long,
+        suppress_health_check=list(HealthCheck),
+    )
+
 
 odd_text = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
@@ -157,7 +163,7 @@ def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
 
 
 @pytest.mark.promise("S5")
-def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed) -> None:
+def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, many: Any) -> None:
     @many
     @given(requests(fuzzed))
     def case(request: tuple[str, str, bytes | None]) -> None:
@@ -202,7 +208,7 @@ def nearly_right_batches(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.promise("S5")
-def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed) -> None:
+def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed, many: Any) -> None:
     answers: set[int] = set()
 
     @many

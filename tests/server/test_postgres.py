@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,6 @@ def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
     asyncio.run(player(postgres, story, migrate=True))
 
 
-KILLS = int(os.environ.get("FORESHOCK_KILLS", "2"))
-
-
 class Sender:
     """A rank behind a load balancer: it sends each batch to either replica until one acknowledges it."""
 
@@ -163,10 +160,11 @@ class Sender:
 
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S11")
-@pytest.mark.timeout(180 + 10 * KILLS)
 def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
-    postgres_for_replicas: str, tmp_path: Path
+    postgres_for_replicas: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
+    kills = sizes("replica_kills", quick=2, long=100)
+    record_property("kill -9", kills)
     environment = {"FORESHOCK_DATABASE_URL": postgres_for_replicas, "FORESHOCK_MIGRATE": "true"}
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
@@ -176,7 +174,7 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
     when = random.Random(3)
     ordered = []
     try:
-        for turn in range(KILLS):
+        for turn in range(kills):
             time.sleep(when.uniform(0.2, 0.8))
             with replicas[(turn + 1) % 2].client() as client:
                 order = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}

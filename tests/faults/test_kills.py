@@ -1,0 +1,86 @@
+"""The agent's process, killed at random moments while a real service takes what it sends."""
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreshock.server.testing import LiveService
+
+SCRIPT = Path(__file__).parent / "training.py"
+LOST_SECONDS = 1.0
+
+
+class Life:
+    """One process of the training script, from its start to its end. Its steps are written to a file as they end."""
+
+    def __init__(self, url: str, folder: Path, ending: str) -> None:
+        self.steps = folder / f"steps-{time.monotonic_ns()}"
+        command = [sys.executable, "-P", str(SCRIPT), url, str(folder / "spool"), ending, str(self.steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().split()
+        assert said[:1] == ["ready"], said
+        self.boot = said[1]
+
+    def kill(self) -> float:
+        """kill -9; the moment of it, on the monotonic clock that all processes share."""
+        self.process.send_signal(signal.SIGKILL)
+        at = time.monotonic()
+        self.process.communicate(timeout=20)
+        return at
+
+    def lost_seconds(self, killed_at: float, kept: int) -> float:
+        """How long before the kill the first step ended that was not kept; 0 when all were."""
+        ended = [float(moment) for _, moment in map(str.split, self.steps.read_text().splitlines()[:-1])]
+        return max(0.0, killed_at - ended[kept]) if kept < len(ended) else 0.0
+
+
+def samples(database: Path) -> dict[str, list[tuple[int, int, int]]]:
+    """(sequence, since_step, step) of every stored sample, by boot."""
+    query = "SELECT boot, sequence, since_step, step FROM samples JOIN boots ON boots.id = boot_id ORDER BY 1, 4"
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    with closing(sqlite3.connect(database)) as connection:
+        for boot, *rest in connection.execute(query):
+            found.setdefault(boot, []).append((rest[0], rest[1], rest[2]))
+    return found
+
+
+@pytest.mark.promise("A8")
+def test_kill_nine_of_the_agent_loses_at_most_a_second_and_the_next_start_sends_the_rest_once(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    """Half of the kills come while the service is away, and what they left waits in the spool for the next start."""
+    kills = sizes("agent_kills", quick=1, long=200)
+    when = random.Random(sizes("seed", quick=5, long=5))
+    killed: list[tuple[Life, float]] = []
+    with LiveService(tmp_path) as service:
+        for turn in range(kills):
+            life = Life(service.url if turn % 2 else "http://127.0.0.1:9", tmp_path, "never")
+            time.sleep(when.uniform(0.0, 0.5))
+            killed.append((life, life.kill()))
+        last = Life(service.url, tmp_path, "close when sent")
+        last.process.communicate(timeout=60 + kills)
+        assert last.process.returncode == 0
+    stored = samples(tmp_path / "foreshock.db")
+    lost = [life.lost_seconds(at, len(stored.get(life.boot, []))) for life, at in killed]
+    record_property("kill -9", kills)
+    record_property("samples stored", sum(map(len, stored.values())))
+    record_property("most lost, seconds", round(max(lost), 3))
+    assert list(tmp_path.rglob("*.spool")) == []
+    assert max(lost) <= LOST_SECONDS
+    for life, _ in killed:
+        spans = [(since, step) for _, since, step in stored[life.boot]]
+        assert spans[0][0] == 0
+        assert all(before[1] == after[0] for before, after in pairwise(spans)), "a gap, or a sample twice"

@@ -1,0 +1,83 @@
+"""What is read from outside: any bytes at all give a message or a ValueError, and no answer misleads the agent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from foreshock.contract import wire
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.sender import MemoryStore, Sender
+
+COMMAND = b'{"id":"c1","mode":"exact_delta","reason":"asked","issued_by":"ada","heads":[[0,1]]}'
+ACK = b'{"boot":"boot-1","acknowledged":1,"commands":[' + COMMAND + b"]}"
+
+
+@pytest.fixture
+def many(sizes: Any, record_property: Callable[[str, Any], None]) -> Any:
+    """Runs a case as often as the tier asks for."""
+    cases = sizes("reader_cases", quick=300, long=50_000)
+    record_property("cases", cases)
+    return settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=not sizes.long,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@st.composite
+def nearly(draw: st.DrawFn, whole: bytes) -> bytes:
+    """The bytes with some changed, left out or doubled; or other bytes altogether."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=200))
+    body = bytearray(whole)
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(body) - 1))
+        piece = draw(
+            st.sampled_from([b"", b"\x00", b"\xff", b"9" * 30, b"null", b"[[[[", b'"', b"-1", b"1e999", b"{}"])
+        )
+        body[at : at + draw(st.integers(0, 8))] = piece
+        if not body:
+            break
+    return bytes(body)
+
+
+@pytest.mark.promise("A4")
+def test_an_answer_of_any_bytes_acknowledges_only_what_was_sent_and_raises_nothing(many: Any) -> None:
+    config = AgentConfig(run="a-run", url="http://127.0.0.1:9", spool_directory=None)
+    sender = Sender(config, run="a-run", boot="boot-1", health=lambda: (0, {}))
+    store = MemoryStore("boot-1", 2**20)
+    store.append(1, b"{}")
+
+    @many
+    @given(nearly(ACK))
+    def case(body: bytes) -> None:
+        acknowledged = sender._acknowledged(store, 1, body)
+        commands = sender.commands()
+        assert acknowledged or not commands
+        if acknowledged:
+            assert wire.Ack.model_validate_json(body).acknowledged == 1
+
+    case()
+
+
+@pytest.mark.promise("S5")
+def test_a_batch_of_any_bytes_is_a_message_or_a_value_error(many: Any) -> None:
+    sample = wire.Sample(step=1, since_step=0, unix_seconds=0.0, loss=1.0)
+    batch = wire.Batch(run="a-run", rank=0, boot="b", sequence=1, events=(sample,)).model_dump_json().encode()
+
+    @many
+    @given(nearly(batch))
+    def case(body: bytes) -> None:
+        try:
+            read = wire.Batch.model_validate_json(body)
+        except ValidationError:
+            return
+        assert wire.Batch.model_validate_json(read.model_dump_json()) == read or "NaN" in read.model_dump_json()
+
+    case()

@@ -1,0 +1,96 @@
+"""The service under a steady load for as long as the tier says: nothing grows but the store, and that shrinks again."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from foreshock.server.testing import FakeRank, LiveService
+
+STEPS_A_SECOND = 10
+RUN_SECONDS = 20.0
+"""A rank goes over to a new run after so long, and the old one is old enough to be deleted soon after."""
+
+
+async def one_rank(client: httpx.AsyncClient, number: int, until: float, sent: list[int]) -> None:
+    """10 samples a second, each in its own batch, as the agent sends them on a close watch."""
+    began, generation = time.monotonic(), 0
+    rank = FakeRank(run="soak-0", rank=number)
+    next_at = began + number / 64 / STEPS_A_SECOND
+    while (now := time.monotonic()) < until:
+        if int((now - began) / RUN_SECONDS) > generation:
+            generation = int((now - began) / RUN_SECONDS)
+            rank = FakeRank(run=f"soak-{generation}", rank=number)
+        events = (rank.started(),) if rank.sequence == 0 else (rank.sample(rank.sequence),)
+        body = rank.batch(*events).model_dump_json()
+        answer = await client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        sent[0] += 1
+        next_at += 1 / STEPS_A_SECOND
+        await asyncio.sleep(max(0.0, next_at - time.monotonic()))
+
+
+class Sizes(dict[str, list[float]]):
+    """What the service's process and its store take, looked at again and again."""
+
+    def look(self, process: psutil.Process, database: Path) -> None:
+        wal = database.with_name(database.name + "-wal")
+        now = {
+            "rss MiB": process.memory_info().rss / 2**20,
+            "files": float(process.num_fds()),
+            "threads": float(process.num_threads()),
+            "WAL MiB": wal.stat().st_size / 2**20 if wal.exists() else 0.0,
+        }
+        for name, value in now.items():
+            self.setdefault(name, []).append(value)
+
+    def grown(self, name: str) -> float:
+        """From the second quarter to the last: medians, so that one look does not decide."""
+        values = self[name]
+        quarter = max(1, len(values) // 4)
+        return float(np.median(values[-quarter:]) - np.median(values[quarter : 2 * quarter]))
+
+
+@pytest.mark.promise("S17")
+def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_runs_are_deleted(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    seconds, ranks = sizes("soak_seconds", quick=8, long=1800), sizes("soak_ranks", quick=8, long=64)
+    environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS), "FORESHOCK_METRICS_SECONDS": "1"}
+    seen, sent = Sizes(), [0]
+
+    async def load(service: LiveService) -> None:
+        process = psutil.Process(service.pid)
+        limits = httpx.Limits(max_connections=ranks + 4)
+        async with httpx.AsyncClient(base_url=service.url, timeout=30.0, trust_env=False, limits=limits) as client:
+            until = time.monotonic() + seconds
+            tasks = [asyncio.create_task(one_rank(client, number, until, sent)) for number in range(ranks)]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(min(1.0, seconds / 40))
+                seen.look(process, tmp_path / "foreshock.db")
+                assert (await client.get("/metrics")).status_code == 200
+            await asyncio.gather(*tasks)
+            runs = (await client.get("/v1/runs", params={"limit": 500})).json()["runs"]
+            record_property("runs kept", len(runs))
+            assert len(runs) <= 3 + (30 / RUN_SECONDS)  # chores run every ten seconds
+
+    with LiveService(tmp_path, environment) as service:
+        asyncio.run(load(service))
+        assert service.stop() == 0
+    assert '"level": "error"' not in (tmp_path / "service.log").read_text()
+    record_property("seconds", seconds)
+    record_property("batches a second", round(sent[0] / seconds))
+    for name in seen:
+        record_property(f"{name}, last", round(seen[name][-1], 1))
+        record_property(f"{name}, grown", round(seen.grown(name), 2))
+    assert sent[0] >= seconds * ranks, "the load was not there"
+    assert seen.grown("rss MiB") < 32
+    assert seen.grown("files") <= 4
+    assert seen.grown("threads") <= 2
+    assert max(seen["WAL MiB"]) < 64
