@@ -236,6 +236,17 @@ def bench_attention(
     attention.main(None if json is None else str(json), repeats)
 
 
+@bench.command("spectral")
+def bench_spectral(
+    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed calls.", min=3)] = 9,
+) -> None:
+    """Time the spectral norms of 32 layers of 32 heads, d_model 4096, and check them. Needs a CUDA GPU."""
+    from foreshock.benchmarks import spectral
+
+    spectral.main(None if json is None else str(json), repeats)
+
+
 @bench.command("ingest")
 def bench_ingest(
     json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,

@@ -160,8 +160,7 @@ def _table(found: list[Found], served_by: str, numerics: str) -> str:
     for f in found:
         sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
         layout = f.projection.layout if f.projection else "not found: norms are not measured"
-        if f.projection and (straddling := [f.first_head + head for head in f.projection.unmeasured]):
-            layout += f", norms of heads {', '.join(map(str, straddling))} not measured: they straddle processes"
+        layout += f.projection.gaps(f.first_head) if f.projection else ""
         label = "-" if f.problem else str(number)
         number += not f.problem
         rows.append(

@@ -1,0 +1,47 @@
+"""The comparison with the truth that attach() and `foreshock doctor` make before a kernel is trusted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from foreshock.contract.slots import Slot
+from foreshock.kernels import self_check
+from foreshock.kernels.flash_attention import flash_attention
+
+pytestmark = pytest.mark.promise("K12")
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
+    """Attention as it is, but for what `change` does to its output or its state."""
+    def wrong(*tensors: Tensor, **options: Any) -> Tensor:
+        return change(flash_attention(*tensors, **options), **options)
+
+    monkeypatch.setattr(self_check, "flash_attention", wrong)
+
+
+def test_attention_that_is_right_is_told_by_how_much_it_errs() -> None:
+    assert "allowed 2" in self_check.run("cpu")
+
+
+def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, lambda out, **_: out * 1.05)
+    with pytest.raises(RuntimeError, match=r"O is off by .* PyTorch's own bf16 by"):
+        self_check.run("cpu")
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, lambda out, **_: out.detach() + 1.05 * (out - out.detach()))
+    with pytest.raises(RuntimeError, match=r"d[QKV] is off by"):
+        self_check.run("cpu")
+
+
+def test_a_row_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uncounted(out: Tensor, state: Tensor, **_: Any) -> Tensor:
+        state[:, Slot.ROWS] -= 1
+        return out
+
+    broken(monkeypatch, uncounted)
+    with pytest.raises(RuntimeError, match="rows were counted per head instead of 192"):
+        self_check.run("cpu")
