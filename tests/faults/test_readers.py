@@ -17,7 +17,7 @@ ACK = b'{"boot":"boot-1","acknowledged":1,"commands":[' + COMMAND + b"]}"
 
 
 @pytest.fixture
-def many(sizes: Any, record_property: Callable[[str, Any], None]) -> Any:
+def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
     cases = sizes("reader_cases", quick=300, long=50_000)
     record_property("cases", cases)
@@ -48,7 +48,7 @@ def nearly(draw: st.DrawFn, whole: bytes) -> bytes:
 
 
 @pytest.mark.promise("A4")
-def test_an_answer_of_any_bytes_acknowledges_only_what_was_sent_and_raises_nothing(many: Any) -> None:
+def test_an_answer_of_any_bytes_acknowledges_only_what_was_sent_and_raises_nothing(many: settings) -> None:
     config = AgentConfig(run="a-run", url="http://127.0.0.1:9", spool_directory=None)
     sender = Sender(config, run="a-run", boot="boot-1", health=lambda: (0, {}))
     store = MemoryStore("boot-1", 2**20)
@@ -67,7 +67,7 @@ def test_an_answer_of_any_bytes_acknowledges_only_what_was_sent_and_raises_nothi
 
 
 @pytest.mark.promise("S5")
-def test_a_batch_of_any_bytes_is_a_message_or_a_value_error(many: Any) -> None:
+def test_a_batch_of_any_bytes_is_a_message_or_a_value_error(many: settings) -> None:
     sample = wire.Sample(step=1, since_step=0, unix_seconds=0.0, loss=1.0)
     batch = wire.Batch(run="a-run", rank=0, boot="b", sequence=1, events=(sample,)).model_dump_json().encode()
 

@@ -54,12 +54,13 @@ def test_kill_nine_under_load_loses_nothing_acknowledged_and_doubles_nothing(
     for turn in range(kills):
         with LiveService(tmp_path) as service:
             ledgers = [Ledger(service.url, FakeRank(rank=10 * turn + number)) for number in range(3)]
-            time.sleep(when.uniform(0.0, 0.9))
+            while not any(ledger.acknowledged for ledger in ledgers):
+                time.sleep(0.005)
+            time.sleep(when.uniform(0.0, 0.5))
             service.kill()
             for ledger in ledgers:
                 ledger.stop()
                 acknowledged[ledger.rank.rank] = ledger.acknowledged
-    assert sum(map(len, acknowledged.values())) > kills
     with LiveService(tmp_path):  # recovers what the last kill left
         pass
     kept = samples_by_batch(tmp_path / "foreshock.db")

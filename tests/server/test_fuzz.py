@@ -26,7 +26,7 @@ METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
 
 
 @pytest.fixture
-def many(sizes: Any, record_property: Callable[[str, Any], None]) -> Any:
+def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
     cases = sizes("fuzz_cases", quick=300, long=25_000)
     record_property("cases", cases)
@@ -163,7 +163,7 @@ def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
 
 
 @pytest.mark.promise("S5")
-def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, many: Any) -> None:
+def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
     @many
     @given(requests(fuzzed))
     def case(request: tuple[str, str, bytes | None]) -> None:
@@ -208,7 +208,7 @@ def nearly_right_batches(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.promise("S5")
-def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed, many: Any) -> None:
+def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
     answers: set[int] = set()
 
     @many
