@@ -148,10 +148,11 @@ def _train(order: Order, queue: Any) -> None:
         queue.put(("branch", name, before["step"]))
 
     with ExitStack() as stack:
+        writer: TraceWriter | None = None
         sinks: list[Sink] = [lambda event: queue.put(("event", name, event.model_dump_json()))]
         if order.trace is not None:
-            header = {"recipe": order.recipe.name, "arm": name, "seed": order.seed, "run": order.run}
-            sinks.append(stack.enter_context(TraceWriter(order.trace, header)))
+            header = order.recipe.header(order.arm, order.seed, order.run)
+            writer = stack.enter_context(TraceWriter(order.trace, header))
         train(
             training,
             order.steps,
@@ -159,6 +160,7 @@ def _train(order: Order, queue: Any) -> None:
             on_step=stepped,
             on_warning=warned if order.leave_branch is not None else None,
             deadline=order.deadline,
+            writer=writer,
         )
 
 

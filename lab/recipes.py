@@ -1,12 +1,13 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.lab.model import ModelConfig
 
 Numerics = Literal["kernel", "paper", "float32"]
+Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,19 @@ ARMS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """Harm that is done to a run on purpose, from one step on; the name of its recipe begins with "injected"."""
+
+    kind: Literal["noise", "half"]
+    """noise: random bytes for text. half: gradients pass through float16 under a loss scale that never adapts."""
+    first_step: int
+    steps: int
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run up to its arm and its seed. AdamW, constant learning rate after a linear warm-up."""
+    """A training run up to its arm and its seed. Constant learning rate after a linear warm-up."""
 
     name: str
     summary: str
@@ -58,7 +70,29 @@ class Recipe:
     """Every token of the text stands so many times in a row."""
     leading: int = 0
     """So many tokens at the start of every sequence are the same byte: a strong sink."""
+    injection: Injection | None = None
+    truth: Truth = "rounding"
+    """What its untreated arm was made to show."""
+    split: Literal["tuning", "held-out"] = "held-out"
+    """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
     sample_every_steps: int = 25
+
+    def truth_of(self, arm: Arm) -> Truth:
+        """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
+        cured = arm.numerics == "float32" or arm.mode != "plain"
+        return "healthy" if self.truth == "rounding" and cured else self.truth
+
+    def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
+        """What the first line of a trace says of it."""
+        return {
+            "recipe": self.name,
+            "arm": arm.name,
+            "seed": seed,
+            "run": run,
+            "split": self.split,
+            "truth": self.truth_of(arm),
+            "nature": "injected" if self.injection else "natural",
+        }
 
     def shaped(self, arm: Arm) -> ModelConfig:
         """The model of one arm: the control's attention is given float32 operands."""

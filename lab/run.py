@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -13,10 +15,16 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.lab.corpus import Corpus, standard_library
 from foreshock.lab.model import GPT
+from foreshock.lab.probe import ModelProbe
 from foreshock.lab.recipes import Arm, Recipe
 from foreshock.lab.trace import TraceWriter
 from foreshock.monitor import Agent, attach
 
+_NEWLINE = 10
+Floats = npt.NDArray[np.float64]
+HISTORY_STEPS = 100
+"""Loss and gradient norm of so many steps wait on the device."""
+_PROBE_STEPS = 200
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
@@ -48,12 +56,15 @@ class Training:
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._capturable = recipe.optimizer == "adamw" and recipe.injection is None
         self._eager_steps = 0
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
-        self._windows = torch.zeros(recipe.batch, recipe.model.context + 1, dtype=torch.uint8, device=self.device)
         with self.on_stream():
             self.model = GPT(recipe.shaped(arm)).to(self.device)
+            self._windows = torch.zeros(recipe.batch, recipe.model.context + 1, dtype=torch.uint8, device=self.device)
+            self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.optimizers = optimizers(self.model, recipe)
         self.optimizer = self.optimizers[0]
         """The one that trains biases (and, but for Muon, all else)."""
@@ -108,14 +119,22 @@ class Training:
         recipe, length = self.recipe, self.recipe.model.context
         windows = self._corpus.windows(recipe.batch, -(-length // recipe.repeats), self._batches)
         windows = windows.repeat_interleave(recipe.repeats, 1)[:, : length + 1]
-        windows[:, : recipe.leading] = 10
+        windows[:, : recipe.leading] = _NEWLINE
+        if self._injected("noise"):
+            windows.random_(generator=self._batches)
         return windows
+
+    def _injected(self, kind: str) -> bool:
+        injection = self.recipe.injection
+        if injection is None or injection.kind != kind:
+            return False
+        return injection.first_step <= self.step + 1 < injection.first_step + injection.steps
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
         if self._graph is not None:
             self._graph.replay()
-        elif self._stream is None or self._eager_steps < _EAGER_STEPS or self.recipe.optimizer != "adamw":
+        elif self._stream is None or self._eager_steps < _EAGER_STEPS or not self._capturable:
             self._eager_steps += 1
             self._loss, self._norm = self._compute()
         else:
@@ -131,17 +150,36 @@ class Training:
         loss = self._loss_of(self._windows)
         loss.backward()  # type: ignore[no-untyped-call]
         weights = list(self.model.parameters())
+        if self.recipe.injection is not None and self._injected("half"):
+            scale = self.recipe.injection.loss_scale
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.grad.copy_(weight.grad.mul(scale).half().float().div(scale))
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         if self.recipe.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, norm)
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss.detach(), norm
+        loss = loss.detach()
+        self._history.index_copy_(0, self._place, torch.stack([loss, norm]).view(1, 2))
+        self._place.add_(1).remainder_(HISTORY_STEPS)
+        return loss, norm
 
     def _loss_of(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
         loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return loss
+
+    def history(self, count: int) -> tuple[Floats, Floats]:
+        """Loss and gradient norm of the last `count` steps, at most HISTORY_STEPS."""
+        with self.on_stream():
+            kept = self._history.roll(-int(self._place), 0)[-count:].double().cpu().numpy()
+        return kept[:, 0], kept[:, 1]
+
+    def probe_tokens(self) -> Tensor:
+        """A few sequences of the text, always the same: int64 [4, S]."""
+        windows = self._corpus.windows(4, self.recipe.model.context, torch.Generator().manual_seed(0))
+        return windows[:, :-1].long().to(self.device)
 
     def next_loss(self) -> Tensor:
         """The loss of the run's next batch, [] in nats, with its graph."""
@@ -224,10 +262,11 @@ def train(
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
     on_warning: Callable[[wire.Verdict, dict[str, Any]], None] | None = None,
     deadline: float | None = None,
+    writer: TraceWriter | None = None,
 ) -> wire.Finished:
     """Run `training` up to step `steps`, or until the monotonic clock passes `deadline`; closes its agent.
 
-    on_warning gets the first warning and the checkpoint of the last sample before it.
+    on_warning gets the first warning and the checkpoint of the last sample before it. writer gets all that is recorded.
     """
     warned: list[wire.Verdict] = []
     finished: list[wire.Finished] = []
@@ -243,17 +282,49 @@ def train(
 
     for sink in (*sinks, listen):
         training.agent.subscribe(sink)
+    recorder = Recorder(training, writer) if writer is not None else None
     before = training.checkpoint() if on_warning else {}
     with training.on_stream(), training.agent:
         while training.step < steps and (deadline is None or time.monotonic() < deadline):
             loss = training.advance()
             on_step(training.step, loss)
+            if recorder is not None:
+                recorder.step()
             if on_warning and warned:
                 on_warning(warned[0], before)
                 on_warning = None
             elif on_warning and sampled and sampled[-1] == training.step:
                 before = training.checkpoint()
+        if recorder is not None:
+            recorder.flush()
     return finished[0]
+
+
+class Recorder:
+    """Hands a run to a trace: the agent's events, loss and gradient norm of every step, and what a probe measures."""
+
+    def __init__(self, training: Training, writer: TraceWriter) -> None:
+        self._training, self._writer = training, writer
+        self._probe = ModelProbe(training.model, training.probe_tokens())
+        self._since = training.step
+        training.agent.subscribe(writer)
+
+    def step(self) -> None:
+        """Call it after every step."""
+        training = self._training
+        if training.step - self._since == HISTORY_STEPS:
+            self.flush()
+        if training.step % _PROBE_STEPS == 0:
+            with training.on_stream():
+                self._writer.probe(training.step, self._probe.measure())
+
+    def flush(self) -> None:
+        """Write the steps that wait."""
+        training, count = self._training, self._training.step - self._since
+        if count:
+            losses, norms = training.history(count)
+            self._writer.steps(self._since, losses, norms)
+            self._since = training.step
 
 
 def lab_run(
@@ -268,6 +339,5 @@ def lab_run(
 ) -> None:
     """Train one arm from the first step and write its trace (every head, every sample)."""
     training = Training(recipe, arm, seed, url=url)
-    header = {"recipe": recipe.name, "arm": arm.name, "seed": seed, "run": training.agent.run}
-    with TraceWriter(trace, header) as writer:
-        train(training, steps or recipe.steps, sinks=(writer,), on_step=on_step)
+    with TraceWriter(trace, recipe.header(arm, seed, training.agent.run)) as writer:
+        train(training, steps or recipe.steps, writer=writer, on_step=on_step)
