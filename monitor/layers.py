@@ -4,7 +4,7 @@ A spectral norm does not mind a transpose, so every layout is read as rows: the 
 its D query (key) features over the E inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -66,8 +66,8 @@ class HeadRows:
     def read(self) -> Held:
         """The heads' weights as they are now. Raises ShardedWeightError where the part held cannot be told."""
         rows, part, inputs = self._rows()
-        first, last = part.rows
-        held = [h for h, start in enumerate(self.starts) if first <= start and start + self.head_dim <= last]
+        first = part.rows[0]
+        held = self._within(part.rows)
         heads = range(held[0], held[-1] + 1) if held else range(0)
         starts = [self.starts[h] - first for h in heads]
         if all(b - a == self.head_dim for a, b in pairwise(starts)):
@@ -79,17 +79,21 @@ class HeadRows:
             weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
         return Held(heads, weights, part.columns, inputs)
 
-    def straddling(self) -> list[int]:
-        """Heads that no process holds whole, because their rows lie in more than one."""
+    def placed(self) -> list[list[int]] | None:
+        """The heads that each process of the mesh holds whole; None where every process holds all of them."""
         weight = getattr(self.holder, self.weight, None)
         if not is_sharded(weight):
-            return []
-        spans = {_turned(part, self.holder).rows for part in parts_of(weight)}
-        return [
-            head
-            for head, start in enumerate(self.starts)
-            if not any(first <= start and start + self.head_dim <= last for first, last in spans)
-        ]
+            return None
+        return [self._within(_turned(part, self.holder).rows) for part in parts_of(weight)]
+
+    def straddling(self) -> list[int]:
+        """Heads that no process holds whole, because their rows lie in more than one."""
+        placed = self.placed()
+        held = {head for heads in placed for head in heads} if placed is not None else set(range(len(self.starts)))
+        return [head for head in range(len(self.starts)) if head not in held]
+
+    def _within(self, rows: tuple[int, int]) -> list[int]:
+        return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + self.head_dim <= rows[1]]
 
     def _rows(self) -> tuple[Tensor, Part, int]:
         """The part held as [rows, inputs], which part it is, and how many inputs there are."""
@@ -127,9 +131,30 @@ class Projection:
     @property
     def unmeasured(self) -> list[int]:
         """Heads (key heads stand for those who read them) that straddle processes."""
+        return sorted(set(self.query.straddling()) | self._readers(self.key.straddling()))
+
+    @property
+    def apart(self) -> list[int]:
+        """Heads of which no process holds W_Q and W_K together, though each lies whole in one."""
+        query, key = self.query.placed(), self.key.placed()
+        if query is None or key is None or len(query) != len(key):
+            return []
+        together = {head for q, k in zip(query, key, strict=True) for head in set(q) & self._readers(k)}
+        return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
+
+    def gaps(self, first_head: int = 0) -> str:
+        """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
+        told = ""
+        for heads, why in (
+            (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
+            (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K lie in different processes"),
+        ):
+            told += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
+        return told
+
+    def _readers(self, kv_heads: Iterable[int]) -> set[int]:
         group = len(self.query.starts) // len(self.key.starts)
-        of_keys = {head * group + member for head in self.key.straddling() for member in range(group)}
-        return sorted(of_keys | set(self.query.straddling()))
+        return {kv_head * group + member for kv_head in kv_heads for member in range(group)}
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:

@@ -16,6 +16,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.interception import numerics_for
+from foreshock.monitor.sharding import local_tensor
 
 EVERY_STEP: dict[str, Any] = {
     "sample_every_steps": 1,
@@ -30,9 +31,7 @@ EVERY_STEP: dict[str, Any] = {
 def operator_alone(numerics: str = "auto") -> Iterator[None]:
     """Our operator under F.scaled_dot_product_attention, with no agent, no state and no modes."""
 
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, enable_gqa: bool = False, **_: Any
-    ) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
         chosen: Any = numerics_for(query, numerics)
         return flash_attention(query, key, value, causal="top_left" if is_causal else "none", numerics=chosen)
 
@@ -51,6 +50,8 @@ class Trained:
     losses: list[Tensor]
     weights: list[Tensor]
     listener: Listener = field(default_factory=Listener)
+    run: str = ""
+    report: str = ""
 
     @property
     def words(self) -> list[Any]:
@@ -62,10 +63,20 @@ class Trained:
         """Rows counted per head over all samples."""
         return np.sum([slot_values(words, Slot.ROWS) for words in self.words], axis=0).astype(int).tolist()  # type: ignore[no-any-return]
 
+    @property
+    def norms(self) -> Any:
+        """The last spectral norms of W_Q, [heads]."""
+        return self.listener.of(wire.Sample)[-1].query_norm.numpy()
+
     def assert_same_bits(self, other: "Trained") -> None:
         """Losses and weights are equal to the last bit."""
         for a, b in zip(self.losses + self.weights, other.losses + other.weights, strict=True):
             assert torch.equal(a, b), float((a.double() - b.double()).abs().max())
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    """What this process holds of every weight."""
+    return [local_tensor(weight).clone() for weight in model.parameters()]
 
 
 Loop = Callable[[nn.Module, Callable[[Tensor], None]], list[Tensor]]
@@ -76,7 +87,7 @@ def alone(model: nn.Module, loop: Loop, numerics: str = "auto") -> Trained:
     """Train with our operator and no agent."""
     with operator_alone(numerics):
         losses = loop(model, lambda loss: None)
-    return Trained(losses, [p.detach().clone() for p in model.parameters()])
+    return Trained(losses, _weights(model))
 
 
 def watched(
@@ -93,4 +104,4 @@ def watched(
                 during(agent)
 
         losses = loop(model, stepped)
-    return Trained(losses, [p.detach().clone() for p in model.parameters()], listener)
+    return Trained(losses, _weights(model), listener, agent.run, agent.report())

@@ -355,3 +355,19 @@ def test_adapters_of_an_unknown_kind_leave_their_projection_unmeasured(change: d
     vars(adapter).update(change)
     module.q_proj = adapter
     assert find_projection(module, HEADS, HEADS, DIM) is None
+
+
+def test_a_projection_that_peft_adapts_is_measured_with_its_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed; its layout is tested on a stand-in")
+    torch.manual_seed(0)
+    query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    module: Any = peft.inject_adapter_in_model(config, separate(query, key))
+    found = find_projection(module, HEADS, HEADS, DIM)
+    assert found is not None
+    for rows, child in ((found.query, module.q_proj), (found.key, module.k_proj)):
+        inputs = torch.eye(WIDTH)
+        true = (child(inputs) - child.base_layer.bias).detach().t()
+        torch.testing.assert_close(rows.read().weights.flatten(0, 1), true, rtol=1e-5, atol=1e-5)
+        child.merge()
+        torch.testing.assert_close(rows.read().weights.flatten(0, 1), true, rtol=1e-5, atol=1e-5)

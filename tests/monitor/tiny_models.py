@@ -117,10 +117,17 @@ def batch(step: int, *, rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1000 + step))
 
 
-def train_step(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    """Forward, backward, update; returns the loss."""
-    ids = batch(step)
-    loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean cross entropy of logits [rows, length, V] against the next of ids [rows, length]."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train_step(
+    model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: int, ids: Tensor | None = None
+) -> Tensor:
+    """Forward, backward, update on `ids`, by default those of the step; returns the loss."""
+    ids = batch(step) if ids is None else ids
+    loss = next_token_loss(model(ids), ids)
     torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()

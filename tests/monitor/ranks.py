@@ -1,0 +1,190 @@
+"""One process of several, for tests: python -P ranks.py WORLD RANK FOLDER URL trains in every way and saves what came.
+
+Every check trains once with our operator alone and once watched, in the same mode; the tests compare what lies in
+FOLDER/RANK.pt. The launcher's variables stand in the environment, as torchrun sets them.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+
+from tests.monitor.executions import Loop, Trained, alone, watched
+from tests.monitor.tiny_models import (
+    VOCABULARY,
+    CausalSelfAttention,
+    GroupedQueryAttention,
+    TinyGPT,
+    batch,
+    next_token_loss,
+    tiny_gpt,
+    train_step,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from foreshock.contract import wire
+
+STEPS, ROWS, LENGTH, WIDTH = 3, 2, 12, 16
+QUIET: dict[str, Any] = {"numerics": "kernel", "norms_every_steps": 1}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def plain(*, world: int, rank: int | None = None, around: Callable[[nn.Module], nn.Module] | None = None) -> Loop:
+    """Steps on the rows of the rank among `world` ranks' rows, or on all of them."""
+
+    def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        run = model if around is None else around(model)
+        optimizer, losses = sgd(model), []
+        for step in range(STEPS):
+            ids = batch(step, rows=ROWS * world)
+            mine = ids if rank is None else ids[rank * ROWS : (rank + 1) * ROWS]
+            losses.append(train_step(run, optimizer, step, mine).detach())
+            stepped(losses[-1])
+        return losses
+
+    return loop
+
+
+def nano() -> TinyGPT:
+    """Two layers of nanoGPT's attention, the same on every rank."""
+    torch.manual_seed(3)
+    return tiny_gpt(*(CausalSelfAttention(16, 2) for _ in range(2)))
+
+
+def grouped() -> TinyGPT:
+    """Two layers of 4 heads over 2 key heads, in separate projections."""
+    torch.manual_seed(3)
+    return tiny_gpt(*(GroupedQueryAttention(16, 4, 2) for _ in range(2)))
+
+
+def sharded(model: TinyGPT) -> TinyGPT:
+    """FSDP2, each block by itself and then the rest."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def tensor_parallel(model: TinyGPT, world: int) -> TinyGPT:
+    """Heads over ranks: queries, keys and values by columns, the output by rows."""
+    mesh = init_device_mesh("cpu", (world,))
+    plan: Any = {name: ColwiseParallel() for name in ("wq", "wk", "wv")} | {"wo": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+class FirstStage(nn.Module):
+    """The embedding and its layers."""
+
+    def __init__(self, model: TinyGPT) -> None:
+        super().__init__()
+        self.embedding, self.blocks = model.embedding, nn.ModuleList(list(model.blocks)[:1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class LastStage(nn.Module):
+    """The other layers and the head."""
+
+    def __init__(self, model: TinyGPT) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(list(model.blocks)[1:]), model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def pipeline(rank: int) -> Loop:
+    """GPipe over two stages, two micro-batches a step; the first stage knows no loss."""
+
+    def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        hidden = torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+        logits = torch.zeros(ROWS, LENGTH, VOCABULARY, requires_grad=True)
+        # told the shapes: PyTorch else finds them by a forward and backward of its own, whose rows count as any others
+        shapes = ((ids,), hidden) if rank == 0 else ((hidden,), logits)
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), input_args=shapes[0], output_args=shapes[1])
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=next_token_loss)
+        optimizer, losses = sgd(model), []
+        for step in range(STEPS):
+            ids = batch(step, rows=2 * ROWS)
+            parts: list[Tensor] = []
+            if rank == 0:
+                schedule.step(ids)
+            else:
+                schedule.step(target=ids, losses=parts)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = torch.stack(parts).mean().detach() if parts else torch.zeros(())
+            losses.append(loss)
+            stepped(loss)
+        return losses
+
+    return loop
+
+
+def both(make: Callable[[], nn.Module], loop: Loop, **overrides: Any) -> dict[str, Any]:
+    """Train alone and watched; what the tests need to know."""
+    expected = alone(make(), loop, "kernel")
+    return _told(watched(make(), loop, **QUIET, **overrides), expected)
+
+
+def _told(got: Trained, expected: Trained) -> dict[str, Any]:
+    started = got.listener.of(wire.Started)[0]
+    norms = [s.query_norm for s in got.listener.of(wire.Sample)]
+    return {
+        "losses": got.losses,
+        "same_bits": all(
+            torch.equal(a, b) for a, b in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True)
+        ),
+        "words": got.words,
+        "layers": [(layer.layer, list(layer.heads), layer.kv_heads) for layer in started.layers],
+        "world_size": started.world_size,
+        "query_norm": None if norms[-1] is None else norms[-1].numpy(),
+        "run": got.run,
+        "report": got.report,
+    }
+
+
+def main(world: int, rank: int, folder: Path, url: str) -> None:
+    """All checks, in the same order on every rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    part = plain(world=world, rank=rank)
+    told = {
+        "DDP": both(nano, plain(world=world, rank=rank, around=DistributedDataParallel), url=url),
+        "FSDP2": both(lambda: sharded(nano()), part),
+        "FSDP2, separate": both(lambda: sharded(grouped()), part),
+        "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
+        "pipeline": both(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
+    }
+    torch.save(told, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's end

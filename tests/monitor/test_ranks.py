@@ -1,0 +1,159 @@
+"""Several processes for real (gloo, on the CPU): each way to spread a model, against one process and no agent."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tests.monitor import ranks
+from tests.monitor.executions import Trained, watched
+
+from foreshock.contract.slots import COUNT_SLOTS, Slot, Words, merge_words
+from foreshock.server.testing import LiveService
+
+WORLD = 2
+WAYS = ("DDP", "FSDP2", "FSDP2, separate", "tensor parallel", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank tells of every way, and under "service" what the service made of the runs sent to it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with LiveService(folder) as service:
+        environment = os.environ | {
+            "WORLD_SIZE": str(WORLD),
+            "TORCHELASTIC_RUN_ID": "job 7",
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        processes = []
+        for rank in range(WORLD):
+            with (folder / f"log{rank}").open("w") as log:
+                command = [sys.executable, "-P", ranks.__file__, str(WORLD), str(rank), str(folder), service.url]
+                processes.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=log))
+        ended = [process.wait(timeout=120) for process in processes]
+        assert ended == [0] * WORLD, "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(WORLD))
+        seen = {}
+        for run in ("torchrun-job-7", "parts"):
+            seen[run] = httpx.get(f"{service.url}/v1/runs/{run}", timeout=10).json()
+            query = {"metric": "head.tied_rows_bf16"}
+            seen[f"{run} ties"] = httpx.get(f"{service.url}/v1/runs/{run}/matrix", params=query, timeout=10).json()
+    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return [*results, seen]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Trained]:
+    """The same models and rows in a single process."""
+    every_row = ranks.plain(world=WORLD)
+    return {
+        "nano": watched(ranks.nano(), every_row, **ranks.QUIET),
+        "grouped": watched(ranks.grouped(), every_row, **ranks.QUIET),
+        "grouped, rows of one": watched(ranks.grouped(), ranks.plain(world=1), **ranks.QUIET),
+    }
+
+
+def counts(words: Words) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return words[:, list(COUNT_SLOTS)]
+
+
+MODES = {
+    "DDP": ("nanoGPT", "DDP"),
+    "FSDP2": ("nanoGPT", "FSDP2"),
+    "FSDP2, separate": ("plain attention", "FSDP2"),
+    "tensor parallel": ("plain attention", "tensor parallel"),
+    "pipeline": ("nanoGPT", "pipeline"),
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.execution(*MODES[way])) for way in WAYS])
+def test_loss_and_weights_are_those_of_the_operator_alone_to_the_last_bit(way: str, told: Any) -> None:
+    assert [told[rank][way]["same_bits"] for rank in range(WORLD)] == [True] * WORLD
+    assert all(torch.isfinite(loss) for rank in range(WORLD) for loss in told[rank][way]["losses"])
+
+
+@pytest.mark.parametrize(("way", "single"), [("DDP", "nano"), ("FSDP2", "nano"), ("FSDP2, separate", "grouped")])
+def test_ranks_that_share_the_rows_add_up_to_one_process(
+    way: str, single: str, told: Any, one_process: dict[str, Trained]
+) -> None:
+    expected = one_process[single].words
+    for step in range(ranks.STEPS):
+        merged = merge_words([told[rank][way]["words"][step] for rank in range(WORLD)])
+        np.testing.assert_array_equal(merged[:, Slot.ROWS], expected[step][:, Slot.ROWS])
+    # at step 1 the weights are the same to the last bit, and so is every count, ties included
+    first = merge_words([told[rank][way]["words"][0] for rank in range(WORLD)])
+    np.testing.assert_array_equal(counts(first), counts(expected[0]))
+    assert first[:, Slot.ROWS_TIED_BF16].sum() > 0
+    floats, wanted = first.view(np.float64), expected[0].view(np.float64)
+    np.testing.assert_allclose(floats[:, Slot.OFFSET_SUMSQ], wanted[:, Slot.OFFSET_SUMSQ], rtol=1e-5)
+    np.testing.assert_allclose(floats[:, Slot.ROW_MAX_ABS], wanted[:, Slot.ROW_MAX_ABS], rtol=1e-6)
+
+
+def test_ranks_that_share_the_heads_hold_them_under_their_global_numbers(
+    told: Any, one_process: dict[str, Trained]
+) -> None:
+    parts = [told[rank]["tensor parallel"] for rank in range(WORLD)]
+    assert [part["layers"] for part in parts] == [
+        [(0, [0, 1], 1), (1, [0, 1], 1)],
+        [(0, [2, 3], 1), (1, [2, 3], 1)],
+    ]
+    expected = one_process["grouped, rows of one"].words
+    for layer in range(2):
+        together = np.concatenate([part["words"][0][2 * layer : 2 * layer + 2] for part in parts])
+        np.testing.assert_array_equal(counts(together), counts(expected[0][4 * layer : 4 * layer + 4]))
+    for step in range(ranks.STEPS):
+        assert {int(rows) for part in parts for rows in part["words"][step][:, Slot.ROWS]} == {2 * 12}
+
+
+def test_stages_of_a_pipeline_hold_their_layers_under_their_global_numbers(told: Any) -> None:
+    parts = [told[rank]["pipeline"] for rank in range(WORLD)]
+    assert [part["layers"] for part in parts] == [[(0, [0, 1], 2)], [(1, [0, 1], 2)]]
+    assert [words[:, Slot.ROWS].tolist() for part in parts for words in part["words"]] == [[48, 48]] * 2 * ranks.STEPS
+
+
+@pytest.mark.parametrize(
+    ("way", "single"), [("DDP", "nano"), ("FSDP2, separate", "grouped"), ("tensor parallel", "grouped, rows of one")]
+)
+def test_every_head_is_measured_by_a_rank_that_holds_it_whole(
+    way: str, single: str, told: Any, one_process: dict[str, Trained]
+) -> None:
+    norms = [told[rank][way]["query_norm"] for rank in range(WORLD)]
+    if way == "tensor parallel":  # each rank's heads stand by layer
+        together = np.stack(norms).reshape(WORLD, 2, 2).transpose(1, 0, 2).ravel()
+    else:
+        together = np.fmax(*norms)
+        assert np.isnan(norms[0]).any() == (way != "DDP")
+    expected = one_process[single].norms
+    np.testing.assert_allclose(together, expected, rtol=0.03)
+
+
+def test_a_rank_names_the_heads_whose_weights_lie_apart(told: Any) -> None:
+    assert "norm of W_Q W_K^T of heads 1 not measured" in told[0]["FSDP2"]["report"]
+    assert "not measured" not in told[0]["FSDP2, separate"]["report"]
+
+
+def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
+    seen = told[WORLD]
+    assert {told[rank]["DDP"]["run"] for rank in range(WORLD)} == {"torchrun-job-7"}
+    detail = seen["torchrun-job-7"]
+    assert detail["status"] == "completed"
+    assert detail["last_step"] == ranks.STEPS
+    assert detail["world_size"] == WORLD
+    assert [layer["heads"] for layer in detail["layers"]] == [[0, 1]] * 2
+    losses = [told[rank]["DDP"]["losses"][-1].item() for rank in range(WORLD)]
+    assert detail["loss"] == pytest.approx(sum(losses) / WORLD, rel=1e-6)
+    last = merge_words([told[rank]["DDP"]["words"][-1] for rank in range(WORLD)])
+    share = last[:, Slot.ROWS_TIED_BF16] / last[:, Slot.ROWS]
+    assert np.ravel(seen["torchrun-job-7 ties"]["values"]).tolist() == share.tolist()
+
+
+def test_the_service_joins_heads_that_lie_in_different_ranks(told: Any) -> None:
+    seen = told[WORLD]
+    assert [layer["heads"] for layer in seen["parts"]["layers"]] == [[0, 1, 2, 3]] * 2
+    words = [told[rank]["tensor parallel"]["words"][-1] for rank in range(WORLD)]
+    shares = np.stack([w[:, Slot.ROWS_TIED_BF16] / w[:, Slot.ROWS] for w in words]).reshape(WORLD, 2, 2)
+    assert np.ravel(seen["parts ties"]["values"]).tolist() == shares.transpose(1, 0, 2).ravel().tolist()
