@@ -1,0 +1,80 @@
+"""`foreshock diagnose` as text on the terminal."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.kernels.flash_attention.spec import NUMERICS
+from foreshock.lab.anatomy import Examined
+from foreshock.lab.diagnose import Patient, diagnose, examine_patient, lab_patient, own_patient
+from foreshock.lab.diagnosis import lines
+from foreshock.lab.diagnosis_picture import draw
+from foreshock.lab.history import History, live, recorded
+
+
+def report(
+    sources: Sequence[str],
+    console: Console,
+    *,
+    url: str,
+    token: str | None,
+    state: Path | None,
+    heads: Sequence[str],
+    batches: int,
+    numerics: str | None,
+    json: Path | None,
+    picture: Path | None,
+) -> None:
+    """Diagnose traces (.gz), checkpoints (other files), models (module:factory) and runs of a service (any other name).
+
+    Raises ValueError with a sentence for a source that is none, a head that does not exist, unknown numerics.
+    """
+    if numerics is not None and numerics not in NUMERICS:
+        raise ValueError(f"numerics {numerics!r} does not exist; use one of {', '.join(NUMERICS)}")
+    histories: list[History] = []
+    examined: dict[int, list[Examined]] = {}
+    for source in sources:
+        path = Path(source)
+        if path.name.endswith(".gz"):
+            histories.append(recorded(path))
+        elif path.is_file():
+            _examine(lab_patient(path), batches, numerics, examined)
+        elif ":" in source and source.partition(":")[0].replace(".", "").isidentifier():
+            sys.path.insert(0, "")
+            _examine(own_patient(source, state), batches, numerics, examined)
+        else:
+            histories.append(live(source, url, token))
+    found = diagnose(histories, examined, heads=[_head(head) for head in heads])
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", min_width=12, max_width=18)
+    table.add_column(overflow="fold")
+    for title, sentences in lines(found):
+        table.add_row(title, "\n".join(sentences))
+        table.add_row("", "")
+    console.print(table, highlight=False)
+    if json is not None:
+        json.write_text(found.as_json())
+        console.print(f"JSON: {json}")
+    if picture is not None:
+        draw(picture, found.named[0], histories, examined, ", ".join(found.sources))
+        console.print(f"picture: {picture}")
+
+
+def _examine(
+    patient: AbstractContextManager[Patient], batches: int, numerics: str | None, examined: dict[int, list[Examined]]
+) -> None:
+    with patient as opened:
+        found = examine_patient(opened, batches, numerics)  # type: ignore[arg-type]  # checked above
+    for layer, measured in found.items():
+        examined.setdefault(layer, []).extend(measured)
+
+
+def _head(text: str) -> tuple[int, int]:
+    layer, _, head = text.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"--head {text!r} names no head; write LAYER.HEAD, such as 0.1")
+    return int(layer), int(head)
