@@ -185,6 +185,40 @@ def replay(
     )
 
 
+@app.command()
+def diagnose(
+    run: Annotated[
+        list[str],
+        typer.Argument(help="Trace (.gz), lab checkpoint, module:factory, or a run of the service; several join."),
+    ],
+    state: Annotated[Path | None, typer.Option(help="Weights for the model of module:factory.")] = None,
+    head: Annotated[list[str], typer.Option(help="LAYER.HEAD to look at; may be repeated.")] = [],  # noqa: B006
+    batches: Annotated[int, typer.Option(help="Batches that a model is run on.", min=2)] = 16,
+    numerics: Annotated[str | None, typer.Option(help="kernel or paper; by default what the model was run in.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write a PNG of the first head.")] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Name the failing head, who carries its rounding error, whether delta is the source, and what to do."""
+    from rich.console import Console
+
+    from foreshock.cli import diagnose as text
+
+    text.report(
+        run,
+        Console(),
+        url=url,
+        token=token,
+        state=state,
+        heads=head,
+        batches=batches,
+        numerics=numerics,
+        json=json,
+        picture=picture,
+    )
+
+
 @lab.command("recipes")
 def lab_recipes() -> None:
     """List the recipes and their arms."""
