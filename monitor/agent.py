@@ -25,6 +25,7 @@ from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
+from foreshock.monitor.keeping import Keeper
 from foreshock.monitor.layers import Projection
 from foreshock.monitor.norms import ModelNorms
 from foreshock.monitor.policy import decide
@@ -65,6 +66,8 @@ class Instruments:
     watched: tuple[nn.Module, ...]
     projections: tuple[Projection | None, ...]
     report: str
+    keeper: Keeper | None = None
+    """None where our kernels serve the attention from the start."""
 
 
 class Agent:
@@ -89,6 +92,8 @@ class Agent:
         self._collector = Collector(instruments.state)
         self._norms = ModelNorms(instruments.layers, instruments.projections)
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
+        if instruments.keeper is not None:
+            self._switchboard.on_change = instruments.keeper.follow
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
@@ -149,6 +154,8 @@ class Agent:
             if guard.on:
                 self._collector.note(loss, grad_norm, learning_rate)
         self._settle(self._collect(sample=self._due()))
+        if self._instruments.keeper is not None:
+            self._instruments.keeper.plan(self.current_step, self._watch_until)
 
     def _advance(self, step: int | None) -> None:
         now = time.monotonic()

@@ -15,6 +15,7 @@ from foreshock.monitor.agent import Agent, Instruments
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.discovery import Found, find_attention
 from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, logger, sdpa_rebinding, watch_module
+from foreshock.monitor.keeping import Keeper
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention or "
@@ -40,9 +41,11 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     placed = _Buffers(watched, _device(watched[0].module, model))
-    undo = _install(model, watched, placed.layers(watched, settings))
+    layers = placed.layers(watched, settings)
+    keeper = Keeper(layers, placed.state, settings) if settings.attention == "keep" else None
+    undo = _install(model, watched, layers, keeper)
     try:
-        return Agent(settings, _instruments(settings, found, watched, placed), undo)
+        return Agent(settings, _instruments(settings, found, watched, placed, keeper), undo)
     except BaseException:
         undo()
         raise
@@ -97,8 +100,10 @@ class _Buffers:
         ]
 
 
-def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer]) -> Callable[[], None]:
-    undos: list[Callable[[], None]] = []
+def _install(
+    model: nn.Module, watched: list[Found], layers: list[WatchedLayer], keeper: Keeper | None
+) -> Callable[[], None]:
+    undos: list[Callable[[], None]] = [] if keeper is None else [keeper.stop]
 
     def undo() -> None:
         while undos:
@@ -109,9 +114,9 @@ def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer])
             undos.append(watch_module(found.module, layer))
         routes = {found.route for found in watched}
         if "transformers" in routes:
-            from foreshock.monitor.transformers_attention import dispatch_to_foreshock
+            from foreshock.monitor.transformers_attention import dispatch_to_foreshock, keep_dispatch
 
-            undos.append(dispatch_to_foreshock(model))
+            undos.append(dispatch_to_foreshock(model) if keeper is None else keep_dispatch())
         if "scaled_dot_product_attention" in routes:
             sdpa_rebinding.acquire()
             undos.append(sdpa_rebinding.release)
@@ -121,8 +126,12 @@ def _install(model: nn.Module, watched: list[Found], layers: list[WatchedLayer])
     return undo
 
 
-def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers) -> Instruments:
+def _instruments(
+    settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers, keeper: Keeper | None
+) -> Instruments:
     served_by = "kernel" if placed.state.is_cuda and settings.numerics in ("auto", "kernel") else "reference"
+    if keeper is not None:
+        served_by = "probe"
     layers = tuple(
         Layer(
             layer=settings.layers.get(f.name, settings.first_layer + index),
@@ -131,13 +140,16 @@ def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found]
             kv_heads=f.kv_heads,
             head_dim=f.head_dim,
             served_by=served_by,
+            sampled=keeper is not None,
         )
         for index, f in enumerate(watched)
     )
     for f in found:
         if f.problem is not None:
             logger.warning("foreshock: %s computes attention but is not watched: %s", f.name or "the model", f.problem)
-    report = _table(found, served_by, settings.numerics)
+    report = _table(found, served_by if keeper is None else "kept, sampled", settings.numerics)
+    if keeper is not None:
+        report += f"\n{keeper.describe()}"
     if settings.rank == 0 and not settings.quiet:
         print(report, file=sys.stderr)
     return Instruments(
@@ -147,6 +159,7 @@ def _instruments(settings: AgentConfig, found: list[Found], watched: list[Found]
         watched=tuple(f.module for f in watched),
         projections=tuple(f.projection for f in watched),
         report=report,
+        keeper=keeper,
     )
 
 

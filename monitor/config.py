@@ -63,12 +63,12 @@ class AgentConfig(BaseSettings):
     FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
     attention: Literal["foreshock", "keep"] = "foreshock"
-    """What serves the attention: foreshock's kernels, which count every row of every step, or, with keep, what serves it
-    now (cuDNN, FlashAttention, ...), of which a sample is measured; a switch moves a layer onto foreshock's kernels."""
+    """What serves the attention: foreshock's kernels, which count every row of every step, or, with keep, what serves
+    it now (cuDNN, FlashAttention, ...), of which a sample is measured; a switch moves a layer onto our kernels."""
     probe_every_steps: int = Field(default=10, ge=1, le=10**6)
     """With attention="keep": a step is measured after this many steps, and every step while a warning is fresh."""
     probe_rows: int = Field(default=32, ge=1, le=2**20)
-    """With attention="keep": rows of each head that are measured in such a step, drawn anew; all where it has no more."""
+    """With attention="keep": rows of each head that are measured in such a step, drawn anew each time."""
     probe_heads: int = Field(default=0, ge=0, le=1024)
     """With attention="keep": heads of each layer that are measured in such a step, in turn; 0 means all."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor.discovery import SDPA, modules_that_imported_sdpa
+from foreshock.monitor.probe import probe
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -42,12 +43,20 @@ class WatchedLayer:
 
     def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
         self.name = name
-        self.state = state
-        self.modes = modes
+        # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
+        # autograd refuse what the graph of another layer, compiled by itself, has saved.
+        self.state = state.data
+        self.modes = modes.data
         self.numerics = numerics
         self.strict = strict
+        self.tick: Tensor | None = None
+        """The probe's counter, int64 [1], where the model keeps its own attention; else None."""
+        self.sampling = 0
+        """Number of the agent's sampling, for the probe."""
+        self.keeps = False
+        """The model's own attention serves the calls, and a sample of them is measured."""
         self.unserved: Counter[str] = Counter()
-        for buffer in (state, modes):
+        for buffer in (self.state, self.modes):
             # torch.compile's CUDA graphs copy their other inputs in, and would count into the copy
             torch._dynamo.mark_static_address(buffer, guard=False)
 
@@ -63,19 +72,24 @@ class WatchedLayer:
             logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
     def problem(self, query: Tensor) -> str | None:
-        """Why a call with this query [B, H, S, D] cannot be counted into this layer."""
-        if query.dim() != 4:
-            return f"its query has shape {list(query.shape)}; [B, H, S, D] is served"
-        if query.shape[1] != self.state.shape[0]:
-            return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
-        if query.device != self.state.device:
-            return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
+        """Why a call with this query [B, H, S, D] cannot be served by our kernels and counted into this layer."""
+        if (reason := self._misfit(query)) is not None:
+            return reason
         if self.numerics == "auto" and query.device.type != "cpu" and numerics_for(query, "auto") != "kernel":
             # The reference is right there too, but its memory grows with the square of the length.
             return (
                 f"its operands are {str(query.dtype).removeprefix('torch.')}; the kernels are for 16 bits. Train under "
                 "autocast, or ask for numerics='float32', which is slow"
             )
+        return None
+
+    def _misfit(self, query: Tensor) -> str | None:
+        if query.dim() != 4:
+            return f"its query has shape {list(query.shape)}; [B, H, S, D] is served"
+        if query.shape[1] != self.state.shape[0]:
+            return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
+        if query.device != self.state.device:
+            return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
@@ -93,6 +107,16 @@ class WatchedLayer:
                 raise
             self.leave_alone(str(refusal) or type(refusal).__name__)
             return None
+
+    def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """`out` [B, H, Sq, D] of the model's own attention, of which the backward measures a sample where asked to."""
+        if self.tick is None or not out.requires_grad:
+            return out
+        if (reason := self._misfit(query)) is not None:
+            self.leave_alone(reason)
+            return out
+        numerics = numerics_for(query, self.numerics)
+        return probe(out, query, key, value, self.state, self.tick, self.sampling, numerics=numerics, **options)
 
 
 class _Current:
@@ -126,21 +150,27 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
     layer = current.layer
-    out = None
+    served = None
     if layer is None:
         if not torch.compiler.is_compiling():
             _refuse_lost_recompute()
             current.outside += 1
+    elif layer.keeps:
+        pass
     elif attn_mask is not None:
         layer.leave_alone("it passes attn_mask; only is_causal is served")
     elif not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
         layer.leave_alone("query and key differ in heads without enable_gqa")
     else:
         causal = "top_left" if is_causal else "none"
-        out = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
-    if out is not None:
+        served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+    if served is not None:
+        return served
+    out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if layer is None or layer.tick is None:
         return out
-    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    causal = "top_left" if is_causal else "none"
+    return layer.probed(out, query, key, value, mask=attn_mask, causal=causal, scale=scale, dropout_p=dropout_p)
 
 
 def _refuse_lost_recompute() -> None:

@@ -29,6 +29,8 @@ class Switchboard:
         self._new_id = new_id
         self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
         """The same modes on the host, whose only writer is this class."""
+        self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
+        """Is told `host` whenever it may have changed."""
         self._answered: OrderedDict[str, None] = OrderedDict()
 
     def modes(self) -> dict[tuple[int, int], int]:
@@ -110,6 +112,8 @@ class Switchboard:
         if self._device_modes.is_cuda:
             source = source.pin_memory()
         self._device_modes.copy_(source, non_blocking=True)
+        if self.on_change is not None:
+            self.on_change(self.host)
 
     def state_dict(self) -> dict[str, Any]:
         """Modes by head and the answered command ids, JSON-able."""

@@ -18,9 +18,9 @@ from transformers.masking_utils import (
     causal_mask_function,
     sdpa_mask,
 )
-from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
-from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer
+from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
 
 NAME: Final = "foreshock"
 _STRUCTURE: Final = "_foreshock_structure"
@@ -160,3 +160,76 @@ def dispatch_to_foreshock(model: nn.Module) -> Callable[[], None]:
             config._attn_implementation_internal = name
 
     return undo
+
+
+def keep_dispatch() -> Callable[[], None]:
+    """Probe every attention that transformers dispatches to, whatever its name, where the calling module is watched;
+    returns the undoing. Names, masks and results stay as they are."""
+    original = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return _probing(original(name, default), name)
+
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+
+    def undo() -> None:
+        if ALL_ATTENTION_FUNCTIONS.__dict__.get("get_interface") is get_interface:
+            del ALL_ATTENTION_FUNCTIONS.get_interface
+
+    return undo
+
+
+def _probing(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`attention`, called as before, with a sample of its rows measured; unless a switch moved the layer to ours."""
+
+    def probed_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layer: WatchedLayer | None = getattr(module, LAYER_ATTRIBUTE, None)
+        kwargs_of_ours = ("dropout", "scaling", "is_causal", "sliding_window", "softcap")
+        dropout, scaling, is_causal, sliding_window, softcap = (kwargs.get(k) for k in kwargs_of_ours)
+        if layer is not None and not layer.keeps:
+            if attention_mask is None and name != "eager":
+                served = _attend(
+                    layer, module, query, key, value, None, dropout or 0.0, scaling, is_causal, sliding_window, softcap
+                )
+                if served is not None:
+                    return served.transpose(1, 2).contiguous(), None
+            else:
+                layer.leave_alone(
+                    f"it was switched, but the mask of {name} attention keeps it from foreshock's kernels"
+                )
+        current.layer = None  # what the attention calls in turn is not measured a second time
+        out, weights = attention(module, query, key, value, attention_mask, **kwargs)
+        if layer is None:
+            return out, weights
+        unknown = [k for k in ("s_aux", "position_bias") if kwargs.get(k) is not None]
+        if unknown or not (attention_mask is None or isinstance(attention_mask, Tensor)):
+            layer.leave_alone(f"it passes {', '.join(unknown) or type(attention_mask).__name__}, which is not probed")
+            return out, weights
+        causal = False
+        if name != "eager" and (attention_mask is None or attention_mask.dim() == 2):
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+        probed = layer.probed(
+            out.transpose(1, 2),
+            query,
+            key,
+            value,
+            mask=_mask_of_scores(attention_mask, key.shape[2]),
+            causal="bottom_right" if causal else "none",
+            window=(sliding_window - 1, -1) if sliding_window and causal else (-1, -1),
+            scale=scaling,
+            softcap=softcap or 0.0,
+            dropout_p=dropout or 0.0,
+        )
+        return probed.transpose(1, 2), weights
+
+    return probed_attention
+
+
+def _mask_of_scores(mask: Tensor | None, keys: int) -> Tensor | None:
+    """As PyTorch's attn_mask; flash attention gets the real tokens alone, [B, S], and leaves the others' rows out."""
+    if mask is None or mask.dim() == 4:
+        return None if mask is None else mask[..., :keys]
+    real = mask[:, :keys].bool()
+    return (real.unsqueeze(1) & real.unsqueeze(2)).unsqueeze(1)

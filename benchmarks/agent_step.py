@@ -1,0 +1,358 @@
+"""What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
+
+Four arms train the same weights in turn, block of steps by block of steps, in one process:
+- none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
+- kernels: our operator with its statistics, and no agent;
+- kernels_agent: `attach(model)` with everything on at its default cadence, and a service that is down, at
+  an address where nobody listens;
+- keep_agent: `attach(model, attention="keep")` over the fastest of PyTorch's backends.
+A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is as
+long as the agent's cadence, so that each one holds a sample. The mean over all blocks, with the spectral norms of every
+hundredth step, stands beside it.
+"""
+
+import copy
+import gc
+import json
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.discovery import SDPA
+
+BLOCK_STEPS: Final = 10
+BACKENDS: Final = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and its batch. `gated`: RMS norms, rotary positions and a gated MLP, as Llama has; else as GPT-2."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+    batch: int
+    gated: bool
+    whole: bool
+    """torch.compile over the whole model; else block by block, as large models are compiled."""
+
+
+SHAPES: Final = (
+    Shape("gpt2-small", 12, 768, 12, 12, 3072, 50304, 1024, 32, gated=False, whole=True),
+    Shape("llama-1b", 16, 2048, 32, 8, 8192, 128256, 4096, 4, gated=True, whole=False),
+)
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over [B, S, E]; `core` is what an arm replaces."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.width // shape.heads
+        self.sizes = [shape.width, shape.kv_heads * self.head_dim, shape.kv_heads * self.head_dim]
+        self.qkv = nn.Linear(shape.width, sum(self.sizes), bias=not shape.gated)
+        self.out = nn.Linear(shape.width, shape.width, bias=not shape.gated)
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        query, key, value = (
+            t.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for t in self.qkv(x).split(self.sizes, dim=2)
+        )
+        if rotation is not None:
+            query, key = _rotated(query, rotation), _rotated(key, rotation)
+        return cast(Tensor, self.out(self.core(query, key, value).transpose(1, 2).flatten(2)))
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The call that `attach` finds."""
+        grouped = self.num_heads != self.num_kv_heads
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    cosine, sine = rotation.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        self.norm_1, self.norm_2 = norm(shape.width), norm(shape.width)
+        self.attention = Attention(shape)
+        self.gated = shape.gated
+        self.up = nn.Linear(shape.width, shape.hidden * (1 + shape.gated), bias=not shape.gated)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=not shape.gated)
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        x = x + self.attention(self.norm_1(x), rotation)
+        inner = self.up(self.norm_2(x))
+        if self.gated:
+            gate, inner = inner.chunk(2, dim=-1)
+            inner = F.silu(gate) * inner
+        else:
+            inner = F.gelu(inner, approximate="tanh")
+        return cast(Tensor, x + self.down(inner))
+
+
+class Model(nn.Module):
+    """A decoder; forward gives the loss of predicting each token from those before it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = None if shape.gated else nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = (nn.RMSNorm if shape.gated else nn.LayerNorm)(shape.width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.rotation: Tensor | None
+        half = shape.width // shape.heads // 2
+        angles = torch.arange(shape.length)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]) if shape.gated else None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean loss of token ids [B, S + 1]."""
+        x = self.embedding(ids[:, :-1])
+        if self.positions is not None:
+            x = x + self.positions.weight
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to train the shared weights. `seconds` are the mean steps of its blocks."""
+
+    name: str
+    model: Callable[[Tensor], Tensor]
+    backend: str | None = None
+    agent: Agent | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
+class Bench:
+    """The weights, their optimizer and the arms that train them."""
+
+    def __init__(self, shape: Shape, device: str, compiler: str) -> None:
+        torch.manual_seed(0)
+        self.shape, self.device, self.compiler = shape, torch.device(device), compiler
+        with self.device:
+            self.model = Model(shape)
+            self.ids = [torch.randint(shape.vocabulary, (shape.batch, shape.length + 1)) for _ in range(4)]
+        self.weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=self.device.type == "cuda")
+        self.arms: dict[str, Arm] = {}
+
+    def arm(
+        self,
+        name: str,
+        core: Callable[[], Core] | None,
+        backend: str | None,
+        attached: Callable[[nn.Module], Agent] | None = None,
+    ) -> None:
+        """Add an arm over the same weights; one that refuses its backend says so and is left out."""
+        model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
+        if core is not None:
+            for module in model.modules():
+                if isinstance(module, Attention):
+                    module.core = core()  # type: ignore[method-assign, assignment]
+        agent = attached(model) if attached is not None else None
+        if self.shape.whole:
+            arm = Arm(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
+        else:
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend=self.compiler)
+            arm = Arm(name, model, backend, agent)
+        try:
+            for ids in self.ids[:3]:
+                self.step(arm, ids)
+            self._wait()
+        except Exception:  # a refusal is a result; the other arms go on
+            print(f"{name} does not take {self.shape.name}:\n{traceback.format_exc()}", file=sys.stderr)
+            self.optimizer.zero_grad()
+        else:
+            self.arms[name] = arm
+
+    def step(self, arm: Arm, ids: Tensor) -> None:
+        """One training step, as people write it."""
+        chosen = sdpa_kernel(BACKENDS[arm.backend]) if arm.backend and self.device.type == "cuda" else nullcontext()
+        with chosen, torch.autocast(self.device.type, torch.bfloat16):
+            loss = arm.model(ids)
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if arm.agent is not None:
+            arm.agent.step(loss, norm, 1e-4)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def run(self, rounds: int, steps: int) -> None:
+        """Let every arm train a block of `steps`, `rounds` times over, from its first kernel to its last."""
+        gc.collect()
+        gc.disable()
+        for round_ in range(rounds):
+            arms = list(self.arms.values())
+            for arm in arms[round_ % len(arms) :] + arms[: round_ % len(arms)]:  # no arm always follows the same one
+                self.step(arm, self.ids[0])  # what the arm before it left in the caches
+                self._wait()
+                began = time.perf_counter()
+                for index in range(steps):
+                    self.step(arm, self.ids[index % len(self.ids)])
+                self._wait()
+                arm.seconds.append((time.perf_counter() - began) / steps)
+        gc.enable()
+
+    def attention_kernels(self, arm: Arm) -> list[str]:
+        """The attention kernels that one step of an arm really launched, by name."""
+        if self.device.type != "cuda":
+            return []
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step(arm, self.ids[0])
+            self._wait()
+        marks = ("flash", "fmha", "attention", "_forward", "_backward", "sdpa")
+        names = {event.key[:80] for event in profile.key_averages() if any(mark in event.key for mark in marks)}
+        return sorted(names)
+
+
+def _kernels(shape: Shape, device: torch.device) -> Core:
+    state = new_state(shape.heads, device)
+    modes = torch.zeros(shape.heads, dtype=torch.int32, device=device)
+
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_attention(query, key, value, causal="top_left", state=state, modes=modes)
+
+    return core
+
+
+def _pytorch(shape: Shape) -> Core:
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, key, value, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
+
+    return core
+
+
+@contextmanager
+def _nobody_listens() -> Iterator[dict[str, Any]]:
+    """Settings of an agent whose service is down, so that sender, spool and retries are all at work."""
+    with socket.create_server(("127.0.0.1", 0)) as unused, tempfile.TemporaryDirectory() as spool:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        unused.close()
+        yield {"url": url, "spool_directory": spool, "run": "bench", "quiet": True, "strict": True}
+
+
+def measure(
+    shape: Shape, rounds: int, steps: int = BLOCK_STEPS, device: str = "cuda", compiler: str = "inductor"
+) -> dict[str, Any]:
+    """One shape's figures, in milliseconds a step."""
+    bench = Bench(shape, device, compiler)
+    with ExitStack() as stack:
+        settings = stack.enter_context(_nobody_listens())
+
+        def watched(**options: Any) -> Callable[[nn.Module], Agent]:
+            return lambda model: stack.enter_context(attach(model, **settings, **options))
+
+        for backend in BACKENDS:
+            bench.arm(f"none_{backend}", lambda: _pytorch(shape), backend)
+        bench.run(2, steps)
+        best = min((arm for arm in bench.arms.values()), key=lambda arm: statistics.median(arm.seconds))
+        for arm in bench.arms.values():
+            arm.seconds.clear()
+        bench.arm("kernels", lambda: _kernels(shape, bench.device), None)
+        bench.arm("kernels_agent", None, None, watched())
+        bench.arm("keep_agent", None, best.backend, watched(attention="keep"))
+        bench.run(rounds, steps)
+        result = _figures(bench, rounds, steps)
+    return result
+
+
+def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
+    medians = {name: 1e3 * statistics.median(arm.seconds) for name, arm in bench.arms.items()}
+    means = {name: 1e3 * statistics.fmean(arm.seconds) for name, arm in bench.arms.items()}
+    best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
+    arms = {"none": best, "kernels": "kernels", "kernels_agent": "kernels_agent", "keep_agent": "keep_agent"}
+
+    def ratio(values: dict[str, float], arm: str, base: str) -> float | None:
+        both = values.get(arms[arm]), values.get(arms[base])
+        return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
+
+    pairs = (("kernels_agent", "kernels"), ("kernels_agent", "none"), ("keep_agent", "none"))
+    return {
+        "shape": asdict(bench.shape),
+        "best_backend": best.removeprefix("none_"),
+        **{name: round(medians[arm], 3) if arm in medians else None for name, arm in arms.items()},
+        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in pairs},
+        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in pairs},
+        "backends": {name.removeprefix("none_"): round(medians[name], 3) for name in medians if name[:5] == "none_"},
+        "means": {name: round(value, 3) for name, value in means.items()},
+        "rounds": rounds,
+        "block_steps": steps,
+        "blocks": {name: [round(1e3 * value, 3) for value in arm.seconds] for name, arm in bench.arms.items()},
+        "attention_kernels": {name: bench.attention_kernels(arm) for name, arm in bench.arms.items()},
+    }
+
+
+def main(json_path: Path | None = None, rounds: int = 12, only: str | None = None) -> None:
+    """Measure the shapes, print their figures, and write them to `json_path`. Needs a CUDA GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
+    # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
+    torch._functorch.config.enable_autograd_cache = False
+    shapes = []
+    for shape in SHAPES:
+        if only in (None, shape.name):
+            torch.compiler.reset()
+            shapes.append(measured := measure(shape, rounds))
+            print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
+            gc.collect()
+            torch.cuda.empty_cache()
+    if json_path is not None:
+        import triton
+
+        result = {
+            "command": f"foreshock bench agent --rounds {rounds} --json {json_path.name}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "versions": {
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            },
+            "unit": "milliseconds a training step, median over rounds of a block's mean",
+            "shapes": shapes,
+        }
+        json_path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,58 @@
+"""`attention="keep"`: the model's own attention stays, a sample of it is measured, and a switch moves single layers."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.interception import WatchedLayer
+from foreshock.monitor.probe import Sampling, new_ticks, start_sampling, stop_sampling
+
+
+class Keeper:
+    """Says which step is measured, and which layers keep their own attention: those whose heads are all plain.
+
+    A layer with a switched head is served by our kernels, which count every row; its peers stay where they are. Under
+    torch.compile the graphs that hold the layer are compiled once more.
+    """
+
+    def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
+        self._layers: Final = tuple(layers)
+        self._every_steps = settings.probe_every_steps
+        self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
+        self._measured = 0
+        self._number = start_sampling(self._sampling)
+        for layer, tick in zip(self._layers, new_ticks(len(self._layers), state.device), strict=True):
+            # .data: a version of its own, as the layer's state
+            layer.tick, layer.sampling, layer.keeps = tick.data, self._number, True
+
+    def plan(self, step: int, watch_until: int) -> None:
+        """After optimizer step `step`: whether the next one is measured."""
+        if self._sampling.due:
+            self._measured = step
+        self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until
+
+    def follow(self, modes: npt.NDArray[np.int32]) -> None:
+        """Let each layer be served as `modes` [N], the modes of all heads, ask for."""
+        first = 0
+        for layer in self._layers:
+            heads = layer.state.shape[0]
+            layer.keeps = not modes[first : first + heads].any()
+            first += heads
+
+    def describe(self) -> str:
+        """What is measured, in a line."""
+        heads = f"{self._sampling.heads} heads in turn" if self._sampling.heads else "every head"
+        return (
+            f"attention is kept as it is; every {self._every_steps} steps {self._sampling.rows} rows of {heads} of "
+            "each layer are measured"
+        )
+
+    def stop(self) -> None:
+        """Measure nothing any more."""
+        stop_sampling(self._number)
+        for layer in self._layers:
+            layer.tick, layer.keeps = None, False

@@ -1,0 +1,277 @@
+"""Measures a sample of rows of an attention that somebody else computes: `attach(model, attention="keep")`.
+
+The user's kernel stays in place. An identity on its output hands the output's gradient to `foreshock::probe_rows` in
+the backward, where a few rows are computed again from q and k (scores in fp32) and v (their output unrounded), and
+the same statistics are counted into the same state as our own kernels count of every row. Rows are drawn on the device,
+each one alone and with equal chance: shares and means are unbiased, and their standard errors are those of independent
+draws. A step that is not sampled costs one call of an operator that does nothing.
+"""
+
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from foreshock.kernels.flash_attention import AttentionSpec
+from foreshock.kernels.flash_attention.spec import compute_dtype, operand_dtype
+from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
+
+logger: Final = logging.getLogger("foreshock")
+
+GATHERED_BYTES: Final = 64 * 2**20
+"""Keys of sampled rows that are widened at a time."""
+
+
+@dataclass(slots=True)
+class Sampling:
+    """How much one agent samples; `due` says whether the running step is measured."""
+
+    rows: int
+    heads: int
+    """heads of each layer, in turn; 0 for all"""
+    due: bool = True
+    strict: bool = False
+    fault: str | None = None
+    """Why this agent measures nothing any more: the training goes on without it."""
+
+
+_samplings: Final[dict[int, Sampling]] = {}
+"""By number: a compiled graph hands tensors and numbers to an operator, not objects."""
+_numbers: Final = itertools.count(1)
+
+
+def start_sampling(sampling: Sampling) -> int:
+    """A number by which calls of `probe` find `sampling`."""
+    number = next(_numbers)
+    _samplings[number] = sampling
+    return number
+
+
+def stop_sampling(number: int) -> None:
+    """Calls that still carry `number` measure nothing."""
+    _samplings.pop(number, None)
+
+
+def probe(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    tick: Tensor,
+    sampling: int,
+    *,
+    mask: Tensor | None = None,
+    causal: str = "none",
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    numerics: str = "kernel",
+) -> Tensor:
+    """`out` [B, H, Sq, D], whose backward measures rows of the attention that gave it.
+
+    query [B, H, Sq, D]; key, value [B, Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores, broadcast
+    to [B, H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are written.
+    sampling: what start_sampling gave.
+    """
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    options = (sampling, scale, causal, *window, softcap, dropout_p, numerics)
+    return cast(Tensor, _Probed.apply(out, query, key, value, mask, state, tick, options))  # type: ignore[no-untyped-call]
+
+
+class _Probed(torch.autograd.Function):
+    """The identity. Its tensors are saved as any other's are, so that checkpointing may recompute them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        state: Tensor,
+        tick: Tensor,
+        options: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(out, query, key, value, mask)
+        ctx.state, ctx.tick, ctx.options = state, tick, options
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        out, query, key, value, mask = ctx.saved_tensors
+        probe_rows(grad_out, out, query, key, value, mask, ctx.state, ctx.tick, *ctx.options)
+        return grad_out, *[None] * 7
+
+
+@torch.library.custom_op("foreshock::probe_rows", mutates_args=("state", "tick"))
+def probe_rows(
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    state: Tensor,
+    tick: Tensor,
+    sampling_number: int,
+    scale: float,
+    causal: str,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    numerics: str,
+) -> None:
+    """Counts the statistics of sampled rows into `state` where its agent samples this step. Never waits for the device.
+
+    While a CUDA graph is captured every step is measured, since what is captured is what each replay does.
+    """
+    sampling = _samplings.get(sampling_number)
+    if sampling is None or sampling.fault or not query.numel() or not key.numel():
+        return
+    if not sampling.due and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    spec = AttentionSpec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)  # type: ignore[arg-type]
+    tensors = grad_out, out, query, key, value, mask
+    try:
+        with torch.autocast(query.device.type, enabled=False):
+            _sample(sampling, tensors, state, tick, spec)
+    except Exception as error:
+        if sampling.strict:
+            raise
+        sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
+        logger.warning("foreshock: the probe is off from now on, training goes on: %s", sampling.fault)
+
+
+@probe_rows.register_fake
+def _(*arguments: Any) -> None:
+    return None
+
+
+_Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""grad_out, out, query, key, value, mask"""
+
+
+def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
+    heads = state.shape[0]
+    if 0 < sampling.heads < heads:
+        index = (tick * sampling.heads + torch.arange(sampling.heads, device=tick.device)) % heads
+        part = state[index]
+        _measure(sampling.rows, index, call, part, tick, spec)
+        state[index] = part
+    else:
+        _measure(sampling.rows, torch.arange(heads, device=tick.device), call, state, tick, spec)
+    tick += 1
+
+
+def _measure(count: int, heads: Tensor, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
+    """Count `count` rows of each of `heads` [h] (all rows where there are no more) into `state` [h, SLOT_COUNT]."""
+    query, key = call[2:4]
+    batch, _, queries, _ = query.shape
+    total = batch * queries
+    if count < total:
+        place = drawn(tick, (len(heads), count), total)
+    else:
+        place = torch.arange(total, device=query.device).expand(len(heads), total)
+    keys, wide = key.shape[2], compute_dtype(spec.numerics)
+    at_once = max(1, GATHERED_BYTES // (len(heads) * keys * query.shape[3] * wide.itemsize))
+    for places in torch.split(place, at_once, dim=1):
+        entry, row = places.div(queries, rounding_mode="floor"), places % queries  # both [h, r]
+        accumulate(state, _rows(heads.view(-1, 1), entry, row, call, spec))
+
+
+def _rows(head: Tensor, entry: Tensor, row: Tensor, call: _Call, spec: AttentionSpec) -> Rows:
+    """What is known of the rows `row` [h, r] of batch entries `entry` [h, r] in heads `head` [h, 1]."""
+    grad_out, out, query, key, value, mask = call
+    operand, wide = operand_dtype(query.dtype), compute_dtype(spec.numerics)
+
+    def widened(x: Tensor) -> Tensor:
+        """As the kernel's operands: rounded where the numerics round them, then wide enough to multiply exactly."""
+        return (x.to(operand) if spec.numerics in ("kernel", "paper") else x).to(wide)
+
+    key_head = head // (query.shape[1] // key.shape[1])
+    queries, keys = widened(query[entry, head, row]), widened(key[entry, key_head])  # [h, r, D], [h, r, Sk, D]
+    scores = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1).mul_(spec.scale)  # [h, r, Sk]
+    if spec.softcap > 0:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    hidden = _hidden(row, query.shape[2], key.shape[2], spec)
+    if mask is not None:
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        seen = mask.expand(shape)[entry, head, row]  # [h, r, Sk]
+        if mask.dtype == torch.bool:
+            hidden = ~seen if hidden is None else hidden | ~seen
+        else:
+            nothing = seen <= torch.finfo(mask.dtype).min / 2  # -inf, or what transformers writes in its place
+            scores += seen
+            hidden = nothing if hidden is None else hidden | nothing
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
+    visible = (scores != -math.inf).sum(-1).unsqueeze(0)  # [1, h, r]
+    scores = scores.unsqueeze(0)  # [1, h, r, Sk], as one batch entry
+    row_max = scores.amax(-1, keepdim=True)
+    tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
+    tied_one = several_within(scores, row_max, one_margin(operand), torch.empty_like(scores)).squeeze(-1)
+    floor = row_max.masked_fill(row_max == -math.inf, 0.0)
+    weights = scores.sub_(floor).exp_()
+    row_sum = weights.sum(-1)
+    lse = floor.squeeze(-1) + row_sum.log()
+    grad = grad_out[entry, head, row].to(wide).unsqueeze(0)  # [1, h, r, D]
+    output = out[entry, head, row].to(operand).to(wide)  # in 16 bits under every numerics, as our kernels read it
+    delta = (grad * output).sum(-1)
+    bias = torch.zeros_like(delta)
+    if spec.dropout_p == 0:  # with dropout only the kernel knows which weights it dropped
+        rounded = weights.to(operand).to(wide) if spec.numerics in ("kernel", "paper") else weights
+        product = torch.matmul(rounded[0].unsqueeze(-2), widened(value[entry, key_head])).squeeze(-2)  # [h, r, D]
+        exact = product / row_sum[0].masked_fill(row_sum[0] == 0, 1.0).unsqueeze(-1)
+        bias = (grad * (output - exact)).sum(-1)
+    never = torch.zeros_like(tied_one)
+    return Rows(row_max.squeeze(-1), lse, tied_bf16, tied_one, never, visible, delta - bias, bias)
+
+
+def _hidden(row: Tensor, queries: int, keys: int, spec: AttentionSpec) -> Tensor | None:
+    """Pairs that causality or the window hide, bool [h, r, Sk]; None where there are none."""
+    if spec.causal == "none" and spec.window_left < 0 and spec.window_right < 0:
+        return None
+    offset = 0 if spec.causal == "top_left" else keys - queries
+    distance = torch.arange(keys, device=row.device) - (row + offset).unsqueeze(-1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if spec.causal != "none" or spec.window_right >= 0:
+        hidden |= distance > (0 if spec.causal != "none" else spec.window_right)
+    if spec.window_left >= 0:
+        hidden |= distance < -spec.window_left
+    return hidden
+
+
+def drawn(tick: Tensor, shape: tuple[int, int], below: int) -> Tensor:
+    """Numbers in [0, below), int64 of `shape`, that depend on `tick` [1] alone.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood, 2014) over a counter, on the device: the random streams that the
+    training draws from are left alone, and a CUDA graph draws anew in every replay.
+    """
+    count = math.prod(shape)
+    z = (tick * count + torch.arange(count, device=tick.device)) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return ((z & 0x7FFFFFFFFFFFFFFF) % below).view(shape)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical shift right of the 64-bit words."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def new_ticks(layers: int, device: torch.device) -> Tensor:
+    """A counter for each layer, int64 [layers, 1], far apart, so that no two layers draw the same rows."""
+    return (torch.arange(layers, dtype=torch.int64) << 40).view(-1, 1).to(device)

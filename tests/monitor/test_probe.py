@@ -1,0 +1,212 @@
+"""The probe against brute force and against our own kernels: what it counts, and how its rows are drawn."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, slot_values
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.monitor.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def tensors(
+    dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, length: int = 24, offset: float = 2.0, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query, key, value and the output's gradient; scores drift by `offset`, so that rows tie once rounded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> Tensor:
+        return torch.randn(3, length, count, 16, generator=generator).transpose(1, 2)
+
+    query, key, value, grad = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    query, key = query.round(decimals=0) + offset, key.round(decimals=0) + offset
+    return tuple(x.to(dtype) for x in (query, key, value, grad))  # type: ignore[return-value]
+
+
+def probed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    sampling: Sampling,
+    times: int = 1,
+    **options: Any,
+) -> Numbers:
+    """The state after `times` backwards through a probe of `out`, as the words travel."""
+    state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(sampling)
+    try:
+        leaf = out.detach().requires_grad_()
+        for _ in range(times):
+            watched = probe(leaf, query, key, value, state, tick, number, **options)
+            assert torch.equal(watched.nan_to_num(), out.nan_to_num())
+            (given,) = torch.autograd.grad(watched, leaf, grad)
+            assert given is grad or torch.equal(given, grad)
+    finally:
+        stop_sampling(number)
+    return state.numpy()  # type: ignore[no-any-return]
+
+
+EVERY_ROW = 10**6
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": "top_left"}, {"causal": "bottom_right", "window": (5, -1), "softcap": 20.0}]
+)
+@pytest.mark.parametrize(
+    ("dtype", "numerics"),
+    [(torch.bfloat16, "kernel"), (torch.float16, "kernel"), (torch.float32, "float32"), (torch.float64, "float64")],
+)
+def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same_tensors(
+    dtype: torch.dtype, numerics: Any, options: dict[str, Any]
+) -> None:
+    query, key, value, grad = tensors(dtype)
+    state = new_state(query.shape[1])
+    leaf = query.clone().requires_grad_()
+    out = flash_attention(leaf, key, value, numerics=numerics, state=state, **options)
+    out.backward(grad)
+    ours = state.numpy()
+    theirs = probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW, 0), numerics=numerics, **options)
+    assert slot_values(ours, Slot.ROWS_TIED_BF16).min() > 0
+    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ):
+        np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=2e-6, err_msg=slot.name)
+    # Our kernel reads the residual of O in 16 bits, and the probe computes it again: equal to its own rounding.
+    total = slot_values(ours, Slot.DELTA_BIAS_ABS)
+    assert numerics != "kernel" or total.min() > 0
+    for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS):
+        near = 0.01 * total + 1e-4
+        assert (np.abs(slot_values(theirs, slot) - slot_values(ours, slot)) <= near).all(), slot.name
+
+
+@pytest.mark.parametrize("kind", ["bool", "added", "as transformers writes it"])
+def test_a_mask_of_any_kind_is_read_as_the_attention_reads_it(kind: str) -> None:
+    query, key, value, grad = tensors(torch.float64, kv_heads=4)
+    seen = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.6
+    seen[..., 0] = True
+    seen[1, :, 5] = False  # a row that sees nothing
+    least = -math.inf if kind == "added" else torch.finfo(torch.float64).min
+    mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, least)
+    scores = (query @ key.mT / 4).masked_fill(~seen, -math.inf)
+    visible = seen.sum(-1).expand(3, 4, 24)
+    out = scores.softmax(-1).nan_to_num() @ value
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), mask=mask, numerics="float64")
+    offset = (scores.logsumexp(-1) - visible.double().log()).nan_to_num(nan=0.0, neginf=0.0)
+    np.testing.assert_allclose(slot_values(words, Slot.OFFSET_SUM), offset.sum((0, 2)), rtol=1e-12)
+    np.testing.assert_allclose(slot_values(words, Slot.OFFSET_SUMSQ), offset.square().sum((0, 2)), rtol=1e-12)
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), scores.amax((0, 2, 3)), rtol=1e-12)
+    assert slot_values(words, Slot.ROWS).tolist() == [3 * 24 - 1] * 4
+    assert slot_values(words, Slot.ROWS_EMPTY).tolist() == [1] * 4
+
+
+def test_the_bias_is_that_of_the_users_own_output() -> None:
+    query, key, value, grad = tensors(torch.float64, kv_heads=4)
+    out = (query @ key.mT / 4).softmax(-1) @ value
+    wrong = (out + 0.25).bfloat16().double()  # under every numerics the bias is that of O in 16 bits
+    words = probed(query, key, value, grad, wrong, Sampling(EVERY_ROW, 0), numerics="float64")
+    truth = (grad * (wrong - out)).sum((0, 2, 3))
+    np.testing.assert_allclose(slot_values(words, Slot.DELTA_BIAS_SUM), truth, rtol=1e-9)
+
+
+def test_rows_that_are_not_finite_are_counted_and_kept_out_of_the_sums() -> None:
+    query, key, value, grad = tensors(torch.float32, kv_heads=4)
+    query[0, 1, 3] = math.nan
+    grad[2, 2, 7] = math.inf
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), numerics="float32")
+    assert slot_values(words, Slot.ROWS_NONFINITE).tolist() == [0, 1, 1, 0]
+    assert slot_values(words, Slot.ROWS).tolist() == [72, 71, 71, 72]
+    assert np.isfinite([slot_values(words, slot) for slot in SUM_SLOTS]).all()
+
+
+def test_under_dropout_scores_are_measured_and_the_bias_is_not() -> None:
+    query, key, value, grad = tensors(torch.float32)
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW, 0), numerics="float32", dropout_p=0.1)
+    assert slot_values(words, Slot.ROWS).tolist() == [72] * 4
+    assert slot_values(words, Slot.DELTA_BIAS_ABS).tolist() == [0] * 4
+
+
+def test_shares_and_means_are_unbiased_and_their_standard_errors_are_those_of_independent_rows() -> None:
+    query, key, value, grad = tensors(torch.bfloat16, length=40)
+    out = flash_attention(query, key, value, causal="top_left")
+    arguments = query, key, value, grad, out
+    whole = probed(*arguments, Sampling(EVERY_ROW, 0), causal="top_left")
+    rows, times = 8, 400
+    total = probed(*arguments, Sampling(rows, 0), times, causal="top_left")
+    counted = slot_values(total, Slot.ROWS)
+    assert counted.tolist() == [rows * times] * 4
+    for slot, square in ((Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ), (Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_BF16)):
+        truth, second = (slot_values(whole, s) / slot_values(whole, Slot.ROWS) for s in (slot, square))
+        error = np.sqrt((second - truth**2) / counted)
+        assert (error > 0).all()
+        z = (slot_values(total, slot) / counted - truth) / error
+        assert (np.abs(z) < 4).all(), z
+
+
+def test_numbers_are_drawn_evenly_and_anew_at_every_tick() -> None:
+    below, ticks = 24, 2000
+    seen = np.zeros((4, below))
+    tick = new_ticks(3, torch.device("cpu"))[2]
+    for _ in range(ticks):
+        numbers = drawn(tick, (4, 6), below)
+        for head in range(4):
+            seen[head] += np.bincount(numbers[head], minlength=below)
+        tick += 1
+    expected = ticks * 6 / below
+    chi_square = ((seen - expected) ** 2 / expected).sum(1)
+    assert (chi_square < 55).all()  # 23 degrees of freedom: 1 in 10,000
+    assert (chi_square > 5).all()
+
+
+def test_no_two_layers_draw_the_same_rows() -> None:
+    first, second = (drawn(tick, (2, 64), 10**9) for tick in new_ticks(2, torch.device("cpu")))
+    assert not set(first.flatten().tolist()) & set(second.flatten().tolist())
+
+
+def test_heads_are_measured_in_turn() -> None:
+    query, key, value, grad = tensors(torch.float32)
+    out = flash_attention(query, key, value, numerics="float32")
+    words = probed(query, key, value, grad, out, Sampling(5, 3), times=4, numerics="float32")
+    assert slot_values(words, Slot.ROWS).tolist() == [15] * 4
+    once = probed(query, key, value, grad, out, Sampling(5, 3), numerics="float32")
+    assert slot_values(once, Slot.ROWS).tolist() == [5, 5, 5, 0]
+
+
+def test_the_training_draws_the_same_random_numbers_with_the_probe_as_without() -> None:
+    query, key, value, grad = tensors(torch.float32)
+    before = torch.random.get_rng_state()
+    probed(query, key, value, grad, grad, Sampling(5, 0), numerics="float32")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_step_that_is_not_due_counts_nothing() -> None:
+    query, key, value, grad = tensors(torch.float32)
+    words = probed(query, key, value, grad, grad, Sampling(5, 0, due=False), numerics="float32")
+    assert not slot_values(words, Slot.ROWS).any()
+
+
+def test_rows_are_widened_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = tensors(torch.bfloat16)
+    whole = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
+    monkeypatch.setattr("foreshock.monitor.probe.GATHERED_BYTES", 4 * 24 * 16 * 4 * 7)
+    parts = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
+    for slot in Slot:
+        np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)
+
+
+def test_the_operator_declares_what_it_does() -> None:
+    query, key, value, grad = tensors(torch.float32, length=8)
+    state, tick = new_state(4), new_ticks(1, torch.device("cpu"))[0].clone()
+    number = start_sampling(Sampling(3, 0))
+    try:
+        torch.library.opcheck(
+            torch.ops.foreshock.probe_rows,
+            (grad, grad, query, key, value, None, state, tick, number, 0.25, "top_left", -1, -1, 0.0, 0.0, "float32"),
+        )
+    finally:
+        stop_sampling(number)
