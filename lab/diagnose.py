@@ -143,8 +143,7 @@ def _named(histories: Sequence[History], examined: dict[int, list[Examined]]) ->
 
 def _course(history: History, head: tuple[int, int]) -> HeadCourse:
     raised = [v for v in history.verdicts if (v.layer, v.head) == head and v.state == "raised"]
-    offset, bias = history.course("head.score_offset", head), history.course("head.delta_bias", head)
-    bias = bias[np.isfinite(bias)]
+    offset, (_, bias) = history.course("head.score_offset", head), history.blocks("head.delta_bias", head)
     mean, spread = (float(bias.mean()), float(bias.std())) if len(bias) > 1 else (math.nan, math.nan)
     norm = _last(history.course("head.query_norm", head))
     others = [_last(history.course("head.query_norm", other)) for other in history.heads if other != head]

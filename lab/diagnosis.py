@@ -36,9 +36,9 @@ class HeadCourse:
     """since the middle of the run"""
     largest_score: float | None
     delta_one_sidedness: float | None
-    """mean over points of sum (delta_lp - delta_hp) over sum |delta_lp - delta_hp|, signed"""
+    """mean over blocks of steps of sum (delta_lp - delta_hp) over sum |delta_lp - delta_hp|, signed"""
     delta_same_sign: float | None
-    """share of points that have its sign"""
+    """share of blocks that have its sign"""
     delta_z: float | None
     """the mean in standard errors"""
     tied_rows: float | None
@@ -122,7 +122,7 @@ def _recorded_delta(course: HeadCourse) -> str:
     return (
         f"{_who(course)}, as recorded: delta_lp - delta_hp is {'one-signed' if sure else 'not one-signed for sure'}, "
         f"{course.delta_one_sidedness:+.3f} of its size on average, {course.delta_z:+.1f} standard errors, "
-        f"{course.delta_same_sign:.0%} of the samples with that sign. It is what O's rounding would do, used or not."
+        f"{course.delta_same_sign:.0%} of the run with that sign. It is what O's rounding would do, used or not."
     )
 
 
@@ -206,28 +206,29 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
         if any(each.tied_share_of_error >= 0.5 for each in anatomies):
             tied.append(named)
         offsets = [each.offset for each in courses if each.offset is not None] + [each.offset for each in anatomies]
-        if max(map(abs, offsets), default=0.0) >= _DRIFTED_NATS:
+        failing = not courses or any(each.warned_step is not None for each in courses)
+        if failing and max(map(abs, offsets), default=0.0) >= _DRIFTED_NATS:
             drifted.append(named)
     advice = []
     for layer in sorted({layer for layer, _ in rounding}):
         mode = "exact_delta+stable_softmax" if {layer} & {each for each, _ in tied} else "exact_delta"
         chosen = " ".join(f"--head {head}" for at, head in rounding if at == layer)
         advice.append(
-            f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {mode} --reason diagnosis; or "
-            "attach with policy=auto."
+            f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {mode} --reason diagnosis; "
+            "or attach with policy=auto."
         )
     if drifted:
         advice.append(
-            f"Take out what has grown in {_heads(drifted)}, between two steps: foreshock.lab.offset_removal.remove_offset "
-            "where a bias of the keys reaches attention unturned. No probability changes; it grows again unless its "
-            "cause is taken out too."
+            f"Take out what has grown in {_heads(drifted)}, between two steps: "
+            "foreshock.lab.offset_removal.remove_offset, where a bias of the keys reaches attention unturned. No probability changes; it grows again unless "
+            "its cause is taken out too."
         )
     if other:
         advice.append(
-            f"{_heads(other)}: the cause is another than rounding. Look at the learning rate, the data and the gradient "
-            "norm first; a switch of numerics would not help."
+            f"{_heads(other)}: the cause is another than rounding. Look at the learning rate, the data and the "
+            "gradient norm first; a switch of numerics would not help."
         )
-    return advice or ["Nothing: no head was warned about and none has drifted by 3 nats. Keep watching."]
+    return advice or ["Nothing: no head was warned about. Keep watching."]
 
 
 def _heads(refs: list[tuple[int, int]]) -> str:

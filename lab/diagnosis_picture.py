@@ -40,14 +40,14 @@ def _courses(offset: Any, bias: Any, head: tuple[int, int], histories: Sequence[
             history.steps, history.course("head.score_offset", head), style, color=_COURSE, linewidth=1.2,
             label=history.name,
         )  # fmt: skip
-        share = np.nan_to_num(history.course("head.delta_bias", head))
-        bias.plot(history.steps, np.cumsum(share), style, color=_ERROR, linewidth=1.2)
+        steps, share = history.blocks("head.delta_bias", head)
+        bias.plot(steps, np.cumsum(share * np.diff(steps, prepend=0.0)), style, color=_ERROR, linewidth=1.2)
         for verdict in history.verdicts:
             if verdict.state == "raised" and (verdict.layer, verdict.head) == head:
                 offset.axvline(verdict.step, color="black", linewidth=0.8, linestyle=":")
     offset.set(xlabel="optimizer step", ylabel="score offset (nats)")
     offset.legend(fontsize=7)
-    bias.set(xlabel="optimizer step", ylabel="summed one-sidedness of\ndelta_lp - delta_hp")
+    bias.set(xlabel="optimizer step", ylabel="one-sidedness of\ndelta_lp - delta_hp, summed over steps")
     bias.axhline(0, color="grey", linewidth=0.6)
 
 

@@ -24,6 +24,7 @@ READ: Final = (
     "head.delta_bias",
     "head.query_norm",
 )
+_BLOCKS: Final = 100
 _POINTS: Final = 60
 """Points of a live run that are asked for; a recorded one is read whole."""
 
@@ -46,6 +47,20 @@ class History:
         if head not in self.heads:
             raise ValueError(f"{self.name} has no layer {head[0]} head {head[1]}")
         return self.values[metric][:, self.heads.index(head)]
+
+    def blocks(self, metric: str, head: tuple[int, int]) -> tuple[Floats, Floats]:
+        """`course` as means over blocks of steps, about a hundred to a run: steps [T'] and values [T'], all finite.
+
+        An agent samples every step near a warning; a block weighs all its steps alike, however many samples it has.
+        """
+        values, spans = self.course(metric, head), np.diff(self.steps, prepend=0.0)
+        known = np.isfinite(values) & (spans > 0)
+        block = np.floor(self.steps[known] / max(self.steps[-1] / _BLOCKS, 1.0)).astype(np.int64)
+        _, index = np.unique(block, return_inverse=True)
+        weight = np.bincount(index, spans[known])
+        ends = np.zeros(len(weight))
+        np.maximum.at(ends, index, self.steps[known])
+        return ends, np.bincount(index, spans[known] * values[known]) / weight
 
 
 def recorded(trace: Path | Trace) -> History:
