@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,7 +14,7 @@ from rich.table import Table
 from foreshock.contract import wire
 from foreshock.lab.recipes import ARMS, RECIPES, find_arm, find_recipe
 from foreshock.lab.replay import replay
-from foreshock.lab.score import lab_score
+from foreshock.lab.report import lab_score
 from foreshock.lab.service import local_service
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -86,14 +86,18 @@ def run(
     console.print(f"trace: {trace}")
 
 
-def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
-    """Score recorded runs and print a line for each."""
+def score(traces: Sequence[Path], console: Console, *, report: Path | None, picture: Path | None = None) -> None:
+    """Score recorded runs and print a line for each, and one for each monitor."""
+    with Progress(*_COLUMNS, console=console, transient=True) as progress:
+        bar = progress.add_task("scoring", total=len(traces))
+        scores, result = lab_score(traces, report=report, picture=picture, on_trace=lambda _: progress.advance(bar))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("trace", overflow="fold", min_width=16)
-    for name in ("steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512"):
+    for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "harm"):
         table.add_column(name, justify="right")
-    for each in lab_score(traces, report=report):
+    for each in scores:
         cells = (
+            each.truth,
             each.steps,
             each.first_warning_step,
             each.layer,
@@ -102,15 +106,42 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
             each.cause,
             None if each.forecast_steps is None else round(each.forecast_steps),
             each.dangerous_step,
+            each.harm_step,
         )
-        table.add_row(
-            Path(each.file).name.removesuffix(".gz").removesuffix(".jsonl"),
-            *("-" if cell is None else str(cell) for cell in cells),
-        )
+        table.add_row(Path(each.file).name.removesuffix(".gz").removesuffix(".jsonl"), *map(_cell, cells))
     console.print(table)
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."
     )
-    console.print("at 512: step at which it was.")
-    if report is not None:
-        console.print(f"report: {report}")
+    console.print("at 512: step at which it was. harm: first harm in loss or gradient norm, against the control.\n")
+    _print_monitors(result["table"], console)
+    for what, path in (("report", report), ("picture", picture)):
+        if path is not None:
+            console.print(f"{what}: {path}")
+
+
+def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table for each split: detection, lead and false alarms of every monitor."""
+    for split in dict.fromkeys(row["split"] for row in rows):
+        shown = Table(box=None, pad_edge=False, header_style="bold", title=f"{split} runs", title_justify="left")
+        shown.add_column("monitor", overflow="fold", min_width=16)
+        for name in ("threshold", "warned", "in time", "lead", "false alarms", "per 10k", "at most", "cause right"):
+            shown.add_column(name, justify="right")
+        for row in (row for row in rows if row["split"] == split):
+            shown.add_row(
+                row["monitor"],
+                f"{row['threshold']:.4g} {row['kind']}",
+                f"{row['warned']}/{row['failures']}",
+                f"{row['in_time']}/{row['failures']}",
+                _cell(row["median_lead_steps"]),
+                _cell(row["false_alarms"] if row["healthy_steps"] else None),
+                _cell(row["false_alarms_per_10k"]),
+                _cell(row["upper_bound_per_10k"]),
+                f"{row['causes_right']}/{row['causes']}" if row["causes"] else "-",
+            )
+        console.print(shown)
+        console.print(f"healthy steps: {max(row['healthy_steps'] for row in rows if row['split'] == split):,}\n")
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

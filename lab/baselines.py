@@ -72,9 +72,9 @@ def _grad_norm_z(trace: Trace) -> Signal | None:
     return _z_score(trace.steps.step, trace.steps.grad_norm)
 
 
-def _largest_of(rows: Sequence[tuple[int, Floats]]) -> Signal | None:
+def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
     """The largest value of each row that knows one."""
-    known = [(step, float(np.nanmax(values))) for step, values in rows if not np.isnan(values).all()]
+    known = [(step, float(np.nanmax(v))) for step, v in rows if v is not None and not np.isnan(v).all()]
     if not known:
         return None
     return Signal(np.array([step for step, _ in known]), np.array([value for _, value in known]))
@@ -88,7 +88,7 @@ def _query_norm(trace: Trace) -> Signal | None:
     return _largest_of([(r.step, r.query_norm) for r in readings(trace)])
 
 
-def _probed(trace: Trace, name: str) -> list[tuple[int, Floats]]:
+def _probed(trace: Trace, name: str) -> list[tuple[int, Floats | None]]:
     return [(probe.step, probe.values[name]) for probe in trace.probes if name in probe.values]
 
 
@@ -103,7 +103,7 @@ def _decline(name: str) -> Callable[[Trace], Signal | None]:
         rows = _probed(trace, name)
         if not rows:
             return None
-        values = np.stack([row for _, row in rows])
+        values = np.stack([row for _, row in rows if row is not None])
         highest = np.fmax.accumulate(values, axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             lost = 1.0 - values / highest

@@ -86,7 +86,8 @@ def _blocks(steps: Steps) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         weight = np.where(np.isfinite(values), steps.span, 0).astype(np.float64)
         total = np.bincount(place, weight * np.nan_to_num(values, posinf=0.0, neginf=0.0), len(blocks))
         weights = np.bincount(place, weight, len(blocks))
-        return np.divide(total, weights, out=np.full(len(blocks), np.nan), where=weights > 0)
+        means: Floats = np.divide(total, weights, out=np.full(len(blocks), np.nan), where=weights > 0)
+        return means
 
     return blocks, mean(steps.loss), mean(steps.grad_norm)
 

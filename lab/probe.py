@@ -71,7 +71,8 @@ class ModelProbe:
         """W_Q [H, D, E] and W_K [Hkv, D, E], views of the fused weight of Q, K and V."""
         heads = int(attention.n_head)
         kv_heads = int(getattr(attention, "n_kv_head", heads))
-        rows = cast(Tensor, attention.c_attn.weight).detach().unflatten(0, (heads + 2 * kv_heads, -1))
+        weight = cast(Tensor, attention.c_attn.weight).detach()
+        rows = weight.view(heads + 2 * kv_heads, -1, weight.shape[1])
         return rows[:heads], rows[heads : heads + kv_heads]
 
     def _inputs(self) -> list[tuple[Tensor, Tensor]]:

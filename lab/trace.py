@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, identity_row, merge_words, slot_values
-from foreshock.monitor.detectors import Readings
+from foreshock.monitor.readings import Readings
 
 Floats = npt.NDArray[np.float64]
 
@@ -83,6 +83,11 @@ class Trace:
     def heads(self) -> list[tuple[int, int]]:
         """The (layer, head) of every row of a sample."""
         return wire.head_refs(self.started.layers)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether attention was computed in a type that rounds."""
+        return self.started.numerics not in ("float32", "float64")
 
 
 class TraceWriter:
@@ -326,7 +331,7 @@ def _foreign(path: Path, lines: list[dict[str, Any]]) -> Trace:
             for layer in range(layers)
         ),
         policy="observe",
-        numerics="recorded",
+        numerics="float32" if _foreign_header(path)["arm"] == "control" else "recorded",
         labels={
             "recorded-per-layer": "score offset (mean score), largest score",
             "not-recorded": "modes, W_K, |row maximum|, spread of offset and delta bias",
@@ -404,11 +409,6 @@ def readings(trace: Trace) -> Iterator[Readings]:
             continue
         if words.shape[0] != heads:
             raise ValueError(f"{trace.path}, step {sample.step}: {words.shape[0]} heads in a trace of {heads}")
-        norms = {
-            name: array.numpy().astype(np.float64)
-            for name in ("query_norm", "key_norm", "query_key_norm")
-            if (array := getattr(sample, name)) is not None
-        }
         yield Readings.from_words(
             step=sample.step,
             since_step=sample.since_step,
@@ -416,5 +416,6 @@ def readings(trace: Trace) -> Iterator[Readings]:
             modes=np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy(),
             loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
             grad_norm=sample.grad_norm,
-            **norms,
+            learning_rate=sample.learning_rate,
+            query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
         )

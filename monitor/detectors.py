@@ -9,7 +9,6 @@ names cause and head and never warns. A verdict is latched until a head has been
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +16,10 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import ratio
-from foreshock.contract.slots import Mode, Slot, Words
+from foreshock.contract.slots import Mode
 from foreshock.monitor.foretelling import DANGEROUS_SCORE, forecast, sentence, who
-from foreshock.monitor.growth import SIGNALS, Growth, History, lower_median, median_of_others
-
-Floats = npt.NDArray[np.float64]
+from foreshock.monitor.growth import SIGNALS, Floats, Growth, History, lower_median, median_of_others
+from foreshock.monitor.readings import Readings as Readings
 
 
 class DetectorConfig(BaseModel):
@@ -30,13 +27,16 @@ class DetectorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    settle_steps: int = Field(
-        default=3500, ge=0, description="no growth is judged before this step: healthy heads grow"
+    earliest_steps: int = Field(
+        default=500, ge=0, description="no growth is judged before this step, nor before twice the learning rate's rise"
     )
+    settle_steps: int = Field(
+        default=3500, ge=0, description="healthy heads grow in a run younger than this: young_growth is asked of them"
+    )
+    young_growth: float = Field(default=4.0, gt=1, description="least growth factor of a signal before settle_steps")
     window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
-    shortest_window_steps: int = Field(default=1500, ge=100, description="a shorter past is not judged")
     block_steps: int = Field(
-        default=100, ge=1, description="samples are joined into blocks of at least this many steps"
+        default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"
     )
     persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
     quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
@@ -54,92 +54,6 @@ class DetectorConfig(BaseModel):
     update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
 
 
-_COUNTS: Final = [Slot.ROWS, Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_ONE, Slot.ROWS_NONFINITE]
-_FLOATS: Final = [
-    *(Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.SCORE_MAX, Slot.ROW_MAX_ABS),
-    *(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS, Slot.DELTA_BIAS_SUMSQ),
-]
-
-
-def _nan(like: Floats) -> Floats:
-    return np.full(like.shape, np.nan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readings:
-    """One merged sample as the detectors read it: float64 arrays [N] over the heads, NaN where not recorded."""
-
-    step: int
-    since_step: int
-    rows: Floats
-    offset: Floats
-    offset_rms: Floats
-    score_max: Floats
-    row_max_abs: Floats
-    tied_bf16: Floats
-    tied_one: Floats
-    delta_sum: Floats
-    delta_abs: Floats
-    delta_sumsq: Floats
-    nonfinite_rows: Floats
-    query_norm: Floats
-    key_norm: Floats
-    query_key_norm: Floats
-    modes: npt.NDArray[np.int32]
-    loss: float | None = None
-    grad_norm: float | None = None
-
-    @classmethod
-    def from_words(
-        cls,
-        *,
-        step: int,
-        since_step: int,
-        words: Words,
-        modes: npt.NDArray[np.int32],
-        query_norm: Floats | None = None,
-        key_norm: Floats | None = None,
-        query_key_norm: Floats | None = None,
-        loss: float | None = None,
-        grad_norm: float | None = None,
-    ) -> "Readings":
-        """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
-        # few operations on many slots at once: this runs between two steps of a training
-        columns = np.ascontiguousarray(words.T)
-        counts, floats = columns[_COUNTS].astype(np.float64), columns.view(np.float64)[_FLOATS]
-        rows = counts[0]
-        counted = np.where(rows > 0, rows, np.nan)
-        tied_bf16, tied_one = counts[1:3] / counted
-        offset, offset_square = floats[:2] / counted
-        score_max, row_max_abs, *delta = floats[2:] * (counted / counted)
-        missing = _nan(rows)
-
-        def norms(values: Floats | None) -> Floats:
-            return missing if values is None else np.asarray(values, dtype=np.float64)
-
-        return cls(
-            step=step,
-            since_step=since_step,
-            rows=rows,
-            offset=offset,
-            offset_rms=np.sqrt(offset_square),
-            score_max=score_max,
-            row_max_abs=row_max_abs,
-            tied_bf16=tied_bf16,
-            tied_one=tied_one,
-            delta_sum=delta[0],
-            delta_abs=delta[1],
-            delta_sumsq=delta[2],
-            nonfinite_rows=counts[3],
-            query_norm=norms(query_norm),
-            key_norm=norms(key_norm),
-            query_key_norm=norms(query_key_norm),
-            modes=modes,
-            loss=loss,
-            grad_norm=grad_norm,
-        )
-
-
 class _Alarm(BaseModel):
     """A latched verdict, and what decides when it is told again or cleared."""
 
@@ -149,6 +63,8 @@ class _Alarm(BaseModel):
 
 _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
+_WORTH_A_LOOK: Final = 0.3
+"""Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -160,9 +76,13 @@ class Detectors:
     arrays [N], a closed block a few hundred.
     """
 
-    def __init__(self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None) -> None:
+    def __init__(
+        self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None, *, rounds: bool = True
+    ) -> None:
         self.heads = list(heads)
         self.config = config or DetectorConfig()
+        self.rounds = rounds
+        """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
         count = len(self.heads)
         self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
         names, self._layer_place = np.unique(self._layers, return_inverse=True)
@@ -177,17 +97,22 @@ class Detectors:
 
     def _forget(self) -> None:
         count = len(self.heads)
-        blocks = self.config.window_steps // self.config.block_steps + 1
-        self._history = History(count, blocks, self.config.block_steps)
-        self._runs = np.zeros((len(SIGNALS), count), dtype=np.int64)
-        self._nearness = np.zeros(count)
+        self._history = History(count, self.config.window_steps, self.config.block_steps)
+        self._recent = np.zeros((self.config.persist_blocks, len(SIGNALS), count))
+        self._pressure = np.zeros((len(SIGNALS), count))
         self._bias = np.zeros((2, count))
+        self._rate = np.zeros(2)
         self._growth: Growth | None = None
+
+    @property
+    def pressure(self) -> Floats:
+        """How near a warning each signal of each head is, [len(SIGNALS), N], 0 or more; at 1 it warns."""
+        return self._pressure
 
     @property
     def risk(self) -> Floats:
         """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
-        risk = self._nearness.copy()
+        risk: Floats = np.minimum(self._pressure.max(axis=0), 1.0)
         risk[[index for index in self._alarms if index != _RUN]] = 1.0
         return risk
 
@@ -207,13 +132,16 @@ class Detectors:
         if readings.step < self._step:
             self._forget()
         self._step = readings.step
-        self._weigh_bias(readings)
-        tripped = self._nonfinite(readings)
-        if self._add(readings):
-            growth = self._growth = self._measure()
-            if growth is not None:
-                tripped = {**self._judge(growth, readings), **tripped}
-        return self._tell(tripped, readings.step)
+        if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
+            self._rate[:] = readings.learning_rate, readings.step
+        with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
+            self._weigh_bias(readings)
+            tripped = self._nonfinite(readings)
+            if self._add(readings):
+                growth = self._growth = self._measure()
+                if growth is not None:
+                    tripped = {**self._judge(growth, readings.step), **tripped}
+            return self._tell(tripped, readings.step)
 
     def _weigh_bias(self, readings: Readings) -> None:
         """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.
@@ -224,15 +152,20 @@ class Detectors:
         if changed.any():
             self._bias[:, changed] = 0.0
             self._modes = readings.modes.astype(np.int32)
-        draw = np.where(np.isfinite(readings.delta_sum), readings.delta_sum, 0.0)
+        draw = readings.delta_sum
+        if not math.isfinite(draw.sum()):
+            draw = np.where(np.isfinite(draw), draw, 0.0)
         self._bias[0] += draw
         self._bias[1] += draw * draw
 
-    def _bias_z(self) -> Floats:
-        return ratio(self._bias[0], np.sqrt(self._bias[1]))
+    def _bias_z(self, index: int) -> float:
+        return float(self._bias[0, index] / math.sqrt(self._bias[1, index])) if self._bias[1, index] > 0 else math.nan
 
     def _nonfinite(self, readings: Readings) -> dict[int, str]:
-        broken = (readings.nonfinite_rows > 0) | np.isinf(readings.offset) | (readings.row_max_abs == np.inf)
+        broken = readings.nonfinite_rows > 0
+        for values in (readings.offset, readings.row_max_abs):
+            if values.size and not math.isfinite(values.max()):  # NaN is unknown, and an infinity may hide behind it
+                broken |= np.isinf(values) & (values > 0) | (np.isinf(values) if values is readings.offset else False)
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, readings.grad_norm):
             if value is not None and not math.isfinite(value):
@@ -241,52 +174,83 @@ class Detectors:
 
     def _add(self, readings: Readings) -> bool:
         values = np.empty((len(SIGNALS), len(self.heads)))
-        values[0], values[2] = readings.offset, readings.query_norm
+        values[0] = readings.offset
         np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
+        values[2] = np.nan if readings.query_norm is None else readings.query_norm
         np.fmax(readings.tied_bf16, readings.tied_one, out=values[3])
-        np.copyto(values, np.nan, where=~np.isfinite(values))
-        weight = np.where(np.isnan(readings.rows), 1.0, readings.rows)
+        if not math.isfinite(values.sum()):
+            np.copyto(values, np.nan, where=~np.isfinite(values))
+        weight = readings.rows
+        if not math.isfinite(weight.sum()):
+            weight = np.where(np.isfinite(weight), weight, 1.0)
         return self._history.add(readings.step, readings.since_step, weight, values)
 
     def _measure(self) -> Growth | None:
         """Growth over the second half of the run's life so far."""
-        window = min(self._history.last_step / 2, self.config.window_steps)
-        return self._history.growth(window, self.config.shortest_window_steps)
+        return self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
 
-    def _judge(self, growth: Growth, readings: Readings) -> dict[int, str]:
+    def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
+        self._recent[:-1] = self._recent[1:]
+        self._recent[-1] = self._near(growth, step)
+        np.minimum.reduce(self._recent, out=self._pressure)
+        lasting = self._pressure >= 1.0
+        tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
+        return self._name_heads(tripped, growth, np.abs(growth.end))
+
+    def _near(self, growth: Growth, step: int) -> Floats:
+        """How far every condition of a signal is met, the least of them, [len(SIGNALS), N]; 0 where one is unknown."""
         config = self.config
-        level, start = np.abs(growth.end), np.abs(growth.start)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factor = level / start
-            factor[0] = (1 + level[0]) / (1 + start[0])
-            lasting = [growth.newer_share / config.share_of_newer_half, growth.sigmas / config.noise_multiple]
-            excess = factor / (np.fmax(self._other_layers(factor), 1.0) * config.peer_excess)
-            settled = np.full(len(self.heads), 1.0 if readings.step >= config.settle_steps else 0.0)
-            dangerous = np.where(level[1] >= DANGEROUS_SCORE / 4, 1.0, settled)
-            near = np.stack(
-                [
-                    _least(settled, level[0] / config.offset_level, growth.change[0] / config.offset_change,
-                           factor[0] / config.offset_growth, lasting[0][0], lasting[1][0], excess[0]),
-                    _least(dangerous, level[1] / config.score_level, factor[1] / config.score_growth,
-                           lasting[0][1], lasting[1][1], excess[1]),
-                    _least(settled, factor[2] / config.norm_growth, lasting[0][2], lasting[1][2], excess[2]),
-                    _least(settled, level[3] / config.tied_share, factor[3] / 3.0, lasting[1][3], excess[3]),
-                ]
-            )  # fmt: skip
-        self._runs = np.where(near >= 1.0, self._runs + 1, 0)
-        lasts = self._runs >= config.persist_blocks
-        self._nearness = np.clip(near, 0.0, 1.0).max(axis=0) * np.where(lasts.any(axis=0), 1.0, 0.99)
-        tripped = {int(i): SIGNALS[int(np.argmax(lasts[:, i]))] for i in np.flatnonzero(lasts.any(axis=0))}
-        return self._name_heads(tripped, growth, level)
+        young = config.young_growth if step < config.settle_steps else 1.0
+        ripe = step >= max(config.earliest_steps, 2 * self._rate[1])
+        near = np.zeros_like(growth.end)
+        rules = (
+            (config.offset_level, config.offset_change, config.offset_growth, 1.0),
+            (config.score_level, None, config.score_growth, 0.0),
+            (None, None, config.norm_growth, 0.0),
+            (config.tied_share, None, 3.0, 0.0),
+        )
+        for row, (least_level, least_change, least_growth, floor) in enumerate(rules):
+            level = np.abs(growth.end[row])
+            found = near[row] if least_level is None else np.divide(level, least_level, out=near[row])
+            if not ripe:
+                found[level < (DANGEROUS_SCORE / 4 if row == 1 else math.inf)] = 0.0
+            if least_level is not None and not _any_at_least(found, _WORTH_A_LOOK):
+                continue
+            factor = level + floor
+            factor /= np.abs(growth.start[row]) + floor
+            grown = factor / max(least_growth, young)
+            found[:] = grown if least_level is None else np.minimum(found, grown)
+            if least_change is not None:
+                np.minimum(found, growth.change((row, slice(None))) / least_change, out=found)
+            likely = np.flatnonzero(found >= _WORTH_A_LOOK)
+            if len(likely):
+                found[likely] = np.minimum(found[likely], self._lasting(growth, row, likely, factor))
+        if math.isnan(near.sum()):
+            np.nan_to_num(near, copy=False, nan=0.0)
+        return near
+
+    def _lasting(self, growth: Growth, row: int, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
+        """Whether growth goes on, is more than noise and more than that of the other layers, for some `heads`."""
+        config, of = self.config, (row, heads)
+        end = growth.end[of]
+        parts = [
+            growth.sigmas(of) / config.noise_multiple,
+            factor[heads] / (np.fmax(self._other_layers(factor)[heads], 1.0) * config.peer_excess),
+        ]
+        if SIGNALS[row] != "ties":  # a share cannot grow for ever
+            parts.append((end - growth.middle(of)) / (end - growth.start[of]) / config.share_of_newer_half)
+        least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
+        return least
 
     def _other_layers(self, factor: Floats) -> Floats:
-        """The typical growth of the heads of the other layers, [signals, N]: failure begins in one layer (section 3.2).
+        """The typical growth of the heads of the other layers, [N]: failure begins in one layer (section 3.2).
 
         The lower median of the layers' lower medians, NaN without another layer.
         """
-        known = np.concatenate([factor, np.full((len(factor), 1), np.nan)], axis=1)
-        return median_of_others(lower_median(known[:, self._grid]))[:, self._layer_place]
+        known = np.append(factor, np.nan)
+        typical: Floats = median_of_others(lower_median(known[self._grid]))[self._layer_place]
+        return typical
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
@@ -370,12 +334,12 @@ class Detectors:
             "offset_before": growth.start[0, index],
             "score": growth.end[1, index],
             "score_before": growth.start[1, index],
-            "score_error": growth.jitter[1, index],
+            "score_error": growth.jitter((1, index)),
             "query_norm": growth.end[2, index],
             "query_norm_before": growth.start[2, index],
             "tied_share": growth.end[3, index],
             "window_steps": growth.steps,
-            "delta_bias_z": self._bias_z()[index],
+            "delta_bias_z": self._bias_z(index),
         }
         return {name: float(value) for name, value in named.items() if math.isfinite(value)}
 
@@ -383,7 +347,7 @@ class Detectors:
         """Rounding moves all scores of a head together and leaves a delta bias; a step too large spreads them."""
         if "offset" not in evidence and "score" not in evidence:
             return "other"
-        plain = index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
+        plain = self.rounds and index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
         now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
         moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
         grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
@@ -417,13 +381,12 @@ class Detectors:
         self._step = int(state["step"])
         self._growth = self._measure()
 
-    _ARRAYS = ("_runs", "_nearness", "_bias", "_modes")
+    _ARRAYS = ("_recent", "_pressure", "_bias", "_rate", "_modes")
 
 
-def _least(*parts: Floats) -> Floats:
-    """The smallest of all conditions, each 1 where it is just met; 0 where one is not known."""
-    least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
-    return least
+def _any_at_least(values: Floats, limit: float) -> bool:
+    largest = float(values.max(initial=0.0))
+    return largest >= limit or math.isnan(largest)
 
 
 def _differs(old: wire.Verdict, new: wire.Verdict, update_steps: int) -> bool:

@@ -20,9 +20,10 @@ def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | N
     found: list[tuple[float, float, float]] = []
     for row, target in ((0, abs(float(growth.end[0, index])) + DANGEROUS_SCORE - score), (1, DANGEROUS_SCORE)):
         sign = math.copysign(1.0, float(growth.end[row, index]))
-        start, middle, end = (sign * float(part[row, index]) for part in (growth.start, growth.middle, growth.end))
+        parts = (growth.start[row, index], growth.middle((row, index)), growth.end[row, index])
+        start, middle, end = (sign * float(part) for part in parts)
         newer, older, half = end - middle, middle - start, growth.steps / 2
-        if not newer > 0 or not float(growth.sigmas[row, index]) >= 2.0:
+        if not newer > 0 or not float(growth.sigmas((row, index))) >= 2.0:
             continue
         line = (target - end) / newer * half
         curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line

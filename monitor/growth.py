@@ -13,45 +13,57 @@ Floats = npt.NDArray[np.float64]
 SIGNALS: Final = ("offset", "score", "norm", "ties")
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
+_BLOCKS_OF_A_LIFE: Final = 40
+"""A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
+_LONGEST_PART: Final = 4
+"""Blocks that start, middle and end are means of; fewer in a short window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How every signal of every head moved over a window, [len(SIGNALS), N] each; NaN where it was not recorded."""
+    """How every signal of every head moved over a window, [len(SIGNALS), N]; NaN where it was not recorded.
+
+    What few heads are asked for is worked out for those: `of` names a signal and its heads, as (row, heads).
+    """
 
     start: Floats
-    middle: Floats
     end: Floats
-    jitter: Floats
-    """standard error of each of the three"""
     steps: float
     """between the centres of start and end"""
+    _halfway: list[Floats]
+    """the blocks in the middle"""
+    _jitter: Floats
+    """square of the standard error of a block"""
+    _blocks: int
+    """behind each of start, middle and end"""
 
-    @property
-    def change(self) -> Floats:
+    def middle(self, of: tuple[int, Any]) -> Floats:
+        """The mean halfway between start and end."""
+        middle: Floats = np.add.reduce([block[of] for block in self._halfway]) / len(self._halfway)
+        return middle
+
+    def jitter(self, of: tuple[int, Any]) -> Floats:
+        """Standard error of each of start, middle and end."""
+        error: Floats = np.sqrt(self._jitter[of] / self._blocks)
+        return error
+
+    def change(self, of: tuple[int, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        change: Floats = np.sign(self.end) * (self.end - self.start)
+        moved = self.end[of] - self.start[of]
+        change: Floats = np.copysign(moved, moved * self.end[of])
         return change
 
-    @property
-    def newer_share(self) -> Floats:
-        """Part of the change that lies in the newer half of the window: 0.5 for a line, 0 for a stop."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share: Floats = (self.end - self.middle) / (self.end - self.start)
-        return share
-
-    @property
-    def sigmas(self) -> Floats:
+    def sigmas(self, of: tuple[int, Any]) -> Floats:
         """The change in units of its standard error."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            sigmas: Floats = self.change / (np.sqrt(2.0) * self.jitter)
+        sigmas: Floats = self.change(of) / (np.sqrt(2.0) * self.jitter(of))
         return sigmas
 
 
 class History:
-    """A ring of blocks. A block is closed by the first sample that makes it at least `block_steps` long."""
+    """A ring of blocks. A block is closed by the first sample that makes it long enough for the run's age."""
 
-    def __init__(self, heads: int, blocks: int, block_steps: int) -> None:
+    def __init__(self, heads: int, window_steps: int, block_steps: int) -> None:
+        blocks = max(-(-window_steps // block_steps), _BLOCKS_OF_A_LIFE) + 1
         self._block_steps = block_steps
         self._values = np.full((blocks, len(SIGNALS), heads), np.nan)
         self._steps = np.zeros(blocks, dtype=np.int64)
@@ -67,55 +79,86 @@ class History:
         Within a block the offset and the ties are means weighted by `weight` [N], the score is a maximum, the norm
         the last one recorded. A head that recorded nothing leaves the block as it was.
         """
-        known = ~np.isnan(values[0])
-        share = np.divide(weight, self._weight + weight, out=np.zeros_like(weight), where=known & (weight > 0))
-        old, new = self._open[::3], values[::3]  # the offset and the ties
-        self._open[::3] = np.where(np.isnan(old), new, np.where(known, old + share * (new - old), old))
-        self._weight += np.where(known, weight, 0.0)
-        np.fmax(self._open[1], values[1], out=self._open[1])
-        np.copyto(self._open[2], values[2], where=~np.isnan(values[2]))
+        if not self._open_steps:
+            self._begin(weight, values)
+        else:
+            self._join(weight, values)
         self._open_steps += step - since_step
-        if self._open_steps < self._block_steps:
+        if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
         self._close(step)
         return True
 
+    def _begin(self, weight: Floats, values: Floats) -> None:
+        norm = self._open[2].copy()
+        self._open[:] = values
+        np.copyto(self._open[2], norm, where=np.isnan(values[2]))
+        self._weight[:] = weight
+        if np.isnan(values[0].sum()):
+            self._weight[np.isnan(values[0])] = 0.0
+
+    def _join(self, weight: Floats, values: Floats) -> None:
+        unknown = np.isnan(values[0]) if np.isnan(values[0].sum()) else None
+        if unknown is not None:
+            weight = np.where(unknown, 0.0, weight)
+        self._weight += weight
+        share = weight / np.maximum(self._weight, 1e-300)
+        for row in (0, 3):
+            step = values[row] - self._open[row]
+            step *= share
+            if np.isnan(step.sum()):
+                first = np.isnan(self._open[row])
+                self._open[row] = np.where(first, values[row], self._open[row] + np.nan_to_num(step))
+            else:
+                self._open[row] += step
+        np.fmax(self._open[1], values[1], out=self._open[1])
+        np.copyto(self._open[2], values[2], where=~np.isnan(values[2]))
+
     def _close(self, step: int) -> None:
         place = self._closed % len(self._steps)
         if self._closed:
-            difference = self._open - self._values[place - 1]
-            square = difference * difference / 2.0
-            smooth = _JITTER_MEMORY * self._jitter + (1 - _JITTER_MEMORY) * square
-            self._jitter = np.where(np.isnan(smooth), np.where(np.isnan(square), self._jitter, square), smooth)
+            square = self._open - self._values[place - 1]
+            square *= square
+            square *= (1 - _JITTER_MEMORY) / 2
+            fresh, unknown = np.isnan(self._jitter), np.isnan(square)
+            if fresh.any() or unknown.any():
+                first = np.where(unknown, self._jitter, square / (1 - _JITTER_MEMORY))
+                self._jitter = np.where(fresh | unknown, first, _JITTER_MEMORY * self._jitter + square)
+            else:
+                self._jitter *= _JITTER_MEMORY
+                self._jitter += square
         self._values[place] = self._open
         self._steps[place] = step
         self._closed += 1
         self._open_steps = 0
-        self._weight[:] = 0.0
-        norm = self._open[2].copy()
-        self._open[:] = np.nan
-        self._open[2] = norm
 
     @property
     def last_step(self) -> int:
         """Step at which the last block was closed; 0 before the first."""
         return int(self._steps[(self._closed - 1) % len(self._steps)]) if self._closed else 0
 
-    def growth(self, window_steps: float, shortest_steps: float) -> Growth | None:
-        """Over the last `window_steps`; None while less than `shortest_steps` of past is held."""
+    def growth(self, window_steps: float) -> Growth | None:
+        """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
         held = min(self._closed, len(self._steps))
         order = (self._closed - held + np.arange(held)) % len(self._steps)
         steps = self._steps[order]
         order = order[steps > steps[-1] - window_steps] if held else order
         count = len(order)
-        if count < 4 or self._steps[order[-1]] - self._steps[order[0]] < shortest_steps - self._block_steps:
+        if count < 4 or self._steps[order[-1]] - self._steps[order[0]] < 0.75 * window_steps:
             return None
-        part = max(1, count // 6)
+        part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
-        parts = (order[:part], order[half : half + part], order[-part:])
-        start, middle, end = (np.add.reduce(self._values[rows]) / part for rows in parts)
-        between = float(self._steps[parts[2]].mean() - self._steps[parts[0]].mean())
-        return Growth(start, middle, end, np.sqrt(self._jitter / part), between)
+        oldest, newest = order[:part], order[-part:]
+        halfway = [self._values[row] for row in order[half : half + part]]
+        between = float(self._steps[newest].mean() - self._steps[oldest].mean())
+        return Growth(self._mean(oldest), self._mean(newest), between, halfway, self._jitter, part)
+
+    def _mean(self, rows: npt.NDArray[np.int64]) -> Floats:
+        total: Floats = self._values[rows[0]].copy()
+        for row in rows[1:]:
+            total += self._values[row]
+        total /= len(rows)
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""

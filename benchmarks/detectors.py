@@ -1,0 +1,88 @@
+"""What the detectors cost a sample: 80 layers of 64 heads on one core, words to verdicts, blocks that close included.
+
+Two courses of 10,000 steps, sampled every 10: healthy heads, and one layer whose heads all drift (verdicts, forecasts
+and peers are worked out as well). The mean is the figure; the slowest samples are those that close a block.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from foreshock.contract.slots import Slot, Words, identity_row
+from foreshock.monitor.detectors import Detectors, Readings
+
+LAYERS: Final = 80
+HEADS: Final = 64
+STEPS: Final = 10_000
+EVERY: Final = 10
+_ROWS: Final = 65_536
+
+
+def _course(drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]]]":
+    """Steps, words and norms of W_Q of one course, a few samples apart in time; samples between repeat the last."""
+    random = np.random.default_rng(0)
+    count = LAYERS * HEADS
+    level = random.uniform(-8, 8, count)
+    samples = []
+    for step in range(100, STEPS + 1, 100):
+        words = np.tile(identity_row(), (count, 1))
+        floats = words.view(np.float64)
+        offset = level * (1 - np.exp(-step / 900)) + 0.05 * random.normal(size=count)
+        if drifting:
+            offset[:HEADS] += 2e-3 * max(0, step - 2000)
+        words[:, Slot.ROWS] = _ROWS
+        words[:, Slot.ROWS_TIED_BF16] = _ROWS // 50
+        floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 + np.abs(offset) + random.normal(size=count)
+        floats[:, Slot.OFFSET_SUM], floats[:, Slot.OFFSET_SUMSQ] = offset * _ROWS, (offset**2 + 0.3) * _ROWS
+        floats[:, Slot.DELTA_BIAS_SUM] = 1e-4 * random.normal(size=count)
+        floats[:, Slot.DELTA_BIAS_ABS], floats[:, Slot.DELTA_BIAS_SUMSQ] = 1e-2, 1e-6
+        samples.append((step, words, 2 + 1e-4 * step + 0.01 * random.normal(size=count)))
+    return samples
+
+
+def measure(drifting: bool) -> dict[str, float]:
+    """Microseconds a sample: mean, median, 99th percentile and largest; and the verdicts of the course."""
+    heads = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
+    taken: list[float] = []
+    told = 0
+    for start, words, norms in _course(drifting):
+        for step in range(start - 100 + EVERY, start + 1, EVERY):
+            began = time.thread_time()
+            seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes, query_norm=norms)
+            told += len(detectors.update(seen))
+            taken.append(1e6 * (time.thread_time() - began))
+    spread = np.percentile(taken, [50, 99, 100])
+    return {
+        "mean_us": float(np.mean(taken)),
+        "median_us": float(spread[0]),
+        "p99_us": float(spread[1]),
+        "largest_us": float(spread[2]),
+        "verdicts": told,
+    }
+
+
+def main(report: Path | None = None) -> dict[str, Any]:
+    """Measure both courses, print a table, and write JSON. Call it with OMP_NUM_THREADS=1 on a quiet core."""
+    courses = {"healthy": measure(False), "one layer drifting": measure(True)}
+    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{LAYERS} x {HEADS} heads, us a sample")
+    for name in ("course", "mean", "median", "p99", "largest", "verdicts"):
+        table.add_column(name, justify="left" if name == "course" else "right")
+    for name, seen in courses.items():
+        table.add_row(name, *(f"{value:.0f}" for value in seen.values()))
+    Console().print(table)
+    result = {"layers": LAYERS, "heads": HEADS, "cores": len(os.sched_getaffinity(0)), "courses": courses}
+    if report is not None:
+        report.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
