@@ -145,12 +145,16 @@ class TraceWriter:
             line["query_norm"] = _rounded(sample.query_norm.numpy())
         self._write(line | {"kind": "sample"})
 
+    def close(self) -> None:
+        """Write what waits, and end the file."""
+        self._flush()
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._flush()
-        self._file.close()
+        self.close()
 
 
 def _merged(samples: list[wire.Sample]) -> wire.Sample:

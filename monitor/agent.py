@@ -94,7 +94,9 @@ class Agent:
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
-        self.detectors: Detecting = Detectors(self._heads, config.detectors)
+        self.detectors: Detecting = Detectors(
+            self._heads, config.detectors, rounds=config.numerics not in ("float32", "float64")
+        )
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
         self._guards = {
@@ -449,5 +451,6 @@ def _readings(counted: Counted) -> Readings:
         modes=counted.modes,
         loss=collecting.mean(counted.losses),
         grad_norm=collecting.largest(counted.grad_norms),
+        learning_rate=counted.learning_rate,
         **{name: values.astype(np.float64) for name, values in counted.norms.items()},
     )
