@@ -250,13 +250,19 @@ def lab_run(
 def lab_score(
     traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of others.")],
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
+    ] = None,
 ) -> None:
-    """Score the detectors on recorded runs: who was warned about, when, why, and how good the forecast was."""
+    """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
+
+    Give the float32 control of a run beside it (same recipe and seed, arm "control"): harm is measured against it.
+    """
     from rich.console import Console
 
     from foreshock.cli import laboratory
 
-    laboratory.score(traces, Console(), report=report)
+    laboratory.score(traces, Console(), report=report, picture=picture)
 
 
 @bench.command("attention")
@@ -279,6 +285,14 @@ def bench_spectral(
     from foreshock.benchmarks import spectral
 
     spectral.main(None if json is None else str(json), repeats)
+
+
+@bench.command("detectors")
+def bench_detectors(json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None) -> None:
+    """Time the detectors: 80 layers of 64 heads on one core, words to verdicts. Set OMP_NUM_THREADS=1."""
+    from foreshock.benchmarks import detectors
+
+    detectors.main(json)
 
 
 @bench.command("ingest")
