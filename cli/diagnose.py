@@ -50,7 +50,7 @@ def report(
             histories.append(live(source, url, token))
     found = diagnose(histories, examined, heads=[_head(head) for head in heads])
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", min_width=12, max_width=18)
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for title, sentences in lines(found):
         table.add_row(title, "\n".join(sentences))

@@ -162,7 +162,7 @@ def _course(history: History, head: tuple[int, int]) -> HeadCourse:
         delta_z=mean / (spread / math.sqrt(len(bias))) if spread > 0 else None,
         tied_rows=_last(history.course("head.tied_rows_one", head)),
         query_norm=norm,
-        query_norm_over_others=norm / float(np.median(known)) if norm is not None and known else None,
+        query_norm_over_others=norm / float(np.median(known)) if norm is not None and any(known) else None,
     )
 
 

@@ -15,10 +15,10 @@ _DRIFTED_NATS: Final = 3.0
 """As the detectors' offset_level."""
 _QUESTIONS: Final = {
     "where": "Where",
-    "delta": "Is the error in delta",
-    "carriers": "Which tokens and features carry it",
-    "directions": "How alike its directions are",
-    "arithmetic": "Where the rounding comes from",
+    "delta": "In delta?",
+    "carriers": "Carried by",
+    "directions": "Directions",
+    "arithmetic": "Rounding",
 }
 
 
@@ -219,9 +219,9 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
         )
     if drifted:
         advice.append(
-            f"Take out what has grown in {_heads(drifted)}, between two steps: "
-            "foreshock.lab.offset_removal.remove_offset, where a bias of the keys reaches attention unturned. No probability changes; it grows again unless "
-            "its cause is taken out too."
+            f"Take out what has grown in {_heads(drifted)}, between two steps, where a bias of the keys reaches "
+            "attention unturned: foreshock.lab.offset_removal.remove_offset. No probability changes; it grows again unless its "
+            "cause is taken out too."
         )
     if other:
         advice.append(

@@ -25,7 +25,7 @@ READ: Final = (
     "head.query_norm",
 )
 _BLOCKS: Final = 100
-_POINTS: Final = 60
+_POINTS: Final = 40
 """Points of a live run that are asked for; a recorded one is read whole."""
 
 
