@@ -220,8 +220,8 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
     if drifted:
         advice.append(
             f"Take out what has grown in {_heads(drifted)}, between two steps, where a bias of the keys reaches "
-            "attention unturned: foreshock.lab.offset_removal.remove_offset. No probability changes; it grows again unless its "
-            "cause is taken out too."
+            "attention unturned: foreshock.lab.offset_removal.remove_offset. No probability changes; it grows "
+            "again unless its cause is taken out too."
         )
     if other:
         advice.append(

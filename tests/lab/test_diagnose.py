@@ -183,7 +183,7 @@ def test_the_numbers_of_a_planted_head_come_out() -> None:
 
 
 def planted_history(bias: float) -> History:
-    steps: Floats = np.arange(25.0, 5001.0, 25.0)
+    steps = np.linspace(25.0, 5000.0, 200, dtype=np.float64)
     noise = np.random.default_rng(0).normal(0, 0.02, (len(steps), 2))
     shares = noise + np.array([bias, 0.0])
     names = ("head.score_offset", "head.row_max_abs", "head.tied_rows_one", "head.tied_rows_bf16", "head.query_norm")
