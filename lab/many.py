@@ -77,14 +77,14 @@ def run_set(
     started = []
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        for number in range(processes):
+        for number in range(processes if any(not _trace(folder, entry).exists() for entry in entries) else 0):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[number % len(gpus)]) if gpus else ""
             core = cores[number % len(cores)] if cores else None
             process = context.Process(target=_work, args=(list(entries), folder, runs_per_process, deadline, core))
             process.start()
             started.append(process)
     finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if before is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
     for process in started:

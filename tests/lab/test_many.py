@@ -1,0 +1,89 @@
+"""A set of runs: every trace is made once, a branch starts where its trunk was warned about."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foreshock.contract import wire
+from foreshock.lab import many
+from foreshock.lab.corpus import Corpus, standard_library
+from foreshock.lab.many import Branch, Entry, run_set
+from foreshock.lab.model import ModelConfig
+from foreshock.lab.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.trace import read_trace
+
+TINY = replace(
+    find_recipe("key-bias-small"),
+    name="tiny",
+    model=ModelConfig(layers=2, heads=2, width=16, context=16),
+    batch=4,
+    steps=60,
+    sample_every_steps=5,
+)
+TRUNK = Entry(recipe=TINY, arm=UNTREATED, seed=3)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return standard_library()
+
+
+def finish(run: many._Run) -> None:
+    while run.turn():
+        pass
+    run.end("completed")
+
+
+def test_a_set_is_made_by_processes_and_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+    entries = [TRUNK, replace(TRUNK, arm=CONTROL)]
+    said: list[str] = []
+    assert run_set(entries, tmp_path, processes=1, runs_per_process=2, say=said.append) == []
+    assert said == [f"2 of 2 traces are in {tmp_path}"]
+    traces = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.jsonl.gz")}
+    assert set(traces) == {"tiny_untreated_seed3.jsonl.gz", "tiny_control_seed3.jsonl.gz"}
+    assert run_set(entries, tmp_path, processes=1) == []
+    assert traces == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.jsonl.gz")}
+    trace = read_trace(tmp_path / "tiny_control_seed3.jsonl.gz")
+    assert (trace.header["truth"], trace.header["nature"]) == ("healthy", "natural")
+    assert trace.steps.step.tolist() == list(range(1, 61))
+
+
+def test_a_branch_goes_on_from_its_trunk_after_the_warning_and_switches_what_it_says(
+    tmp_path: Path, corpus: Corpus
+) -> None:
+    trunk = many._Run(TRUNK, tmp_path, corpus, [10])
+    while trunk.training.step < 20:
+        trunk.turn()
+    trunk._hear(wire.Verdict(
+        id="v", step=20, severity="warning", state="raised", signal="offset", cause="rounding", layer=1, head=0,
+        sentence="A head drifts.",
+    ))  # fmt: skip
+    finish(trunk)
+    branched = replace(TRUNK, branch=Branch(name="layer-late", delay_steps=10, heads="layer", remove_offset=True))
+    finish(many._Run(branched, tmp_path, corpus, []))
+    trace = read_trace(tmp_path / "tiny_layer-late_seed3.jsonl.gz")
+    assert trace.steps.step.tolist() == list(range(31, 61))
+    modes = trace.samples[-1].modes
+    assert modes is not None
+    assert modes.numpy().tolist() == [0, 0, 1, 1]
+    assert trace.header["arm"] == "layer-late"
+
+
+def test_a_run_that_fails_stops_no_other(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(TINY, name="broken", learning_rate=-1.0)
+    entries = [Entry(recipe=broken, arm=UNTREATED, seed=0), TRUNK]
+    entries.append(replace(entries[0], branch=Branch(name="never")))
+    monkeypatch.setattr(many, "standard_library", lambda: corpus)
+    (tmp_path / "claims").mkdir()
+    many._work(entries, tmp_path, 1, 1e12, None)
+    assert [path.name for path in tmp_path.glob("*.jsonl.gz")] == ["tiny_untreated_seed3.jsonl.gz"]
+
+
+def test_time_that_is_out_leaves_a_whole_trace_of_an_unfinished_run(tmp_path: Path, corpus: Corpus) -> None:
+    run = many._Run(TRUNK, tmp_path, corpus, [])
+    while run.training.step < 20:
+        run.turn()
+    run.end("unfinished")
+    assert read_trace(tmp_path / "unfinished" / "tiny_untreated_seed3.jsonl.gz").samples[-1].step == 20
+    assert not list(tmp_path.glob("*.jsonl.gz"))
