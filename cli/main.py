@@ -309,6 +309,19 @@ def bench_ingest(
     ingest.main(json, seconds=seconds, database_url=database_url)
 
 
+@bench.command("page")
+def bench_page(
+    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep the filled store here, 3 GB; found there, it is used again.")
+    ] = None,
+) -> None:
+    """Draw runs of 600,000 steps in a real Chromium: queries, first paint, scrubbing through the heat map."""
+    from foreshock.benchmarks import page
+
+    page.main(json, folder=folder)
+
+
 @dashboards.command("generate")
 def dashboards_generate() -> None:
     """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""

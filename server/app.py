@@ -90,6 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     for router in (ingest.router, stream.router, webhooks.router, routes.router):
         app.include_router(router)
     _serve_page(app)
+    app.add_middleware(ingest.Shortcut)
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
     return app

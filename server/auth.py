@@ -16,7 +16,7 @@ from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -41,6 +41,7 @@ _SECURITY_HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+_RAW_SECURITY_HEADERS: Final = [(name.encode(), value.encode()) for name, value in _SECURITY_HEADERS.items()]
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Gate:
         async def send_with_headers(message: Message) -> None:
             nonlocal replaced
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
-                if message["status"] == 413 and "problem" not in headers.get("content-type", ""):
+                given = message["headers"] = list(message["headers"])
+                names = {name for name, _ in given}
+                given.extend(header for header in _RAW_SECURITY_HEADERS if header[0] not in names)
+                if message["status"] == 413 and (b"content-type", b"application/problem+json") not in given:
                     replaced = True  # the framework's body limit answers in plain text, past every handler
                     await problem(413, TOO_LARGE, headers=_SECURITY_HEADERS)(scope, receive, send)
             if not replaced:

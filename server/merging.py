@@ -43,7 +43,7 @@ class Axis:
 
     heads: tuple[HeadRef, ...]
     rows: dict[int, npt.NDArray[np.intp]]
-    """For each boot that said what it watches: where its array rows stand on this axis."""
+    """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
 
     @property
     def layers(self) -> list[int]:
@@ -53,6 +53,12 @@ class Axis:
     def index(self) -> dict[HeadRef, int]:
         """Where each head stands."""
         return {ref: i for i, ref in enumerate(self.heads)}
+
+    def only(self, picked: npt.NDArray[np.intp]) -> "Axis":
+        """The axis of some of its heads, given by where they stand, ascending."""
+        place = np.full(len(self.heads), -1, dtype=np.intp)
+        place[picked] = np.arange(len(picked))
+        return Axis(tuple(self.heads[i] for i in picked), {boot: place[where] for boot, where in self.rows.items()})
 
 
 async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
@@ -121,12 +127,15 @@ class Readings:
 
 
 def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> Readings:
-    """Merge samples given in the fixed order. `names` limits which arrays are read."""
+    """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
     by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
     shape = len(by_step), len(axis.heads)
-    words = np.broadcast_to(identity_row(), (*shape, len(identity_row()))).copy()
+    words = (
+        np.tile(identity_row(), (*shape, 1)) if names is None or "states" in names else np.empty((*shape, 0), np.int64)
+    )
     counted = np.zeros(shape, dtype=np.bool_)
-    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS}
+    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS if names is None or name in names}
+    held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}
     scalars: dict[str, Floats] = {name: np.full(len(by_step), np.nan) for name in SCALARS}
     given = {name: np.zeros(len(by_step), dtype=np.bool_) for name in SCALARS}
     for i, (_, group) in enumerate(by_step):
@@ -134,17 +143,19 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
             where = axis.rows.get(row.boot_id)
             if where is None or names == frozenset():
                 continue
+            own = held[row.boot_id]
             for name, values in unpack_arrays(row.arrays, names).items():
                 if values.shape[:1] != where.shape:
                     continue  # not as many heads as the boot said it watches: no telling which is which
+                at, values = where[own], values[own]
                 if name == "states":
-                    known = counted[i, where].any()
-                    words[i, where] = merge_words([words[i, where], values]) if known else values
-                    counted[i, where] = True
+                    known = counted[i, at].any()
+                    words[i, at] = merge_words([words[i, at], values]) if known else values
+                    counted[i, at] = True
                 else:
                     pick = np.fmin if name == "modes" else np.fmax  # a mode is on when every rank has it
-                    old = fields[name][i, where]
-                    fields[name][i, where] = pick(old, values.reshape(len(where)).astype(np.float64))
+                    old = fields[name][i, at]
+                    fields[name][i, at] = pick(old, values.reshape(len(at)).astype(np.float64))
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True

@@ -101,6 +101,9 @@ class RunSummary(Response):
     loss: Number
     worst_risk: Number
     active_warnings: int
+    forecast_steps: Number = Field(
+        default=None, description="the shortest forecast of them: steps until the largest |score| reaches 512"
+    )
     labels: dict[str, str]
 
 
@@ -182,13 +185,31 @@ class Series(Response):
     lines: list[Line]
 
 
+class CurveLine(Line):
+    """One of many curves; without points where the run has no such head."""
+
+    metric: str
+    unit: str
+
+
+class Curves(Response):
+    """Many curves over the same steps, in the order in which they were asked for; drawn as those of Series."""
+
+    run: str
+    lines: list[CurveLine]
+
+
 class Matrix(Response):
-    """One per-head metric at the newest step that is not after the one asked for."""
+    """One per-head metric at the newest step that is not after the one asked for.
+
+    What is measured now and then, as spectral norms are, is shown as it was last measured.
+    """
 
     run: str
     metric: str
     unit: str
     step: int | None = Field(description="the step shown; null when there is no sample at or before the one asked for")
+    measured_step: int | None = Field(description="by when the values were measured; null when they never were")
     layers: list[int]
     heads: list[int]
     values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")

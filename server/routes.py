@@ -12,6 +12,7 @@ from foreshock.server import audit, commands
 from foreshock.server.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
 from foreshock.server.eventlog import read_events
 from foreshock.server.exposition import Exposer
+from foreshock.server.matrix import matrix
 from foreshock.server.merging import SERIES_KEYS
 from foreshock.server.models import (
     AuditPage,
@@ -19,6 +20,7 @@ from foreshock.server.models import (
     CommandList,
     CommandRequest,
     CommandStatus,
+    Curves,
     Decision,
     EventList,
     Health,
@@ -34,7 +36,7 @@ from foreshock.server.models import (
 from foreshock.server.problems import ProblemError
 from foreshock.server.runs import list_runs, run_detail
 from foreshock.server.schema import runs
-from foreshock.server.series import matrix, metric_of, series
+from foreshock.server.series import curve_of, curves, metric_of, series
 from foreshock.server.store import Store
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
@@ -92,6 +94,23 @@ async def get_series(
         return await series(
             connection, request.app.state.roller, run_id, run, metric_of(metric), layer, head, span, max_points
         )
+
+
+@router.get("/v1/runs/{run:path}/curves")
+async def get_curves(
+    request: Request,
+    _: Reader,
+    run: str,
+    line: Annotated[list[Annotated[str, Query(max_length=80)]], Query(min_length=1, max_length=256)],
+    from_step: StepQuery = None,
+    to_step: StepQuery = None,
+    max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Curves:
+    """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
+    wanted = [curve_of(text) for text in line]
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        return await curves(connection, request.app.state.roller, run_id, run, wanted, (from_step, to_step), max_points)
 
 
 @router.get("/v1/runs/{run:path}/matrix")

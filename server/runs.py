@@ -56,12 +56,17 @@ async def summaries(
                     "loss": latest.get("run.loss"),
                     "worst_risk": latest.get("run.worst_risk"),
                     "active_warnings": len(raised.get(row.id, [])),
+                    "forecast_steps": _shortest(raised.get(row.id, [])),
                     **_described(found[row.id]),
                 },
                 reading,
             )
         )
     return result
+
+
+def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
+    return min((w.forecast_steps for w in raised if w.forecast_steps is not None), default=None)
 
 
 def newest_boots(rows: Sequence[Row[Any]]) -> list[Row[Any]]:

@@ -54,8 +54,8 @@ class Spans:
         self.high[at] = np.fmax(self.high[at], np.fmax.reduceat(high, edges, axis=0))
         if bad is not None:
             self.bad[at] |= np.logical_or.reduceat(bad, edges)
-        for i in range(len(steps)):  # later steps overwrite where they have a value
-            span = spans[i]
-            if steps[i] >= self.steps[span]:
-                self.steps[span] = steps[i]
-                self.last[span] = np.where(np.isnan(last[i]), self.last[span], last[i])
+        newer = (steps >= self.steps[spans])[:, None] & ~np.isnan(last)
+        newest = np.maximum.reduceat(np.where(newer, np.arange(len(steps))[:, None], -1), edges, axis=0)
+        found = np.take_along_axis(last, np.maximum(newest, 0), axis=0)
+        self.last[at] = np.where(newest >= 0, found, self.last[at])  # later steps overwrite where they have a value
+        self.steps[at] = np.maximum(self.steps[at], np.maximum.reduceat(steps, edges))

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.wire import Array
 from foreshock.server.merging import badness
 from foreshock.server.rollups import build
 from foreshock.server.testing import FakeRank
@@ -78,6 +79,87 @@ def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> Non
     play(story)
 
 
+def test_many_curves_at_once_say_what_each_says_alone(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(4, 9000, 4))
+        for span in range(8):
+            assert await build(service.app.state.store, 1, span)
+        names = [
+            "run.loss",
+            "run.worst_risk",
+            "head.score_max:1:2",
+            "head.score_max:0",
+            "head.score_offset:1",
+            "head.risk:9",
+        ]
+        for query in ({"max_points": 8}, {"max_points": 500, "from_step": 2000, "to_step": 3000}):
+            found = (await service.get("/v1/runs/run-1/curves", line=names, **query))["lines"]
+            assert [line["metric"] for line in found] == [name.split(":")[0] for name in names]
+            assert found.pop()["steps"] == []  # the run has no layer 9
+            for name, line in zip(names, found, strict=False):
+                metric, *where = name.split(":")
+                alone = dict(zip(("layer", "head"), where, strict=False))
+                [same] = (await service.get("/v1/runs/run-1/series", metric=metric, **alone, **query))["lines"]
+                assert {key: line[key] for key in same} == same
+                assert len(same["steps"]) > 5
+
+    play(story)
+
+
+def test_a_wide_runs_few_samples_are_drawn_from_its_roll_ups(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(1000, 9000, 1000))
+        query = {"line": ["head.score_max:1:2", "head.score_max:0", "run.loss"], "max_points": 50}
+        before = await service.get("/v1/runs/run-1/curves", **query)
+        for span in range(8):
+            assert await build(service.app.state.store, 1, span)
+        async with service.app.state.store.write() as connection:
+            await connection.execute(text("UPDATE samples SET arrays = NULL"))
+        after = await service.get("/v1/runs/run-1/curves", **query)
+        for old, new in zip(before["lines"], after["lines"], strict=True):
+            assert new["steps"] == old["steps"]
+            for key in ("low", "high", "last"):
+                assert new[key] == pytest.approx(old[key], rel=1e-6)
+
+    play(story)
+
+
+@pytest.mark.parametrize("rolled", [False, True], ids=["from samples", "from roll-ups"])
+def test_a_metric_that_is_measured_now_and_then_is_shown_as_it_was_last_measured(play: Any, rolled: bool) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started())
+        norms = {40: 7.0, 4000: 8.0}
+        for step in range(20, 6000, 20):
+            sample = rank.sample(step, since=step - 20)
+            if step in norms:
+                own = Array.of(np.full(rank.count, norms[step], dtype=np.float32))
+                sample = sample.model_copy(update={"query_norm": own})
+            await service.store(rank, sample)
+        for span in range(5 if rolled else 0):
+            assert await build(service.app.state.store, 1, span)
+        expected = {
+            20: (None, None),
+            40: (40, 7.0),
+            2000: (40, 7.0),
+            3980: (40, 7.0),
+            4000: (4000, 8.0),
+            5980: (4000, 8.0),
+        }
+        if not rolled:
+            del expected[3980]  # further back than samples are looked through
+        for step, (measured, value) in expected.items():
+            found = await service.get("/v1/runs/run-1/matrix", metric="head.query_norm", step=step)
+            assert found["step"] == step
+            assert {each for row in found["values"] for each in row} == {value}
+            if measured is None:
+                assert found["measured_step"] is None
+            else:
+                assert measured <= found["measured_step"] < measured + 128
+
+    play(story)
+
+
 def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = await store_run(service, range(1, 2200))
@@ -102,6 +184,12 @@ def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
         ("/v1/runs/run-1/series?metric=head.score_max&layer=0&head=9", 404, "no layer 0 head 9"),
         ("/v1/runs/run-1/series?metric=head.score_max&head=1", 422, "head needs layer"),
         ("/v1/runs/run-1/series?metric=run.loss&max_points=0", 422, "wrong"),
+        ("/v1/runs/run-1/curves", 422, "wrong"),
+        ("/v1/runs/run-1/curves?line=run.loss:0", 422, "METRIC"),
+        ("/v1/runs/run-1/curves?line=head.score_max", 422, "METRIC:LAYER"),
+        ("/v1/runs/run-1/curves?line=head.score_max:0:1:2", 422, "METRIC"),
+        ("/v1/runs/run-1/curves?line=head.score_max:-1", 422, "METRIC"),
+        ("/v1/runs/run-1/curves?line=run.unknown", 422, "allowed are"),
         ("/v1/runs/nobody", 404, "no run"),
         ("/v1/commands/nothing", 404, "no command"),
     ],

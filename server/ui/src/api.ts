@@ -35,6 +35,8 @@ export interface RunSummary {
   loss: number | null;
   worst_risk: number | null;
   active_warnings: number;
+  /** The shortest forecast of the active warnings. */
+  forecast_steps: number | null;
   labels: Record<string, string>;
 }
 
@@ -84,12 +86,8 @@ export interface SeriesLine {
   worst_head: (number | null)[] | null;
 }
 
-export interface Series {
-  run: string;
-  metric: string;
-  unit: string;
-  lines: SeriesLine[];
-}
+/** One curve: METRIC of the run, METRIC:LAYER of a layer's worst head, or METRIC:LAYER:HEAD. */
+export type CurveName = string;
 
 export interface Matrix {
   step: number | null;
@@ -176,7 +174,9 @@ async function call<T>(path: string, init: RequestInit = {}): Promise<T> {
   const response = await fetch(new URL(path, document.baseURI), { ...init, headers, credentials: "same-origin" });
   const text = await response.text();
   if (!response.ok) throw new Problem(response.status, problemText(text, response));
-  return (text ? JSON.parse(text, finite) : null) as T;
+  if (!text) return null as T;
+  // A reviver is slow, and non-finite numbers are rare.
+  return (/"-?(NaN|Infinity)"/.test(text) ? JSON.parse(text, finite) : JSON.parse(text)) as T;
 }
 
 /** Words that stand for non-finite numbers, back to numbers, in the places where numbers travel. */
@@ -204,9 +204,13 @@ function problemText(text: string, response: Response): string {
   }
 }
 
-function query(parameters: Record<string, string | number | null | undefined>): string {
-  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined);
-  return given.length ? `?${new URLSearchParams(given.map(([key, value]) => [key, String(value)]))}` : "";
+type Parameter = string | number | null | undefined;
+
+function query(parameters: Record<string, Parameter | readonly string[]>): string {
+  const given = Object.entries(parameters).flatMap(([key, value]) =>
+    [value].flat().flatMap((item) => (item === null || item === undefined ? [] : [[key, String(item)]])),
+  );
+  return given.length ? `?${new URLSearchParams(given)}` : "";
 }
 
 /** A run's id may contain slashes; the service takes it percent-encoded. */
@@ -222,10 +226,11 @@ export const api = {
   catalog: async () => (await call<{ metrics: MetricInfo[] }>("v1/catalog")).metrics,
   runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
   run: (run: string) => call<RunDetail>(at(run)),
-  series: (
+  /** In the order of `line`; a line without points where the run has no such head. */
+  curves: async (
     run: string,
-    of: { metric: string; layer?: number; head?: number; from_step?: number; to_step?: number; max_points: number },
-  ) => call<Series>(`${at(run)}/series${query(of)}`),
+    of: { line: readonly CurveName[]; from_step?: number; to_step?: number; max_points: number },
+  ) => (await call<{ lines: SeriesLine[] }>(`${at(run)}/curves${query(of)}`)).lines,
   matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) =>
     call<Matrix>(`${at(run)}/matrix${query(of)}`),
   /** Newest first, at most MOST_EVENTS of them. */

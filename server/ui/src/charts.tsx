@@ -38,6 +38,10 @@ export function Charts({ views, catalog, head, ink }: Props) {
   const [range, setRange] = useState<Range>(null);
   const [more, setMore] = useState(false);
   const markers = useMemo(() => views.flatMap((view) => markersOf(view, views.length > 1, ink)), [views, ink]);
+  // Chosen anew when a warning comes or goes, not with every sample: lines that come and go cannot be read.
+  const warned = views.flatMap(({ detail }) => detail.warnings.map(({ id }) => id)).join();
+  const layers = views.map(({ detail }) => `${detail.run} ${detail.layers.length}`).join();
+  const riskiest = useMemo(() => (views.length === 1 ? riskiestLayers(views[0]!) : []), [warned, layers]);
   const plotted = catalog.filter(({ key, per_head }) => (per_head || key.startsWith("run.")) && !ELSEWHERE.has(key));
   const first = FIRST.flatMap((key) => plotted.filter((metric) => metric.key === key));
   const rest = plotted.filter((metric) => !FIRST.includes(metric.key));
@@ -47,6 +51,7 @@ export function Charts({ views, catalog, head, ink }: Props) {
       metric={metric}
       views={views}
       head={head}
+      riskiest={riskiest}
       markers={markers}
       range={range}
       onRange={setRange}
@@ -74,41 +79,42 @@ export function Charts({ views, catalog, head, ink }: Props) {
 
 interface MetricChartProps extends Omit<Props, "catalog"> {
   metric: MetricInfo;
+  /** Layers whose worst head is drawn beside the chosen one. */
+  riskiest: readonly number[];
   markers: readonly Marker[];
   range: Range;
   onRange: (range: Range) => void;
 }
 
-function MetricChart({ metric, views, head, markers, range, onRange, ink }: MetricChartProps) {
+function MetricChart({ metric, views, head, riskiest, markers, range, onRange, ink }: MetricChartProps) {
   const [box, seen] = useSeen<HTMLElement>();
   const [wanted, setWanted] = useState<boolean | null>(null);
   const runs = views.map((view) => view.detail.run);
   const single = views.length === 1;
-  const key = JSON.stringify([metric.key, runs, metric.per_head && head, range]);
+  const key = JSON.stringify([metric.key, runs, metric.per_head && [head, single && riskiest], range]);
   const sources = useMemo(() => {
     const span = range ? { from_step: Math.max(0, range[0]), to_step: range[1] } : {};
-    const of = (run: string, where: Partial<Head>) => new LiveSeries({ run, metric: metric.key, ...where, ...span });
-    if (!metric.per_head) return runs.map((run) => of(run, {}));
-    if (!single) return runs.map((run) => of(run, head ?? {}));
-    return [...(head ? [of(runs[0]!, head)] : []), of(runs[0]!, {})];
+    const of = (run: string, ...where: number[]) => new LiveSeries(run, [metric.key, ...where].join(":"), span);
+    if (!metric.per_head) return runs.map((run) => of(run));
+    const chosen = head ? runs.map((run) => of(run, head.layer, head.head)) : [];
+    return single ? [...chosen, ...riskiest.map((layer) => of(runs[0]!, layer))] : chosen;
   }, [key]);
   const series = useResource((fresh) => Promise.all(sources.map((source) => source.load(fresh))), key, {
     on: ({ kind, run }) =>
       run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
     seen,
   });
-  const riskiest = useMemo(() => (single ? riskiestLayers(views[0]!) : []), [views, single]);
   const lines = useMemo((): Line[] => {
-    const curves = (series.data ?? []).flatMap((lines, i) => lines.map((line) => ({ line, i })));
+    const curves = (series.data ?? []).map((line, i) => ({ line, i })).filter(({ line }) => line.steps.length > 0);
     if (!single) return curves.map(({ line, i }) => toLine(line, runs[i]!, views[i]!.colour));
     if (!metric.per_head) return curves.map(({ line }) => toLine(line, metric.title, ink.lines[1]!));
     return curves.flatMap(({ line, i }) => {
       if (head && i === 0) return [toLine(line, `layer ${head.layer} head ${head.head}`, ink.lines[0]!, "first")];
+      if (sameAsChosen(line, head)) return [];
       const place = riskiest.indexOf(line.layer ?? -1);
-      if (place < 0 || sameAsChosen(line, head)) return [];
       return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!, "rest")];
     });
-  }, [series.data, riskiest, ink, single]);
+  }, [series.data, ink, single]);
   const logarithmic = wanted ?? (GROWING.has(metric.key) && growth(lines) > GROWTH);
   return (
     <Chart

@@ -57,12 +57,10 @@ export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");
 }
 
-/** The shortest forecast of the active warnings, in steps until the largest |score| is 512. */
-export function timeLeft(warnings: readonly { forecast_steps: number | null }[]): string {
-  const forecasts = warnings.map((warning) => warning.forecast_steps).filter((value) => value !== null);
-  if (forecasts.length && Math.min(...forecasts) < 1) return "none";
-  if (forecasts.length) return `about ${steps(roundTo2(Math.min(...forecasts)))}`;
-  return warnings.length ? "no forecast" : "no warning";
+/** The shortest forecast of a run's warnings, in steps until the largest |score| is 512. */
+export function timeLeft(run: { active_warnings: number; forecast_steps: number | null }): string {
+  if (run.forecast_steps === null) return run.active_warnings ? "no forecast" : "no warning";
+  return run.forecast_steps < 1 ? "none" : `about ${steps(roundTo2(run.forecast_steps))}`;
 }
 
 /** A forecast is not known to the step: two significant digits. */

@@ -19,6 +19,27 @@ function runsOf(search: string): string[] {
   return [...new Set(given.split(",").filter(Boolean))];
 }
 
+/** Asks until there is an answer, with growing pauses; returns what ends that. */
+function retried<T>(ask: () => Promise<T>, done: (answer: T) => void, failed: (error: Error) => void): () => void {
+  let ended = false;
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const turn = (pause: number) => {
+    ask().then(
+      (answer) => !ended && done(answer),
+      (error: Error) => {
+        if (ended) return;
+        failed(error);
+        timer = setTimeout(() => turn(Math.min(2 * pause, 15_000)), pause);
+      },
+    );
+  };
+  turn(1000);
+  return () => {
+    ended = true;
+    clearTimeout(timer);
+  };
+}
+
 function App() {
   const [search, setSearch] = useState(location.search);
   const [session, setSession] = useState<Session | Error | null>(null);
@@ -38,14 +59,15 @@ function App() {
     addEventListener("popstate", moved);
     return () => removeEventListener("popstate", moved);
   }, []);
-  useEffect(() => {
+  useEffect(
     // A lost connection may be a session that has expired; a service that is away changes nothing here.
-    api.session().then(setSession, (error: Error) => setSession((old) => old ?? error));
-  }, [connection === "lost"]);
+    () => retried(api.session, setSession, (error) => setSession((old) => (old && !(old instanceof Error) ? old : error))),
+    [connection === "lost"],
+  );
   useEffect(() => {
     if (!entered) return;
     connect();
-    api.catalog().then(setCatalog, setSession);
+    return retried(api.catalog, setCatalog, () => {});
   }, [entered]);
   useEffect(() => {
     document.title = runs.length ? `${runs.join(", ")} · foreshock` : "foreshock";

@@ -6,21 +6,8 @@ import { number, steps, timeLeft } from "./format";
 import { useResource } from "./resource";
 import { address, Ago, ErrorNote, Labels, Link, Risk, State } from "./parts";
 
-/** A run of the list; the time left of the runs with warnings needs their details. */
-type Listed = RunSummary & { timeLeft: string };
-
-async function list(): Promise<Listed[]> {
-  const runs = await api.runs();
-  return Promise.all(
-    runs.map(async (run, i) => {
-      const warnings = run.active_warnings && i < 20 ? (await api.run(run.run)).warnings : [];
-      return { ...run, timeLeft: run.active_warnings && !warnings.length ? "open the run" : timeLeft(warnings) };
-    }),
-  );
-}
-
 export function Runs({ go }: { go: (address: string) => void }) {
-  const runs = useResource(list, "runs", { on: () => true });
+  const runs = useResource(api.runs, "runs", { on: () => true });
   const [chosen, setChosen] = useState<readonly string[]>([]);
   const toggle = (run: string) =>
     setChosen(chosen.includes(run) ? chosen.filter((other) => other !== run) : [...chosen, run]);
@@ -80,7 +67,7 @@ function Row({
   toggle,
   go,
 }: {
-  run: Listed;
+  run: RunSummary;
   chosen: boolean;
   toggle: () => void;
   go: (to: string) => void;
@@ -109,7 +96,7 @@ function Row({
         <Risk value={run.worst_risk} />
       </td>
       <td data-label="Steps left" class={`right ${run.active_warnings ? "" : "muted"}`}>
-        {run.timeLeft}
+        {timeLeft(run)}
       </td>
       <td data-label="Warnings" class="right">
         {run.active_warnings || "none"}

@@ -1,64 +1,58 @@
-/** Curves that grow: after the first load only the newest points are fetched. */
+/** Curves that grow: after the first load only the newest points are fetched, those of many charts by one request. */
 
-import { api, Problem, type SeriesLine } from "./api";
+import { api, type CurveName, type SeriesLine } from "./api";
 
 const MAX_POINTS = 600;
-const AT_ONCE = 2;
 
-interface Wanted {
-  run: string;
-  metric: string;
-  layer?: number;
-  head?: number;
+interface Steps {
   from_step?: number;
   to_step?: number;
 }
 
 export class LiveSeries {
-  private lines: readonly SeriesLine[] = [];
+  private line: SeriesLine | null = null;
 
-  constructor(private readonly wanted: Wanted) {}
+  constructor(
+    private readonly run: string,
+    private readonly name: CurveName,
+    private readonly steps: Steps,
+  ) {}
 
-  /** All lines; `fresh` loads everything, otherwise what came after the last point but one (the last may still change). */
-  async load(fresh: boolean): Promise<readonly SeriesLine[]> {
-    const { run, ...wanted } = this.wanted;
-    const known = Math.min(...this.lines.map((line) => line.steps.length));
-    const resume = this.lines[0]?.steps.at(-2);
-    if (fresh || resume === undefined || known > 2 * MAX_POINTS) {
-      this.lines = await ask(run, wanted);
+  /** The line; `fresh` loads all of it, otherwise what came after the last point but one (the last may still change). */
+  async load(fresh: boolean): Promise<SeriesLine> {
+    const resume = this.line?.steps.at(-2);
+    if (fresh || !this.line || resume === undefined || this.line.steps.length > 2 * MAX_POINTS) {
+      this.line = await ask(this.run, this.name, this.steps);
     } else {
-      const lines = await ask(run, { ...wanted, from_step: resume + 1 });
-      this.lines = this.lines.map((line) => {
-        const newer = lines.find((other) => other.layer === line.layer && other.head === line.head);
-        return newer ? extend(line, newer) : line;
-      });
+      const newer = await ask(this.run, this.name, { ...this.steps, from_step: resume + 1 });
+      this.line = extend(this.line, newer);
     }
-    return this.lines;
+    return this.line;
   }
 }
 
-/** A run that has no such head has no line; where several are compared, the others still do. */
-async function ask(run: string, wanted: Omit<Wanted, "run">): Promise<readonly SeriesLine[]> {
-  try {
-    return (await inTurn(() => api.series(run, { ...wanted, max_points: MAX_POINTS }))).lines;
-  } catch (error) {
-    if (error instanceof Problem && error.status === 404) return [];
-    throw error;
-  }
+type Answer = [done: (line: SeriesLine) => void, failed: (error: unknown) => void];
+
+/** Questions of this moment, by run and steps; what charts ask together, one request answers. */
+const questions = new Map<string, { run: string; steps: Steps; lines: Map<CurveName, Answer[]> }>();
+
+function ask(run: string, name: CurveName, steps: Steps): Promise<SeriesLine> {
+  const key = JSON.stringify([run, steps.from_step, steps.to_step]);
+  if (!questions.size) setTimeout(send);
+  if (!questions.has(key)) questions.set(key, { run, steps, lines: new Map() });
+  const { lines } = questions.get(key)!;
+  return new Promise((...answer) => lines.set(name, [...(lines.get(name) ?? []), answer]));
 }
 
-let running = 0;
-const waiting: (() => void)[] = [];
-
-/** Few at once, first come, first served: the charts at the top are drawn early instead of all of them late. */
-async function inTurn<T>(work: () => Promise<T>): Promise<T> {
-  if (running >= AT_ONCE) await new Promise<void>((turn) => waiting.push(turn));
-  running++;
-  try {
-    return await work();
-  } finally {
-    running--;
-    waiting.shift()?.();
+function send(): void {
+  const all = [...questions.values()];
+  questions.clear();
+  for (const { run, steps, lines } of all) {
+    const answers = [...lines.values()];
+    api.curves(run, { line: [...lines.keys()], ...steps, max_points: MAX_POINTS }).then(
+      (found) => answers.forEach((of, i) => of.forEach(([done]) => done(found[i]!))),
+      (error: unknown) => answers.forEach((of) => of.forEach(([, failed]) => failed(error))),
+    );
   }
 }
 

@@ -18,7 +18,7 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
     ["Step", steps(detail.last_step)],
     ["Loss", number(detail.loss)],
     ["Risk", <Risk value={detail.worst_risk} />],
-    ["Steps left", timeLeft(detail.warnings)],
+    ["Steps left", timeLeft(detail)],
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
     ["Numerics", detail.numerics ?? "not recorded"],
@@ -89,7 +89,7 @@ function Table({ views, go }: Props) {
                   <Risk value={detail.worst_risk} />
                 </td>
                 <td data-label="Steps left" class="right">
-                  {timeLeft(detail.warnings)}
+                  {timeLeft(detail)}
                 </td>
                 <td data-label="Warnings" class="right">
                   {detail.warnings.length || "none"}
