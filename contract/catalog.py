@@ -480,8 +480,8 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.batches",
         title="Batches received",
-        help="Batches received, by result: stored, duplicate, refused.",
-        bad="Refused ones.",
+        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later).",
+        bad="Refused ones; busy ones that last.",
         board="service",
         kind="counter",
         labels=("result",),

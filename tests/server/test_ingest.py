@@ -34,7 +34,7 @@ def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(play: Any) -
         assert [answer.status_code for answer in both] == [200] * 5
         assert (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"][0]["steps"] == [10, 20]
         assert len((await service.get("/v1/runs/run-1/events"))["events"]) == 2
-        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0}
+        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
 
     play(story)
 
@@ -174,6 +174,7 @@ def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(play: 
         codes = [answer.status_code for answer in answers]
         assert set(codes) == {200, 429}
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
+        assert service.app.state.counters.batches["busy"] == codes.count(429)
         async with service.app.state.store.read() as connection:
             stored = (await connection.execute(text("SELECT count(*) FROM batches"))).scalar()
         assert stored == codes.count(200)
