@@ -276,12 +276,38 @@ class Detectors:
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
-            verdict = self._verdict(index, signal, step, alarm)
-            if alarm is None or _differs(alarm.verdict, verdict, self.config.update_steps):
-                told.append(verdict)
-                self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
-            else:
-                self._alarms[index] = _Alarm(verdict=alarm.verdict, tripped_step=step)
+            evidence = self._evidence(index)
+            cause = self._cause(index, signal, evidence)
+            severity: wire.Severity = "warning"
+            if signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2:
+                severity = "critical"
+            if alarm is not None:
+                alarm.tripped_step = step
+                if alarm.verdict.cause == "rounding":
+                    cause = "rounding"  # what a switch was founded on does not change under it
+                same = (alarm.verdict.severity, alarm.verdict.cause) == (severity, cause)
+                if same and step - alarm.verdict.step < self.config.update_steps:
+                    continue
+            likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
+            layer, head = self.heads[index] if index != _RUN else (None, None)
+            verdict = wire.Verdict(
+                id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
+                step=step,
+                state="updated" if alarm else "raised",
+                severity=severity,
+                layer=layer,
+                head=head,
+                cause=cause,
+                signal=signal,
+                evidence=evidence,
+                forecast_steps=likely,
+                forecast_low_steps=low,
+                forecast_high_steps=high,
+                sentence="",
+            )
+            verdict = verdict.model_copy(update={"sentence": sentence(verdict)})
+            told.append(verdict)
+            self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
@@ -299,31 +325,6 @@ class Detectors:
         """A head above the dangerous score is not quiet, whichever way it moves."""
         growth = self._growth
         return index != _RUN and growth is not None and bool(growth.end[1, index] >= DANGEROUS_SCORE)
-
-    def _verdict(self, index: int, signal: str, step: int, alarm: _Alarm | None) -> wire.Verdict:
-        layer, head = self.heads[index] if index != _RUN else (None, None)
-        evidence = self._evidence(index)
-        likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
-        cause = self._cause(index, signal, evidence)
-        if alarm is not None and alarm.verdict.cause == "rounding":
-            cause = "rounding"  # what a switch was founded on does not change under it
-        critical = signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2
-        verdict = wire.Verdict(
-            id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
-            step=step,
-            state="updated" if alarm else "raised",
-            severity="critical" if critical else "warning",
-            layer=layer,
-            head=head,
-            cause=cause,
-            signal=signal,
-            evidence=evidence,
-            forecast_steps=likely,
-            forecast_low_steps=low,
-            forecast_high_steps=high,
-            sentence="",
-        )
-        return verdict.model_copy(update={"sentence": sentence(verdict)})
 
     def _evidence(self, index: int) -> dict[str, float]:
         growth = self._growth
@@ -387,8 +388,3 @@ class Detectors:
 def _any_at_least(values: Floats, limit: float) -> bool:
     largest = float(values.max(initial=0.0))
     return largest >= limit or math.isnan(largest)
-
-
-def _differs(old: wire.Verdict, new: wire.Verdict, update_steps: int) -> bool:
-    same = (old.severity, old.cause) == (new.severity, new.cause)
-    return not same or new.step - old.step >= update_steps
