@@ -218,9 +218,13 @@ class _Reentrant:
         return _original_reentrant.apply(_keep_layer(function), *args)  # type: ignore[no-untyped-call]
 
 
-# The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
-# torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
-_SKIP_EFFECTS: Final = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+_COMPILER_SETTINGS: Final = {
+    # The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
+    # torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    # Or the graph of an unwatched module would be taken for a watched one of the same class, and count nothing.
+    "skip_nnmodule_hook_guards": False,
+}
 
 
 class SdpaRebinding:
@@ -229,7 +233,7 @@ class SdpaRebinding:
     def __init__(self) -> None:
         self._users = 0
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        self._effects_before: bool | None = None
+        self._settings_before: dict[str, Any] = {}
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
@@ -240,9 +244,10 @@ class SdpaRebinding:
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
-            self._effects_before = getattr(torch._dynamo.config, _SKIP_EFFECTS, None)
-            if self._effects_before is not None:  # None: a version that has no such setting
-                setattr(torch._dynamo.config, _SKIP_EFFECTS, True)
+            for name, value in _COMPILER_SETTINGS.items():
+                if hasattr(torch._dynamo.config, name):  # not every version has each
+                    self._settings_before[name] = getattr(torch._dynamo.config, name)
+                    setattr(torch._dynamo.config, name, value)
 
     def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
         self._places.append((space, name, space[name]))
@@ -257,8 +262,9 @@ class SdpaRebinding:
                     space[name] = before
             self._places.clear()
             current.layer, current.outside = None, 0
-            if self._effects_before is not None:
-                setattr(torch._dynamo.config, _SKIP_EFFECTS, self._effects_before)
+            for name, value in self._settings_before.items():
+                setattr(torch._dynamo.config, name, value)
+            self._settings_before.clear()
 
 
 sdpa_rebinding: Final = SdpaRebinding()

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
-
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def tensors(
@@ -38,7 +36,7 @@ def probed(
     sampling: Sampling,
     times: int = 1,
     **options: Any,
-) -> Numbers:
+) -> Words:
     """The state after `times` backwards through a probe of `out`, as the words travel."""
     state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(sampling)
     try:
@@ -50,7 +48,7 @@ def probed(
             assert given is grad or torch.equal(given, grad)
     finally:
         stop_sampling(number)
-    return state.numpy()  # type: ignore[no-any-return]
+    return state.numpy()
 
 
 EVERY_ROW = 10**6
