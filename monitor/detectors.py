@@ -63,7 +63,7 @@ class _Alarm(BaseModel):
 
 _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
-_WORTH_A_LOOK: Final = 0.3
+_WORTH_A_LOOK: Final = 0.6
 """Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
@@ -163,9 +163,10 @@ class Detectors:
 
     def _nonfinite(self, readings: Readings) -> dict[int, str]:
         broken = readings.nonfinite_rows > 0
-        for values in (readings.offset, readings.row_max_abs):
-            if values.size and not math.isfinite(values.max()):  # NaN is unknown, and an infinity may hide behind it
-                broken |= np.isinf(values) & (values > 0) | (np.isinf(values) if values is readings.offset else False)
+        if not math.isfinite(readings.offset.sum()):
+            broken |= np.isinf(readings.offset)
+        if not math.isfinite(readings.row_max_abs.sum()):
+            broken |= readings.row_max_abs == np.inf  # the largest of no rows is -inf
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, readings.grad_norm):
             if value is not None and not math.isfinite(value):
@@ -173,17 +174,16 @@ class Detectors:
         return tripped
 
     def _add(self, readings: Readings) -> bool:
-        values = np.empty((len(SIGNALS), len(self.heads)))
+        values = np.empty((3, len(self.heads)))
         values[0] = readings.offset
         np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
-        values[2] = np.nan if readings.query_norm is None else readings.query_norm
-        np.fmax(readings.tied_bf16, readings.tied_one, out=values[3])
+        np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
         if not math.isfinite(values.sum()):
             np.copyto(values, np.nan, where=~np.isfinite(values))
         weight = readings.rows
         if not math.isfinite(weight.sum()):
             weight = np.where(np.isfinite(weight), weight, 1.0)
-        return self._history.add(readings.step, readings.since_step, weight, values)
+        return self._history.add(readings.step, readings.since_step, weight, values, readings.query_norm)
 
     def _measure(self) -> Growth | None:
         """Growth over the second half of the run's life so far."""
@@ -207,8 +207,8 @@ class Detectors:
         rules = (
             (config.offset_level, config.offset_change, config.offset_growth, 1.0),
             (config.score_level, None, config.score_growth, 0.0),
-            (None, None, config.norm_growth, 0.0),
             (config.tied_share, None, 3.0, 0.0),
+            (None, None, config.norm_growth, 0.0),
         )
         for row, (least_level, least_change, least_growth, floor) in enumerate(rules):
             level = np.abs(growth.end[row])
@@ -336,9 +336,9 @@ class Detectors:
             "score": growth.end[1, index],
             "score_before": growth.start[1, index],
             "score_error": growth.jitter((1, index)),
-            "query_norm": growth.end[2, index],
-            "query_norm_before": growth.start[2, index],
-            "tied_share": growth.end[3, index],
+            "query_norm": growth.end[3, index],
+            "query_norm_before": growth.start[3, index],
+            "tied_share": growth.end[2, index],
             "window_steps": growth.steps,
             "delta_bias_z": self._bias_z(index),
         }

@@ -1,5 +1,6 @@
 """The past of every head in blocks of steps, and how far a signal has moved over a window of it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,11 +11,12 @@ from foreshock.contract import wire
 
 Floats = npt.NDArray[np.float64]
 
-SIGNALS: Final = ("offset", "score", "norm", "ties")
+SIGNALS: Final = ("offset", "score", "ties", "norm")
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
 """A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
+_TINY: Final = 1e-300
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
@@ -73,46 +75,38 @@ class History:
         self._weight = np.zeros(heads)
         self._open_steps = 0
 
-    def add(self, step: int, since_step: int, weight: Floats, values: Floats) -> bool:
-        """Add one sample, values [len(SIGNALS), N]; true when it closed a block.
+    def add(self, step: int, since_step: int, weight: Floats, values: Floats, norm: Floats | None) -> bool:
+        """Add one sample, offset, score and ties [3, N] and, when it was measured, the norm [N]; true closes a block.
 
         Within a block the offset and the ties are means weighted by `weight` [N], the score is a maximum, the norm
-        the last one recorded. A head that recorded nothing leaves the block as it was.
+        the last one measured. A head that recorded nothing leaves the block as it was.
         """
-        if not self._open_steps:
-            self._begin(weight, values)
-        else:
+        if self._open_steps:
             self._join(weight, values)
+        else:
+            self._open[:3] = values
+            self._weight[:] = weight
+        if math.isnan(values[0].sum()):
+            self._weight -= np.where(np.isnan(values[0]), weight, 0.0)
+        if norm is not None:
+            np.copyto(self._open[3], norm, where=np.isfinite(norm))
         self._open_steps += step - since_step
         if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
         self._close(step)
         return True
 
-    def _begin(self, weight: Floats, values: Floats) -> None:
-        norm = self._open[2].copy()
-        self._open[:] = values
-        np.copyto(self._open[2], norm, where=np.isnan(values[2]))
-        self._weight[:] = weight
-        if np.isnan(values[0].sum()):
-            self._weight[np.isnan(values[0])] = 0.0
-
     def _join(self, weight: Floats, values: Floats) -> None:
-        unknown = np.isnan(values[0]) if np.isnan(values[0].sum()) else None
-        if unknown is not None:
-            weight = np.where(unknown, 0.0, weight)
         self._weight += weight
-        share = weight / np.maximum(self._weight, 1e-300)
-        for row in (0, 3):
-            step = values[row] - self._open[row]
+        share = weight / np.maximum(self._weight, _TINY)
+        for mean, value in ((self._open[0], values[0]), (self._open[2], values[2])):
+            step = value - mean
             step *= share
-            if np.isnan(step.sum()):
-                first = np.isnan(self._open[row])
-                self._open[row] = np.where(first, values[row], self._open[row] + np.nan_to_num(step))
-            else:
-                self._open[row] += step
+            if math.isnan(step.sum()):  # a head that was not known before, or is not now
+                np.copyto(mean, value, where=np.isnan(mean))
+                np.copyto(step, 0.0, where=np.isnan(step))
+            mean += step
         np.fmax(self._open[1], values[1], out=self._open[1])
-        np.copyto(self._open[2], values[2], where=~np.isnan(values[2]))
 
     def _close(self, step: int) -> None:
         place = self._closed % len(self._steps)
