@@ -6,12 +6,14 @@ Two ways in. transformers dispatches by name, and hands its function the module.
 
 import functools
 import logging
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
 import torch._dynamo  # looks PyTorch's functions up by name when imported: before we rebind them
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -218,6 +220,13 @@ class _Reentrant:
         return _original_reentrant.apply(_keep_layer(function), *args)  # type: ignore[no-untyped-call]
 
 
+# torch.compile knows PyTorch's function by identity and leaves it whole in its graph, where its call of attention is
+# traced after the hooks have gone. A copy it looks into, as into anybody's function.
+_original_mha: Final = F.multi_head_attention_forward
+_mha_copy: Final = types.FunctionType(
+    _original_mha.__code__, _original_mha.__globals__, _original_mha.__name__, _original_mha.__defaults__
+)
+
 _COMPILER_SETTINGS: Final = {
     # The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
     # torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
@@ -241,6 +250,7 @@ class SdpaRebinding:
         if self._users == 1:
             for space, name in modules_that_imported_sdpa():
                 self._bind(space, name, scaled_dot_product_attention)
+            self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
@@ -258,7 +268,7 @@ class SdpaRebinding:
         self._users -= 1
         if self._users == 0:
             for space, name, before in reversed(self._places):
-                if space.get(name) in (scaled_dot_product_attention, _non_reentrant, _Reentrant):
+                if space.get(name) in (scaled_dot_product_attention, _mha_copy, _non_reentrant, _Reentrant):
                     space[name] = before
             self._places.clear()
             current.layer, current.outside = None, 0

@@ -31,7 +31,15 @@ EVERY_STEP: dict[str, Any] = {
 def operator_alone(numerics: str = "auto") -> Iterator[None]:
     """Our operator under F.scaled_dot_product_attention, with no agent, no state and no modes."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Tensor:
         chosen: Any = numerics_for(query, numerics)
         return flash_attention(query, key, value, causal="top_left" if is_causal else "none", numerics=chosen)
 
