@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 Floats = npt.NDArray[np.float64]
+_TINY: Final = 1e-30
 _ITERATIONS: Final = 24
 """Of the power iteration for a principal singular vector, warm-started from the probe before."""
 
@@ -50,11 +51,20 @@ class ModelProbe:
         measured = {
             "stable_rank": gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest,
             "sign_share": torch.cat([self._sign_share(*each) for each in self._matrices(inputs)]),
-            "entropy_start": _entropy(self._start, (query, key)),
-            "entropy_last": _entropy(self._last, (query, key)),
         }
-        self._start = self._start or (query, key)
-        self._last = query, key
+        now = query, key
+        if self._start is None or self._last is None:
+            self._start = now
+            unknown = torch.full((len(query),), torch.nan, device=query.device)
+            measured |= {"entropy_start": unknown, "entropy_last": unknown}
+        else:
+            pairs = zip(self._start, self._last, now, strict=True)
+            (old_query, new_query), (old_key, new_key) = (
+                (torch.cat([start, last]), torch.cat([new, new])) for start, last, new in pairs
+            )
+            both = _entropy(old_query, old_key, new_query - old_query, new_key - old_key)  # in one decomposition
+            measured |= dict(zip(("entropy_start", "entropy_last"), both.chunk(2), strict=True))
+        self._last = now
         together = torch.cat(list(measured.values())).double().cpu().numpy()
         ends = np.cumsum([len(values) for values in measured.values()])[:-1]
         return dict(zip(measured, np.split(together, ends), strict=True))
@@ -114,22 +124,21 @@ class ModelProbe:
         return torch.maximum(positive, 1 - positive)
 
 
-def _entropy(old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> Tensor:
-    """Spectral entropy (nats) of the first-order change of W_Q^T W_K from `old` to `new`, [N]; weights [N, D, E].
+def _entropy(query: Tensor, key: Tensor, query_change: Tensor, key_change: Tensor) -> Tensor:
+    """Spectral entropy (nats) of the first-order change of W_Q^T W_K, [N]; all weights are [N, D, E].
 
     The term is A^T B with A = [dQ; Q], B = [K; dK], so its squared singular values are the eigenvalues of
     (A A^T)(B B^T): matrices of twice the head dimension in place of the width.
     """
-    if old is None:
-        return torch.full((len(new[0]),), torch.nan, device=new[0].device)
-    (query, key), change = old, (new[0] - old[0], new[1] - old[1])
-    left, right = torch.cat([change[0], query], 1), torch.cat([key, change[1]], 1)
-    values, vectors = torch.linalg.eigh(torch.bmm(left, left.mT).nan_to_num(0.0, 0.0, 0.0))
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    changed, whole = (part.norm(dim=(1, 2), keepdim=True) + _TINY for part in (query_change, query))
+    left = torch.cat([query_change / changed, query / whole], 1)  # of one size, or float32 would lose the change
+    right = torch.cat([key * changed, key_change * whole], 1)
+    inner = torch.bmm(left, left.mT)
+    ridge = 1e-7 * inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # for a part that has no rank of its own
+    root, failed = torch.linalg.cholesky_ex(inner + ridge[:, None, None] * torch.eye(inner.shape[1]).to(inner))
     squares = _eigenvalues(torch.bmm(root.mT, torch.bmm(torch.bmm(right, right.mT), root))).clamp_min(0)
     shares = squares / squares.sum(-1, keepdim=True)
-    entropy: Tensor = torch.special.entr(shares).sum(-1)
-    return entropy
+    return torch.where(failed == 0, torch.special.entr(shares).sum(-1), torch.nan)
 
 
 def _eigenvalues(matrices: Tensor) -> Tensor:
