@@ -81,6 +81,7 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         agent.close()
         agent.close("failed")
     if ending == "interrupt":
+        sys.stdin.readline()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
