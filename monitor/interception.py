@@ -280,15 +280,25 @@ class SdpaRebinding:
 sdpa_rebinding: Final = SdpaRebinding()
 
 
+_HOOK_ID: Final = -1
+"""The same in every module: with ids of their own, layers compiled one by one would each need a graph of their own, and
+torch.compile gives up after eight. PyTorch counts its ids up from 0."""
+
+
 def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
     module.__dict__[LAYER_ATTRIBUTE] = layer
-    before = module.register_forward_pre_hook(_enter)
-    after = module.register_forward_hook(_leave, always_call=True)
+    places: list[tuple[dict[Any, Any], Any]] = [
+        (module._forward_pre_hooks, _enter),
+        (module._forward_hooks, _leave),
+        (module._forward_hooks_always_called, True),
+    ]
+    for place, value in places:
+        place[_HOOK_ID] = value
 
     def undo() -> None:
-        before.remove()
-        after.remove()
+        for place, _ in places:
+            place.pop(_HOOK_ID, None)
         module.__dict__.pop(LAYER_ATTRIBUTE, None)
 
     return undo
