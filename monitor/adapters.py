@@ -35,7 +35,7 @@ def adapted(module: nn.Module) -> Tensor | None:
     """The effective weight as [out, in], or None where it cannot be told (another layout, DoRA, sharded weights)."""
     base = base_of(module)
     weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or is_sharded(weight) or getattr(module, "use_dora", None):
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or is_sharded(weight) or _is_dora(module):
         return None
     effective = weight.detach().t() if is_conv1d(base) else weight.detach()
     try:
@@ -53,6 +53,11 @@ def adapted(module: nn.Module) -> Tensor | None:
         else:
             return None
     return effective
+
+
+def _is_dora(module: Any) -> bool:
+    used = getattr(module, "use_dora", False)
+    return any(used.values()) if isinstance(used, dict) else bool(used)
 
 
 def _active(module: Any) -> Iterator[tuple[Tensor, Tensor, float]]:

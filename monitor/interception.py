@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
-import torch._dynamo  # looks PyTorch's functions up by name when imported: before we rebind them
+import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -248,6 +248,9 @@ class SdpaRebinding:
         """Rebind, unless another agent already did."""
         self._users += 1
         if self._users == 1:
+            # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
+            # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
+            torch._dynamo.trace_rules.lookup(SDPA)
             for space, name in modules_that_imported_sdpa():
                 self._bind(space, name, scaled_dot_product_attention)
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)

@@ -21,6 +21,7 @@ pytestmark = [
     # PyTorch's own advice, and what it calls of its own that is on its way out
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # torch.compile makes one on purpose
 ]
 
 STEPS, ROWS, LENGTH = 10, 2, 64

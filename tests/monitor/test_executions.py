@@ -145,3 +145,10 @@ def test_a_mode_of_execution_changes_no_bit_and_no_count(model: str, name: str, 
     if mode.compile is None:  # a compiler may round what stands round the operator otherwise
         forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ]
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
+
+
+@pytest.mark.execution("nanoGPT", "torch.compile")
+def test_a_compiler_that_has_not_looked_pytorchs_functions_up_before_attach_takes_none_of_ours_for_them() -> None:
+    torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()  # as in a process that has compiled nothing yet
+    mode = MODES["torch.compile"][0]
+    assert watched(MODELS["nanoGPT"][0](mode), mode.loop).rows == [24 * STEPS] * 4

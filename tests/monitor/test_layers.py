@@ -256,6 +256,7 @@ class PeftLinear(nn.Module):
         self.base_layer = base
         self.lora_A = nn.ModuleDict({name: nn.Linear(inputs, 2, bias=False) for name in ("first", "second", "idle")})
         self.lora_B = nn.ModuleDict({name: nn.Linear(2, out, bias=False) for name in ("first", "second", "idle")})
+        self.use_dora = {"first": False}
         self.scaling = {"first": 0.5, "second": 2.0, "idle": 9.0}
         self.active_adapters = ["first", "second"]
         self.merged_adapters: list[str] = []

@@ -1,0 +1,67 @@
+"""Every promise has a test, and docs/reliability.md says what the tests last measured."""
+
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def page() -> ModuleType:
+    """scripts/reliability_page.py."""
+    spec = importlib.util.spec_from_file_location("reliability_page", ROOT / "scripts" / "reliability_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def promised() -> dict[str, str]:
+    parts = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
+    return {promise: sentence for part in parts.values() for promise, sentence in part.items()}
+
+
+def marked() -> set[str]:
+    return {
+        promise
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for promise in re.findall(r"mark\.promise\(\"(\w+)\"\)", path.read_text())
+    }
+
+
+def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
+    assert marked() == set(promised())
+    assert {promise[0] for promise in promised()} == {"A", "S", "K"}
+    assert [f"A{n}" for n in range(1, 17)] == [p for p in promised() if p.startswith("A")]
+    assert [f"S{n}" for n in range(1, 18)] == [p for p in promised() if p.startswith("S")]
+    assert [f"K{n}" for n in range(1, 13)] == [p for p in promised() if p.startswith("K")]
+
+
+def test_the_page_is_what_the_record_says(page: ModuleType) -> None:
+    assert page.main(["--check"]) == 0
+
+
+def test_every_test_on_the_page_exists_and_passed_or_says_why_it_did_not_run(page: ModuleType) -> None:
+    results: dict[str, dict[str, Any]] = json.loads(page.RESULTS.read_text())
+    for test, tiers in results.items():
+        assert page.exists(test), f"{test} is gone; run the suite with --record and scripts/reliability_page.py"
+        for tier, entry in tiers.items():
+            assert entry["outcome"] == "passed" or (entry["outcome"] == "skipped" and entry["reason"]), (test, tier)
+    proven = {p for tiers in results.values() for e in tiers.values() if e["outcome"] == "passed" for p in e["promise"]}
+    assert proven == set(promised())
+
+
+def test_parts_of_a_long_run_add_up_and_the_worst_outcome_stays(page: ModuleType) -> None:
+    one = {"outcome": "passed", "reason": "", "seconds": 1.0, "figures": {"kills": 100, "lost, s": 0.1}, "cases": 1}
+    other = {"outcome": "failed", "reason": "", "seconds": 2.0, "figures": {"kills": 50, "lost, s": 0.3}, "cases": 1}
+    both = page.joined(one, other)
+    assert (both["outcome"], both["seconds"], both["cases"]) == ("failed", 3.0, 2)
+    assert both["figures"] == {"kills": 150, "lost, s": 0.3}
