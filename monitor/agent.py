@@ -247,7 +247,9 @@ class Agent:
 
     def _act(self, verdicts: list[wire.Verdict]) -> None:
         outcome: wire.Outcome = "applied" if self.config.policy == "auto" else "proposed"
-        for decision in decide(verdicts, self.config.mitigation, self._switchboard.modes()):
+        self._switchboard.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
+        free = [verdict for verdict in verdicts if (verdict.layer, verdict.head) not in self._switchboard.held]
+        for decision in decide(free, self.config.mitigation, self._switchboard.modes()):
             switched = self._switchboard.switch(
                 [decision.head],
                 mode_name(decision.mode),

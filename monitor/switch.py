@@ -32,6 +32,8 @@ class Switchboard:
         self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
         """Is told `host` whenever it may have changed."""
         self._answered: OrderedDict[str, None] = OrderedDict()
+        self.held: set[tuple[int, int]] = set()
+        """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
 
     def modes(self) -> dict[tuple[int, int], int]:
         """The present mode flags of every (layer, head)."""
@@ -86,6 +88,10 @@ class Switchboard:
         # ranks hold different heads; a command for a layer speaks to those who have it
         mine = [head for head in heads if head in self._rows]
         outcome, reason = self._judge(command, mine, step, unix_seconds)
+        if outcome == "applied":
+            for head in mine:
+                taken = int(self.host[self._rows[head]]) & ~int(MODE_NAMES[command.mode])
+                (self.held.add if taken else self.held.discard)(head)
         return self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
 
     def _judge(
@@ -118,7 +124,7 @@ class Switchboard:
     def state_dict(self) -> dict[str, Any]:
         """Modes by head and the answered command ids, JSON-able."""
         modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.modes().items() if mode]
-        return {"modes": modes, "answered": list(self._answered)}
+        return {"modes": modes, "answered": list(self._answered), "held": [list(head) for head in sorted(self.held)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put modes and answered ids back. Raises ValueError when a saved mode does not exist; unknown heads stay."""
@@ -129,4 +135,5 @@ class Switchboard:
             if row is not None:
                 self.host[row] = int(MODE_NAMES[name])
         self._answered.update((str(command), None) for command in state["answered"])
+        self.held |= {(layer, head) for layer, head in state.get("held", ())} & self._rows.keys()
         self._write()

@@ -34,6 +34,7 @@ from foreshock.server.rollups import Roller
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store, StoreError
 from foreshock.server.stream import Broadcaster
+from foreshock.server.verification import verify
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -55,7 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
         await _make_ready(store, settings)
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
-        chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, broadcaster, closing))
+        chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
         others = [asyncio.create_task(chore) for chore in chores]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
@@ -111,13 +112,16 @@ def _serve_page(app: FastAPI) -> None:
         app.mount("/assets", StaticFiles(directory=dist / "assets"))
 
 
-async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, closing: asyncio.Event) -> None:
-    """Expire commands and delete old runs, until the service goes down."""
+async def _chores(
+    settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
+) -> None:
+    """Expire and verify commands and delete old runs, until the service goes down."""
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
             async with store.write() as connection:
                 await expire(store, connection)
+                await verify(store, connection, settings, roller)
             await delete_old_runs(store, settings.retention_seconds, time.time())
             broadcaster.wake()
         except Exception:

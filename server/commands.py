@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server import audit
 from foreshock.server.holdings import holdings
-from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer
+from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer, Verification
 from foreshock.server.problems import ProblemError
 from foreshock.server.schema import command_ranks, commands, events, runs
 from foreshock.server.store import Store
@@ -50,8 +50,9 @@ class Order:
     idempotency_key: str | None = None
     request_hash: str | None = None
     id: str = ""
-    answered_by: int | None = None
-    """The rank that has it already, when a local switch is passed on."""
+    answered: tuple[int, Switched] | None = None
+    """The rank that has it already, and what it did, when a local switch is passed on."""
+    undoes: str | None = None
 
 
 async def create(store: Store, connection: AsyncConnection, order: Order) -> str:
@@ -75,12 +76,14 @@ async def create(store: Store, connection: AsyncConnection, order: Order) -> str
             expires_step=order.expires_step,
             idempotency_key=order.idempotency_key,
             request_hash=order.request_hash,
+            undoes=order.undoes,
         )
     )
-    if order.answered_by is not None:
+    if order.answered is not None:
+        rank, switched = order.answered
         await connection.execute(
             command_ranks.insert().values(
-                command_id=command_id, rank=order.answered_by, deliveries=0, outcome="applied", switched=None
+                command_id=command_id, rank=rank, deliveries=0, outcome="applied", switched=switched.model_dump_json()
             )
         )
     row = (await connection.execute(select(commands).where(commands.c.id == command_id))).one()
@@ -161,6 +164,61 @@ async def decide(
     await tell(store, connection, row, row.run, state, who, {"reason": reason, "decided": True})
 
 
+async def undo(
+    store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str, dry_run: bool, expiry: float
+) -> list[str]:
+    """Order the modes back that a command changed: one order for each former mode; their ids.
+
+    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied
+    and nothing takes it back yet.
+    """
+    row = await _command(connection, command_id)
+    if row.state != "applied":
+        raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
+    if other := (await _undone(connection, [command_id])).get(command_id):
+        raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
+    own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
+    former: dict[HeadRef, str] = {}
+    for _, track in sorted((await tracks_of(connection, [command_id])).get(command_id, {}).items()):
+        said = Switched.model_validate_json(track.switched) if track.switched else None
+        if said is not None and said.outcome == "applied":
+            for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
+                if before != after == row.mode and (own is None or ref in own):
+                    former.setdefault(ref, before)
+    if not former:
+        raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
+    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
+    for ref, before in sorted(former.items()):
+        by_mode[before].append(ref)
+    return [
+        await create(
+            store,
+            connection,
+            Order(
+                run_id=row.run_id,
+                run=row.run,
+                source="api",
+                issued_by=who,
+                reason=reason,
+                heads=heads,
+                mode=mode,
+                expect=row.mode,
+                dry_run=dry_run,
+                expires=time.time() + expiry,
+                undoes=command_id,
+            ),
+        )
+        for mode, heads in sorted(by_mode.items())
+    ]
+
+
+async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, str]:
+    """For each command that is taken back, or about to be, the command that does so."""
+    standing = commands.c.state.in_((*OPEN, "applied"))
+    query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), standing, ~commands.c.dry_run)
+    return {row.undoes: row.id for row in await connection.execute(query)}
+
+
 async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
     query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
     row = (await connection.execute(query.with_for_update())).first()
@@ -185,8 +243,10 @@ async def tell(
     state: CommandState,
     actor: str,
     details: dict[str, Any],
+    sentence: str | None = None,
+    verification: Verification | None = None,
 ) -> None:
-    """The audit row and the event of a transition."""
+    """The audit row and the event of a transition, or of what became of the heads."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
     await audit.append(store, connection, actor=actor, action="command", run=run, command=row.id, details=full)
     change = CommandChange(
@@ -197,8 +257,10 @@ async def tell(
         reason=row.reason,
         heads=None if row.heads is None else [(layer, head) for layer, head in row.heads],
         mode=row.mode,
+        verification=verification,
     )
-    sentence = f"Command to switch {heads_in_words(change.heads)} to {row.mode} is {state} ({actor}): {row.reason}"
+    if sentence is None:
+        sentence = f"Command to switch {heads_in_words(change.heads)} to {row.mode} is {state} ({actor}): {row.reason}"
     await connection.execute(
         events.insert().values(
             run_id=row.run_id,
@@ -219,12 +281,14 @@ async def status(
     query = select(commands, runs.c.name.label("run")).join(runs).order_by(desc(commands.c.number)).limit(limit)
     query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
     rows = (await connection.execute(query)).all()
-    tracks = await tracks_of(connection, [row.id for row in rows])
-    return [_status(row, tracks.get(row.id, {})) for row in rows]
+    ids = [row.id for row in rows]
+    tracks, undone = await tracks_of(connection, ids), await _undone(connection, ids)
+    return [_status(row, tracks.get(row.id, {}), undone.get(row.id)) for row in rows]
 
 
-def _status(row: Row[Any], track: dict[int, Row[Any]]) -> CommandStatus:
-    fields = ("id", "run", "state", "source", "issued_by", "reason", "heads", "mode", "expect", "dry_run")
+def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) -> CommandStatus:
+    own = ["id", "run", "state", "source", "issued_by", "reason", "heads", "mode", "expect", "dry_run"]
+    fields = [*own, "verification", "undoes"]
     answers = []
     for rank, state in sorted(track.items()):
         said = Switched.model_validate_json(state.switched) if state.switched else None
@@ -247,6 +311,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]]) -> CommandStatus:
             "expires_unix_seconds": row.expires,
             "expires_step": row.expires_step,
             "ranks": answers,
+            "undone_by": undone_by,
         }
     )
 

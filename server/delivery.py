@@ -210,10 +210,10 @@ async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():
             continue
+        state: CommandState = "proposed"
         if switched.outcome == "applied":
             others = {r for r, h in ranks.items() if r != batch.rank and not h.finished and h.heads & set(heads)}
-            if not others:
-                continue
+            state = "pending" if others else "applied"
         elif await _already_proposed(connection, run_id, heads, mode):
             continue
         order = Order(
@@ -224,10 +224,10 @@ async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch
             reason=switched.reason or "local decision",
             heads=heads,
             mode=mode,
-            state="pending" if switched.outcome == "applied" else "proposed",
+            state=state,
             expires=time.time() + _LOCAL_EXPIRY_SECONDS,
             id=command_id,
-            answered_by=batch.rank if switched.outcome == "applied" else None,
+            answered=(batch.rank, switched) if switched.outcome == "applied" else None,
         )
         await create(store, connection, order)
 

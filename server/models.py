@@ -24,6 +24,7 @@ from foreshock.contract.wire import (
 )
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
+Verification = Literal["verified", "not arrested", "unknown"]
 CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
 Number = float | None
@@ -247,6 +248,15 @@ class Decision(BaseModel):
     reason: str = Field(min_length=1, max_length=500)
 
 
+class Undo(BaseModel):
+    """An order to take a switch back."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: str = Field(min_length=1, max_length=128)
+    reason: str = Field(min_length=1, max_length=480)
+    dry_run: bool = False
+
+
 class RankAnswer(Response):
     """Where a command stands with one rank."""
 
@@ -266,8 +276,9 @@ class CommandStatus(Response):
     id: Identifier
     run: str
     state: CommandState
-    source: Literal["api", "alertmanager", "grafana", "agent", "rank"] = Field(
-        description="agent: proposed by the agent under policy approve; rank: a local switch passed on to other ranks"
+    source: Literal["api", "alertmanager", "grafana", "agent", "rank", "service"] = Field(
+        description="agent: proposed by the agent under policy approve; rank: a local switch, passed on to other "
+        "ranks; service: proposed because a switch did not arrest its head"
     )
     issued_by: str
     reason: str
@@ -279,6 +290,12 @@ class CommandStatus(Response):
     expires_unix_seconds: float | None
     expires_step: int | None
     ranks: list[RankAnswer]
+    verification: Verification | None = Field(
+        default=None,
+        description="whether the heads' growth stopped; null until enough steps have passed",
+    )
+    undoes: Identifier | None = Field(default=None, description="the command whose switch this one takes back")
+    undone_by: Identifier | None = Field(default=None, description="the command that takes this one's switch back")
 
 
 class CommandList(Response):
@@ -297,6 +314,7 @@ class CommandChange(Response):
     reason: str
     heads: list[HeadRef] | None
     mode: ModeName
+    verification: Verification | None = None
 
 
 class RunEvent(Response):

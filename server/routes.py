@@ -32,6 +32,7 @@ from foreshock.server.models import (
     RunList,
     Series,
     Session,
+    Undo,
 )
 from foreshock.server.problems import ProblemError
 from foreshock.server.runs import list_runs, run_detail
@@ -210,6 +211,20 @@ async def approve(request: Request, caller: Actor, command: str, decision: Decis
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Turn a proposed command down."""
     return await _decide(request, caller, command, decision, approved=False)
+
+
+@router.post("/v1/commands/{command}/undo", status_code=201)
+async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
+    """Order the modes back that a command changed; heads that have another mode by now refuse."""
+    state = request.app.state
+    who, expiry = f"{order.who} ({caller.name})", state.settings.command_expiry_seconds
+    reason = f"undo: {order.reason}"[:500]
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        ids = await commands.undo(state.store, connection, command, who, reason, order.dry_run, expiry)
+        found = [status for one in ids for status in await commands.status(connection, None, one, 1)]
+    state.broadcaster.wake()
+    return CommandList(commands=found)
 
 
 async def _decide(

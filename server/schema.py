@@ -144,6 +144,8 @@ commands: Final = Table(
     Column("expires_step", BigInteger),
     Column("idempotency_key", String(256)),
     Column("request_hash", String(64)),
+    Column("undoes", String(128)),  # id of the command whose switch this one takes back
+    Column("verification", String(16)),  # models.Verification, once the steps have passed
     UniqueConstraint("run_id", "idempotency_key"),
     Index("commands_open", "run_id", "state"),
 )

@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     command_expiry_seconds: float = Field(default=3600.0, gt=0, description="for commands that name no expiry")
     webhook_cooldown_seconds: float = Field(default=300.0, ge=0, description="between two webhook switches of a run")
     webhook_switches_per_hour: int = Field(default=12, ge=0, description="webhook switches of one run in an hour")
+    verify_steps: int = Field(
+        default=1000, ge=0, description="a switch is verified so many steps after it; 0 verifies none"
+    )
     webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event} as JSON")

@@ -9,23 +9,22 @@ What it may do is the run's policy: under `observe` nothing but an audit row, un
 import hashlib
 import hmac
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
 from foreshock.server import audit, commands
 from foreshock.server.auth import Actor
+from foreshock.server.bounds import refusal
 from foreshock.server.holdings import holdings
 from foreshock.server.models import Problem, WebhookResult
 from foreshock.server.problems import ProblemError, items
 from foreshock.server.runs import described
 from foreshock.server.schema import boots, runs, service_state, webhook_alerts
-from foreshock.server.schema import commands as commands_table
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store, insert_or_ignore
 
@@ -197,10 +196,10 @@ async def _switch(
     if policy == "observe":
         await note("webhook observed")
         return "observed: the run's policy is observe"
-    if refusal := await _bounded(settings, connection, run_id, [ref], mode):
-        details["why"] = refusal
+    if why := await refusal(settings, connection, run_id, [ref], mode):
+        details["why"] = why
         await note("webhook refused")
-        return f"refused: {refusal}"
+        return f"refused: {why}"
     order = commands.Order(
         run_id=run_id,
         run=run,
@@ -214,30 +213,6 @@ async def _switch(
     )
     await commands.create(store, connection, order)
     return "ordered" if policy == "auto" else "proposed"
-
-
-async def _bounded(
-    settings: Settings, connection: AsyncConnection, run_id: int, heads: Sequence[tuple[int, int]], mode: str
-) -> str | None:
-    """Why a webhook may not switch now, or None."""
-    table = commands_table.c
-    now = time.time()
-    ours = (table.run_id == run_id, table.source.in_(("alertmanager", "grafana")), table.state != "rejected")
-    recent = await connection.execute(
-        select(func.count(), func.max(table.created)).where(*ours, table.created > now - 3600.0)
-    )
-    count, last = recent.one()
-    if count >= settings.webhook_switches_per_hour:
-        return f"the run has had {count} webhook switches within the hour"
-    if last is not None and now - last < settings.webhook_cooldown_seconds:
-        return f"the run's cool-down lasts {settings.webhook_cooldown_seconds - (now - last):.0f} s more"
-    open_ = (*commands.OPEN, "proposed", "applied")
-    for row in await connection.execute(
-        select(table.heads).where(table.run_id == run_id, table.mode == mode, table.state.in_(open_))
-    ):
-        if row.heads is None or {tuple(ref) for ref in heads} <= {tuple(ref) for ref in row.heads}:
-            return "a command for this head and mode stands already"
-    return None
 
 
 async def _seen(store: Store, connection: AsyncConnection) -> None:

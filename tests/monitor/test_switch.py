@@ -37,11 +37,19 @@ def command(**changes: Any) -> wire.Command:
     return wire.Command(**{**fields, **changes})
 
 
-def run(model: TinyGPT, script: dict[int, list[wire.Verdict]], steps: int, **settings: Any) -> tuple[Agent, Listener]:
+def run(
+    model: TinyGPT,
+    script: dict[int, list[wire.Verdict]],
+    steps: int,
+    saved: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[Agent, Listener]:
     agent = attach(model, **{**QUICK, **settings})
     listener = Listener()
     agent.subscribe(listener)
     agent.detectors = ScriptedDetectors(4, script)
+    if saved is not None:
+        agent.load_state_dict(saved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         agent.step(train_step(model, optimizer, step))
@@ -79,6 +87,19 @@ def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_i
     agent.close()
     modes = [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None]
     assert modes == [[0] * 4, [0] * 4, [0] * 4, [0, 0, 1, 0]]
+
+
+def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_a_new_warning() -> None:
+    first, _ = run(tiny_gpt(), {}, 1)
+    saved = first.state_dict()
+    first.close()
+    saved["switch"]["held"] = [[1, 0]]
+    script = {3: [verdict(1, 0, state="updated"), verdict(0, 1, state="updated")], 5: [verdict(1, 0)]}
+    agent, listener = run(tiny_gpt(), script, 6, saved, policy="auto")
+    agent.close()
+    switched = listener.of(wire.Switched)
+    assert [each.heads for each in switched] == [((0, 1),), ((1, 0),)]
+    assert switched[1].step > switched[0].step
 
 
 def test_after_a_warning_every_step_is_sampled_for_a_while() -> None:
@@ -124,6 +145,23 @@ def test_a_command_is_applied_once_however_often_it_is_delivered() -> None:
     switchboard.switch([(1, 0)], "plain", step=6, reason="undone")
     assert switchboard.obey(command(), step=7, unix_seconds=0) is None
     assert modes.tolist() == [0, 0, 0, 0]
+
+
+def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it_again() -> None:
+    switchboard, _ = board()
+    switchboard.switch([(1, 0), (1, 1)], "exact_delta", step=4, reason="policy auto")
+    assert switchboard.held == set()
+    switchboard.obey(command(id="try", mode="plain", dry_run=True), step=5, unix_seconds=0)
+    assert switchboard.held == set()
+    switchboard.obey(command(id="undo", mode="plain"), step=5, unix_seconds=0)
+    assert switchboard.held == {(1, 0)}
+    saved = json.loads(json.dumps(switchboard.state_dict()))
+    resumed, _ = board()
+    resumed.load_state_dict(saved)
+    assert resumed.held == {(1, 0)}
+    resumed.load_state_dict({"modes": [], "answered": []})  # of a version that held nothing
+    switchboard.obey(command(id="again"), step=6, unix_seconds=0)
+    assert switchboard.held == set()
 
 
 @pytest.mark.parametrize(

@@ -223,14 +223,16 @@ def test_a_local_switch_is_passed_on_to_the_other_ranks_that_hold_the_head(play:
     play(story)
 
 
-def test_a_local_switch_of_a_lonely_rank_makes_no_command(play: Any) -> None:
+def test_a_local_switch_of_a_lonely_rank_stands_among_the_commands_and_goes_nowhere(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         await start(service, rank)
         await service.store(rank, local("applied"))
-        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
-        [row] = (await service.get("/v1/audit"))["rows"]
-        assert (row["actor"], row["action"]) == ("rank 0", "local switch")
+        [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        assert (shown["state"], shown["source"]) == ("applied", "rank")
+        assert (await service.store(rank, rank.sample(21))).commands == ()
+        told = [(row["actor"], row["action"]) for row in (await service.get("/v1/audit"))["rows"]]
+        assert ("rank 0", "local switch") in told
 
     play(story)
 
