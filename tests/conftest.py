@@ -11,6 +11,7 @@ import json
 import platform
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +94,10 @@ class Sizes:
 
     def __call__(self, name: str, *, quick: int, long: int) -> int:
         return int(self._given.get(name, long if self.long else quick))
+
+    def until(self) -> float:
+        """When a test that repeats itself stops all the same: --size seconds=N from now, on the monotonic clock."""
+        return time.monotonic() + self("seconds", quick=600, long=6 * 3600)
 
 
 @pytest.fixture(scope="session")

@@ -163,8 +163,7 @@ class Sender:
 def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
     postgres_for_replicas: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
-    kills = sizes("replica_kills", quick=2, long=100)
-    record_property("kill -9", kills)
+    most, until = sizes("replica_kills", quick=2, long=100), sizes.until()
     environment = {"FORESHOCK_DATABASE_URL": postgres_for_replicas, "FORESHOCK_MIGRATE": "true"}
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
@@ -174,7 +173,9 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
     when = random.Random(3)
     ordered = []
     try:
-        for turn in range(kills):
+        for turn in range(most):
+            if time.monotonic() > until:
+                break
             time.sleep(when.uniform(0.2, 0.8))
             with replicas[(turn + 1) % 2].client() as client:
                 order = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
@@ -206,6 +207,9 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
             (sender.rank.rank, sequence) for sender in senders for sequence in range(1, sender.acknowledged + 1)
         }
         assert min(sender.acknowledged for sender in senders) > 5
+        record_property("kill -9", len(ordered))
+        record_property("commands", len(ordered))
+        record_property("batches acknowledged", sum(sender.acknowledged for sender in senders))
     finally:
         for sender in senders:
             sender.stop()
