@@ -41,19 +41,25 @@ class Patient:
     """each call runs the model on a batch and gives the loss with its graph"""
 
 
-@contextmanager
-def lab_patient(path: Path) -> Iterator[Patient]:
-    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`) on the batches that came next.
-
-    Raises ValueError for a file that is none.
-    """
+def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
+    """Recipe, arm and seed of the run that left a laboratory checkpoint. Raises ValueError for a file that is none."""
     saved = _load(path)
     if not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():
         raise ValueError(
             f"{path} is no checkpoint of the laboratory; for another model give module:factory and --state"
         )
     recipe, arm = TypeAdapter(Recipe).validate_python(saved["recipe"]), TypeAdapter(Arm).validate_python(saved["arm"])
-    training = Training(recipe, arm, int(saved["seed"]))
+    return recipe, arm, int(saved["seed"])
+
+
+@contextmanager
+def lab_patient(path: Path) -> Iterator[Patient]:
+    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`) on the batches that came next.
+
+    Raises ValueError for a file that is none.
+    """
+    saved, (recipe, arm, seed) = _load(path), checkpoint_run(path)
+    training = Training(recipe, arm, seed)
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
