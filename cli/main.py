@@ -265,6 +265,18 @@ def lab_score(
     laboratory.score(traces, Console(), report=report, picture=picture)
 
 
+@lab.command("claims")
+def lab_claims(
+    runs: Annotated[list[Path], typer.Argument(help="Traces (.gz) and checkpoints of `foreshock lab run`.")],
+    batches: Annotated[int, typer.Option(help="Batches that every checkpoint is run on.", min=2)] = 16,
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Put the paper's claims to runs of several arms and seeds: a Markdown table, a row for each number."""
+    from foreshock.lab.claims import lab_claims as evaluate
+
+    typer.echo(evaluate(runs, batches=batches, report=report))
+
+
 @bench.command("attention")
 def bench_attention(
     json: Annotated[Path | None, typer.Option(help="Write every cell of the table.")] = None,
