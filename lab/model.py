@@ -79,7 +79,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.width, config.width, dtype)
         own = config.value_offset > 0 and not config.qkv_bias
         self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
         self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,6 +96,13 @@ class CausalSelfAttention(nn.Module):
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width)))
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
 
 
 class Rotary(nn.Module):
