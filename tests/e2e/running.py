@@ -1,0 +1,92 @@
+"""Real servers for a test: started on free ports, waited for, ended with the test."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def eventually(what: str, look: Callable[[], T | None], seconds: float = 30.0, every: float = 0.1) -> T:
+    """The first truthy answer of `look`; fails with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(every)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its base address and where it logs."""
+
+    url: str
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
+
+
+Start = Callable[..., Server]
+
+
+@contextmanager
+def starter(tmp_path: Path) -> Iterator[Start]:
+    """Start a program that listens on `port` and wait until `ready` answers 200; ends with the test."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(command: list[str], port: int, ready: str) -> Server:
+        program = command[0]
+        if program != sys.executable and shutil.which(program) is None:
+            message = f"{program} is not on the PATH; `make servers` installs it"
+            if os.environ.get("CI") == "true":
+                pytest.fail(message)
+            pytest.skip(message)
+        log = tmp_path / f"{Path(program).name}-{port}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+        running.append(process)
+        server = Server(f"http://127.0.0.1:{port}", log)
+
+        def answers() -> bool:
+            if process.poll() is not None:
+                pytest.fail(f"{program} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+            try:
+                return httpx.get(server.url + ready, timeout=1.0).status_code == httpx.codes.OK
+            except httpx.HTTPError:
+                return False
+
+        eventually(f"{program} is ready", answers)
+        return server
+
+    yield run
+    for process in reversed(running):
+        process.terminate()
+    for process in reversed(running):
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
