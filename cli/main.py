@@ -125,8 +125,13 @@ def runs(
 @app.command()
 def switch(
     run: Annotated[str, typer.Argument(help="Run to switch.")],
-    mode: Annotated[str, typer.Option(help="plain, exact_delta, stable_softmax, paper_softmax, or two joined by +.")],
     reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
+    mode: Annotated[
+        str | None, typer.Option(help="plain, exact_delta, stable_softmax, paper_softmax, or two joined by +.")
+    ] = None,
+    undo: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Take a switch back instead: a command's id, or `last`.")
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="Layer to switch; without it, all of them.")] = None,
     head: Annotated[list[int] | None, typer.Option(help="Head of that layer; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do; change nothing.")] = False,
@@ -134,24 +139,21 @@ def switch(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Switch heads of a running training to another mode, and wait until the agent says that it did."""
+    """Switch heads of a running training to another mode, or take a switch back; wait until the agent says it did."""
     from rich.console import Console
 
     from foreshock.cli import runs as text
+    from foreshock.cli.errors import CommandError
     from foreshock.cli.service_client import ServiceClient
 
+    order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with ServiceClient(url, token) as client:
-        done = text.switch(
-            client,
-            Console(),
-            run=run,
-            layer=layer,
-            heads=head,
-            mode=mode,
-            reason=reason,
-            dry_run=dry_run,
-            wait_seconds=wait,
-        )
+        if mode is not None and undo is None:
+            done = text.switch(client, Console(), layer=layer, heads=head, mode=mode, **order)
+        elif undo is not None and mode is None and layer is None and not head:
+            done = text.undo(client, Console(), command=undo, **order)
+        else:
+            raise CommandError("give --mode, with --layer and --head or without them, or give --undo alone")
     if not done:
         raise typer.Exit(1)
 

@@ -103,6 +103,41 @@ def switch(
         f"/v1/runs/{run}/commands",
         {"who": getpass.getuser(), "reason": reason, "heads": refs, "mode": mode, "dry_run": dry_run},
     )
+    return _await(client, console, run, command, wait_seconds)
+
+
+def undo(
+    client: ServiceClient,
+    console: Console,
+    *,
+    run: str,
+    command: str,
+    reason: str,
+    dry_run: bool,
+    wait_seconds: float,
+) -> bool:
+    """Order the modes back that a command changed and wait for the answers; True when all were applied.
+
+    `command` is an id, or `last` for the newest switch of the run that was applied and stands. Raises CommandError when
+    there is none.
+    """
+    if command == "last":
+        known = client.get(f"/v1/runs/{run}/commands")["commands"]
+        standing = [
+            c["id"] for c in known if c["state"] == "applied" and c["undone_by"] is None and c["undoes"] is None
+        ]
+        if not standing:
+            raise CommandError(f"run {run} has no applied switch that stands; `foreshock runs {run}` shows its modes")
+        command = standing[0]
+    ordered = client.post(
+        f"/v1/commands/{command}/undo", {"who": getpass.getuser(), "reason": reason, "dry_run": dry_run}
+    )
+    answers = [_await(client, console, run, one, wait_seconds) for one in ordered["commands"]]
+    return all(answers)
+
+
+def _await(client: ServiceClient, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
+    """Wait for the agents' answers and say them; True when the command was applied, or tried in a dry run."""
     deadline = time.monotonic() + wait_seconds
     while command["state"] not in _FINAL_STATES and time.monotonic() < deadline:
         time.sleep(0.2)

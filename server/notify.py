@@ -101,6 +101,8 @@ class Notifier:
         elif event.switched is not None and event.switched.outcome in ("applied", "refused"):
             words = f"Run {event.run}: {event.sentence}"
             key = f"{event.run} {event.switched.outcome} {event.switched.heads} {event.switched.after}"
+        elif event.command is not None and event.command.verification is not None:
+            words, key = f"Run {event.run}: {event.sentence}", f"{event.command.id} verification"
         elif event.command is not None and event.command.state == "proposed":
             words, key = f"Run {event.run}: {event.sentence}", event.command.id
         else:

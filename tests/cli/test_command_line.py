@@ -122,6 +122,9 @@ def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
         (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; it has 0, 1"),
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
+        (["run-1"], "give --mode"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo alone"),
+        (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
     ],
 )
 def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
@@ -136,7 +139,7 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
     answering = threading.Event()
 
     def agent() -> None:
-        step = 1
+        step, mode = 1, "plain"
         while not answering.wait(0.1):
             step += 1
             for command in post(service, rank.batch(rank.sample(step))).commands:
@@ -146,22 +149,30 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
                     command=command.id,
                     outcome="applied",
                     heads=command.heads or (),
-                    before=("plain",),
+                    before=(mode,),
                     after=(command.mode,),
                     reason=command.reason,
                 )
                 post(service, rank.batch(said))
+                mode = command.mode
 
     thread = threading.Thread(target=agent)
     thread.start()
     try:
         order = ["--layer", "1", "--head", "2", "--mode", "exact_delta", "--reason", "its offset doubles"]
         done = foreshock("switch", "run-2", *order, "--url", service.url)
+        undo = ["--undo", "last", "--reason", "a mistake"]
+        undone = foreshock("switch", "run-2", *undo, "--url", service.url)
+        again = foreshock("switch", "run-2", *undo, "--url", service.url)
     finally:
         answering.set()
         thread.join()
     assert done.exit_code == 0, done.output
     assert "layer 1 head 2: plain -> exact_delta" in done.output
+    assert undone.exit_code == 0, undone.output
+    assert "layer 1 head 2: exact_delta -> plain" in undone.output
+    assert again.exit_code == 1
+    assert "run run-2 has no applied switch that stands" in again.stderr
 
 
 def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:

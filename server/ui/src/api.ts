@@ -117,6 +117,10 @@ export interface CommandStatus {
   dry_run: boolean;
   created_unix_seconds: number;
   ranks: { rank: number; outcome: string | null; step: number | null; reason: string }[];
+  /** Whether the heads' growth stopped; null until enough steps have passed. */
+  verification: "verified" | "not arrested" | "unknown" | null;
+  undoes: string | null;
+  undone_by: string | null;
 }
 
 export interface RunEvent {
@@ -135,6 +139,7 @@ export interface RunEvent {
     head: number | null;
   } | null;
   switched: { outcome: string; heads: HeadRef[]; before: string[]; after: string[] } | null;
+  command: { id: string; state: string; verification: CommandStatus["verification"] } | null;
 }
 
 export interface AuditPage {
@@ -258,5 +263,7 @@ export const api = {
       method: "POST",
       body: JSON.stringify(body),
     }),
+  undo: (id: string, body: { who: string; reason: string; dry_run: boolean }) =>
+    call<unknown>(`v1/commands/${encodeURIComponent(id)}/undo`, { method: "POST", body: JSON.stringify(body) }),
   audit: () => call<AuditPage>(`v1/audit${query({ limit: 200 })}`),
 };

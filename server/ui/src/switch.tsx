@@ -16,13 +16,15 @@ const MODES = [
   "plain",
 ];
 
+const VERBS = { approve: "Approve", reject: "Reject", undo: "Undo" };
+
 export interface SwitchTarget {
   run: string;
   /** null means every head of the run. */
   head: Head | null;
   mode: string | null;
-  /** Approve or reject this order instead of giving a new one. */
-  decide?: { command: CommandStatus; decision: "approve" | "reject" };
+  /** Approve, reject or undo this order instead of giving a new one. */
+  decide?: { command: CommandStatus; decision: "approve" | "reject" | "undo" };
 }
 
 /** Asks for a name and a reason, says in words what will happen, and does it only then. */
@@ -44,8 +46,11 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
       ? null
       : [[target.head.layer, target.head.head]];
   const wanted = decide ? decide.command.mode : mode;
-  const verb = decide ? { approve: "Approve", reject: "Reject" }[decide.decision] : dryRun ? "Try" : "Switch";
-  const sentence = decide
+  const undo = decide?.decision === "undo";
+  const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
+  const sentence = undo
+    ? `${dryRun ? "Try, without changing anything, to take" : "Take"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)} back, to the mode before it.`
+    : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
     : `${dryRun ? "Try, without changing anything, to switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
 
@@ -53,7 +58,8 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
     setState("sending");
     localStorage.setItem("foreshock.who", who);
     try {
-      if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
+      if (decide?.decision === "undo") await api.undo(decide.command.id, { who, reason, dry_run: dryRun });
+      else if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
       else await api.command(target.run, { who, reason, heads, mode, dry_run: dryRun });
       close();
     } catch (error) {
@@ -68,7 +74,7 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
   return (
     <dialog ref={dialog} onClose={close} aria-labelledby="switch-title">
       <form onSubmit={submit}>
-        <h2 id="switch-title">{decide ? `${verb} a switch` : "Switch attention"}</h2>
+        <h2 id="switch-title">{decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"}</h2>
         {confirming ? (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
@@ -133,7 +139,7 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
                 onInput={(event) => setReason(event.currentTarget.value)}
               />
             </label>
-            {!decide && (
+            {(!decide || undo) && (
               <label class="inline">
                 <input
                   type="checkbox"
@@ -159,6 +165,9 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
     </dialog>
   );
 }
+
+/** With a sign, for those who cannot tell the colours apart. */
+const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested", unknown: "not verifiable" };
 
 interface CommandsProps {
   commands: readonly CommandStatus[];
@@ -202,8 +211,9 @@ export function Commands({ commands, views, head, onSwitch }: CommandsProps & { 
 }
 
 function CommandList({ commands, views, onSwitch }: CommandsProps) {
+  const isActive = (run: string) => views.some(({ detail }) => detail.run === run && detail.status === "active");
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
-  const decide = (command: CommandStatus, decision: "approve" | "reject") =>
+  const decide = (command: CommandStatus, decision: "approve" | "reject" | "undo") =>
     onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
   return (
     <ul class="commands">
@@ -220,6 +230,13 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               )}
               {headNames(command.heads)} to <b>{words(command.mode)}</b>
               {command.dry_run && " (dry run)"}
+              {command.undoes && " (undo)"}
+              {command.undone_by && <span class="muted"> undone</span>}
+              {command.verification && (
+                <span class={`verification ${words(command.verification).replaceAll(" ", "-")}`}>
+                  {VERIFIED[command.verification]}
+                </span>
+              )}
             </p>
             <p class="muted">
               {command.issued_by} by {words(command.source)}, <Ago at={command.created_unix_seconds} />:{" "}
@@ -235,6 +252,11 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                 </p>
               ))}
           </div>
+          {command.state === "applied" && !command.undoes && !command.undone_by && isActive(command.run) && (
+            <span class="buttons">
+              <button onClick={() => decide(command, "undo")}>Undo</button>
+            </span>
+          )}
           {command.state === "proposed" && (
             <span class="buttons">
               <button onClick={() => decide(command, "reject")}>Reject</button>

@@ -15,7 +15,7 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
-from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.contract.slots import MODE_NAMES, SLOT_COUNT, Slot, mode_name
 from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
 
 ROWS = 4096
@@ -156,8 +156,9 @@ class Feeder:
         ack = self.send(self._sample(10))
         for command in ack.commands:
             heads = command.heads or tuple((i, j) for i in range(self.shape[0]) for j in range(self.shape[1]))
+            before = tuple(mode_name(int(self.modes[layer, head])) for layer, head in heads)
             for layer, head in heads:
-                self.modes[layer, head] = 1
+                self.modes[layer, head] = int(MODE_NAMES[command.mode])
             self.send(
                 Switched(
                     id=f"done-{command.id}",
@@ -165,7 +166,7 @@ class Feeder:
                     command=command.id,
                     outcome="applied",
                     heads=heads,
-                    before=("plain",) * len(heads),
+                    before=before,
                     after=(command.mode,) * len(heads),
                     reason="ordered",
                 )
@@ -230,7 +231,7 @@ class Service:
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One service for all tests; every test uses runs of its own name."""
-    running = Service(tmp_path_factory.mktemp("service"))
+    running = Service(tmp_path_factory.mktemp("service"), verify_steps="300")
     yield running
     running.close()
 

@@ -97,6 +97,24 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
     wait("it is told in the history", lambda: "exact_delta: applied" in text(chromium, ".events"))
 
+    feeder.train(40)
+    verified = "growth stopped"
+    wait("it is verified", lambda: verified in text(chromium, ".commands .verification"), seconds=15)
+    wait("in words", lambda: "verified, the growth has stopped" in text(chromium, ".events"))
+
+    button(chromium, "Undo").click()
+    chromium.find_element(By.NAME, "reason").send_keys("enough seen")
+    button(chromium, "Continue").click()
+    sentence = f"Take the switch of layer 0 head 2 of {feeder.run} to exact delta back"
+    wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
+    button(chromium, "Undo now").click()
+    wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))
+    assert feeder.obey() == ["plain"]
+    feeder.train(1)
+    wait("the mode is plain again", lambda: tile(chromium, "Switched heads") == "none")
+    wait("the switch is marked", lambda: "undone" in text(chromium, ".commands li:nth-child(2)"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Undo']"), "an undone switch can be undone again"
+
     chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
     wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
 
