@@ -98,8 +98,10 @@ class Claim:
     met: Callable[[float], bool]
 
 
-def _end(history: History, metric: str, head: tuple[int, int]) -> float:
-    _, values = history.blocks(metric, head)
+def _end(history: History, metric: str, head: tuple[int, int], until: float = np.inf) -> float:
+    """The mean of the last blocks before step `until`."""
+    steps, values = history.blocks(metric, head)
+    values = values[steps <= until]
     return float(values[-_LAST:].mean()) if len(values) else 0.0
 
 
@@ -112,10 +114,8 @@ def _control(run: Run, runs: Sequence[Run]) -> Run | None:
     return _twin(run, runs, lambda other: other.history is not None and other.history.numerics == "float32")
 
 
-def _largest_offset(run: Run) -> float:
-    assert run.history is not None
-    history = run.history
-    return max(abs(_end(history, "head.score_offset", head)) for head in history.heads)
+def _largest_offset(history: History, until: float) -> float:
+    return max(abs(_end(history, "head.score_offset", head, until)) for head in history.heads)
 
 
 def _taken_by_exact_delta(run: Run, runs: Sequence[Run]) -> float | None:
@@ -123,7 +123,10 @@ def _taken_by_exact_delta(run: Run, runs: Sequence[Run]) -> float | None:
         return None
     numerics = run.history.numerics
     twin = _twin(run, runs, lambda each: each.exact and each.history is not None and each.history.numerics == numerics)
-    return None if twin is None else 1 - _largest_offset(twin) / _largest_offset(run)
+    if twin is None or twin.history is None:
+        return None
+    until = min(run.history.steps[-1], twin.history.steps[-1])  # of a run that was cut short, the common part
+    return 1 - _largest_offset(twin.history, until) / _largest_offset(run.history, until)
 
 
 def first_off(run: Run, control: Run, metric: str, excess: Excess) -> float | None:

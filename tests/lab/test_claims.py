@@ -72,6 +72,16 @@ def test_substitution_is_measured_against_the_exact_run_of_the_same_seed(runs: l
     assert cells(runs, "exact-delta")[number("with exact delta from step 1")][1] == []
 
 
+def test_runs_of_different_length_are_compared_where_both_were(runs: list[Run]) -> None:
+    exact = runs[-1]
+    assert exact.history is not None
+    kept = STEPS <= 6000
+    values = {key: array[kept] for key, array in exact.history.values.items()}
+    exact.history = replace(exact.history, steps=STEPS[kept], values=values)
+    _, [share] = cells(runs, "untreated")[number("with exact delta from step 1")]
+    assert share == pytest.approx(0.75, abs=0.03)  # blocks are shorter in the shorter run; over all steps 0.87
+
+
 def test_what_left_its_twin_first_is_told_from_what_followed(runs: list[Run]) -> None:
     met, values = cells(runs, "untreated")[number("steps from rows with several bf16 maxima")]
     # |offset| is 2 nats above its twin from step 2500 on; ties begin at 1000 in seed 1 and at 5000 in seed 2
