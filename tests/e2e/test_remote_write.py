@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real service and writes into a real VictoriaMetrics: how the series outgrow one machine."""
+"""A real Prometheus scrapes a real service and writes into a real VictoriaMetrics: series that outgrow one machine."""
 
 import sys
 import time
