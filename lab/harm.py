@@ -2,9 +2,10 @@
 
 Loss and gradient norm before clipping are averaged over blocks of 100 steps and compared, block by block, with the
 float32 control of the same recipe and seed, which saw the same batches. The run is harmed from the first step of the
-first three blocks in a row in which its loss lies more than 1 % above the control's, or its gradient norm is more than
-twice the control's, or from the first step whose loss or gradient norm is not finite. For scale: on the recipe key-bias
-the paired difference of healthy blocks has a standard deviation of 0.06 %.
+first three blocks in a row in which its loss lies more than 2.5 % above the control's, or its gradient norm is more
+than twice the control's, or from the first step whose loss or gradient norm is not finite. For scale: two trainings
+that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps where the learning
+rate is high, in either direction; on the recipe key-bias their paired blocks differ by 0.06 %.
 
 A run that has no control (a failure in float32, say) is compared with its own past instead: with the lowest loss of any
 earlier block, and 5 %, since batches differ; and with the median gradient norm of its earlier blocks, and a factor of
@@ -35,7 +36,7 @@ class Limits:
     grad_norm_factor: float
 
 
-AGAINST_CONTROL: Final = Limits(0.01, 2.0)
+AGAINST_CONTROL: Final = Limits(0.025, 2.0)
 AGAINST_OWN_PAST: Final = Limits(0.05, 3.0)
 
 

@@ -50,7 +50,9 @@ class Score:
     harm_by: str | None
     harm_against: str | None
     dangerous_step: int | None
-    """when the largest |score| of the named head (of any head, where none was named) reached 512"""
+    """when the largest |score| of the named head reached 512"""
+    any_dangerous_step: int | None
+    """when that of any head did"""
     first_warning_step: int | None
     layer: int | None
     head: int | None
@@ -68,8 +70,8 @@ class Score:
 
     @property
     def healthy(self) -> bool:
-        """Made to be healthy, and not harmed."""
-        return self.truth == "healthy" and self.harm_step is None
+        """Made to be healthy, and it was: no harm, and no |score| that reached 512."""
+        return self.truth == "healthy" and self.harm_step is None and self.any_dangerous_step is None
 
     def report(self) -> dict[str, Any]:
         """For JSON."""
@@ -109,7 +111,8 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         harm_step=harm.step if harm else None,
         harm_by=harm.by if harm else None,
         harm_against=harm.against if harm else None,
-        dangerous_step=_dangerous_step(trace, first),
+        dangerous_step=_dangerous_step(trace, first) if first else None,
+        any_dangerous_step=_dangerous_step(trace, None),
         first_warning_step=first.step if first else None,
         layer=first.layer if first else None,
         head=first.head if first else None,

@@ -4,7 +4,8 @@ A head's scores may drift as a whole: softmax cannot see it, rounding can (paper
 Healthy heads move as far early in training, but they slow down with the age of the run, and a failing head does not.
 So each signal is compared over the second half of the run's life so far (at most `window_steps`) with the head's own
 past, with whether the growth goes on in the newer half of that window, and with its peers. The accumulated delta bias
-names cause and head and never warns. A verdict is latched until a head has been quiet for `quiet_steps`.
+names the cause and never warns: a drift the way that it pushes is believed early, any other only when it is large.
+A verdict is latched until a head has been quiet for `quiet_steps`.
 """
 
 import math
@@ -41,6 +42,13 @@ class DetectorConfig(BaseModel):
     persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
     quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
     offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
+    support_z: float = Field(
+        default=2.0,
+        gt=0,
+        description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
+    )
+    unsupported_level: float = Field(default=10.0, gt=0, description="offset_level where the delta bias does not")
+    unsupported_growth: float = Field(default=2.0, gt=1, description="offset_growth where the delta bias does not")
     offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
     offset_growth: float = Field(default=1.4, gt=1, description="factor by which 1 + |offset| grew over the window")
     score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
@@ -50,7 +58,6 @@ class DetectorConfig(BaseModel):
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
-    bias_z: float = Field(default=3.0, gt=0, description="accumulated delta bias, standardised, that names rounding")
     update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
 
 
@@ -196,7 +203,7 @@ class Detectors:
         np.minimum.reduce(self._recent, out=self._pressure)
         lasting = self._pressure >= 1.0
         tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
-        return self._name_heads(tripped, growth, np.abs(growth.end))
+        return self._name_heads(tripped, growth)
 
     def _near(self, growth: Growth, step: int) -> Floats:
         """How far every condition of a signal is met, the least of them, [len(SIGNALS), N]; 0 where one is unknown."""
@@ -204,31 +211,39 @@ class Detectors:
         young = config.young_growth if step < config.settle_steps else 1.0
         ripe = step >= max(config.earliest_steps, 2 * self._rate[1])
         near = np.zeros_like(growth.end)
-        rules = (
-            (config.offset_level, config.offset_change, config.offset_growth, 1.0),
-            (config.score_level, None, config.score_growth, 0.0),
-            (config.tied_share, None, 3.0, 0.0),
-            (None, None, config.norm_growth, 0.0),
+        supported = self._supported(growth)
+        offset_level = np.where(supported, config.offset_level, config.unsupported_level)
+        offset_growth = np.where(supported, config.offset_growth, config.unsupported_growth)
+        rules: tuple[tuple[Any, Any, float], ...] = (
+            (offset_level, offset_growth, 1.0),
+            (config.score_level, config.score_growth, 0.0),
+            (config.tied_share, 3.0, 0.0),
+            (0.0, config.norm_growth, 0.0),
         )
-        for row, (least_level, least_change, least_growth, floor) in enumerate(rules):
+        for row, (least_level, least_growth, floor) in enumerate(rules):
             level = np.abs(growth.end[row])
-            found = near[row] if least_level is None else np.divide(level, least_level, out=near[row])
+            found = np.divide(level, least_level, out=near[row])
             if not ripe:
                 found[level < (DANGEROUS_SCORE / 4 if row == 1 else math.inf)] = 0.0
-            if least_level is not None and not _any_at_least(found, _WORTH_A_LOOK):
+            if not _any_at_least(found, _WORTH_A_LOOK):
                 continue
             factor = level + floor
             factor /= np.abs(growth.start[row]) + floor
-            grown = factor / max(least_growth, young)
-            found[:] = grown if least_level is None else np.minimum(found, grown)
-            if least_change is not None:
-                np.minimum(found, growth.change((row, slice(None))) / least_change, out=found)
+            np.minimum(found, factor / np.maximum(least_growth, young), out=found)
+            if row == 0:
+                np.minimum(found, growth.change((row, slice(None))) / config.offset_change, out=found)
             likely = np.flatnonzero(found >= _WORTH_A_LOOK)
             if len(likely):
                 found[likely] = np.minimum(found[likely], self._lasting(growth, row, likely, factor))
         if math.isnan(near.sum()):
             np.nan_to_num(near, copy=False, nan=0.0)
         return near
+
+    def _supported(self, growth: Growth) -> npt.NDArray[np.bool_]:
+        """The heads whose accumulated delta bias pushes their offset the way that it moves, [N]."""
+        push = self._bias[0] * np.sign(growth.end[0])
+        supported: npt.NDArray[np.bool_] = (push > 0) & (push >= self.config.support_z * np.sqrt(self._bias[1]))
+        return supported
 
     def _lasting(self, growth: Growth, row: int, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
         """Whether growth goes on, is more than noise and more than that of the other layers, for some `heads`."""
@@ -252,19 +267,20 @@ class Detectors:
         typical: Floats = median_of_others(lower_median(known[self._grid]))[self._layer_place]
         return typical
 
-    def _name_heads(self, tripped: dict[int, str], growth: Growth, level: Floats) -> dict[int, str]:
+    def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
         kept = dict(tripped)
         for layer in set(self._layers[list(tripped)].tolist()):
             members = np.flatnonzero(self._layers == layer)
             here = [index for index in members.tolist() if tripped.get(index) in ("offset", "score")]
-            if len(here) < 2 or len(here) < len(members) or np.ptp(level[SIGNALS.index(tripped[here[0]]), members]) > 0:
+            if not here or len(members) < 2 or np.ptp(growth.end[SIGNALS.index(tripped[here[0]]), members]) > 0:
                 continue
-            active = [index for index in here if index in self._alarms]
+            active = [index for index in members.tolist() if index in self._alarms]
             named = active[0] if active else int(members[np.argmax(np.abs(self._bias[0, members]))])
+            signal = tripped[here[0]]
             for index in here:
-                if index != named:
-                    del kept[index]
+                del kept[index]
+            kept[named] = signal
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
@@ -345,16 +361,22 @@ class Detectors:
         return {name: float(value) for name, value in named.items() if math.isfinite(value)}
 
     def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
-        """Rounding moves all scores of a head together and leaves a delta bias; a step too large spreads them."""
+        """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
+
+        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not significant
+        is enough where the offset moved by half of what the largest score did; one that pushes back is not.
+        """
         if "offset" not in evidence and "score" not in evidence:
             return "other"
-        plain = self.rounds and index != _RUN and not self._modes[index] & Mode.EXACT_DELTA
+        if not self.rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
+            return "score growth" if signal != "nonfinite" else "other"
         now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
         moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
         grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
-        together = moved >= self.config.offset_change and moved >= grown / 2 - evidence.get("score_error", 0.0)
-        biased = abs(evidence.get("delta_bias_z", 0.0)) >= self.config.bias_z
-        if plain and (together or (biased and moved > 0)):
+        together = moved >= grown / 2 - evidence.get("score_error", 0.0)
+        push = evidence.get("delta_bias_z", math.nan) * math.copysign(1.0, now)
+        pushed = push >= self.config.support_z or (together and not push <= 0)  # NaN: no bias was recorded
+        if moved >= self.config.offset_change and pushed:
             return "rounding"
         return "score growth" if signal != "nonfinite" else "other"
 

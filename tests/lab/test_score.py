@@ -35,7 +35,7 @@ def test_a_run_is_harmed_from_the_first_of_three_blocks_in_a_row_above_its_contr
     control = noisy(2.0)
     loss = control.copy()
     loss[1000:1200] += 0.1  # two blocks alone are no harm
-    loss[3000:] += 0.03
+    loss[3000:] += 0.06
     harm = first_harm(steps(loss), steps(control))
     assert harm is not None
     assert (harm.step, harm.by, harm.against) == (3001, "loss", "control")

@@ -42,7 +42,7 @@ def healthy(step: int) -> tuple[Floats, Floats]:
 def line(step: int) -> tuple[Floats, Floats]:
     """One head drifts 1.5 nats in a thousand steps from step 2000 on."""
     offset, score = healthy(step)
-    offset[SICK] = -0.3 - 1.5e-3 * max(0, step - 2000) + 0.05 * _noise(step)[SICK]
+    offset[SICK] = 0.3 + 1.5e-3 * max(0, step - 2000) + 0.05 * _noise(step)[SICK]
     return offset, score
 
 
@@ -119,7 +119,7 @@ def test_the_drifting_head_alone_is_warned_about_with_rounding_as_the_cause(cour
 
 
 def test_the_forecast_brackets_the_step_at_which_the_largest_score_reaches_512() -> None:
-    _, told = play(explosion, until=5500)
+    _, told = play(explosion, until=5500, bias=0.6)
     truth = 2000 + 800 * math.log2((512 - 9) / 1.25 / 0.5)
     for verdict in told:
         assert verdict.forecast_steps is not None
@@ -133,6 +133,49 @@ def test_accumulated_delta_bias_alone_never_warns() -> None:
     detectors, told = play(until=9000, bias=3.0)
     assert told == []
     assert detectors.risk[SICK] < 1.0
+
+
+def test_a_drift_against_its_delta_bias_is_believed_only_when_it_is_large() -> None:
+    _, pushed = play(explosion, until=6000, bias=0.6)
+    _, against = play(explosion, until=6000, bias=-0.6)
+    assert raised(pushed) == raised(against) == [HEADS[SICK]]
+    assert abs(pushed[0].evidence["offset"]) < 10 <= abs(against[0].evidence["offset"])
+    assert against[0].step > pushed[0].step
+    assert against[0].cause == "score growth"
+    assert play(line, until=7000, bias=-0.6)[1] == []
+
+
+def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
+    _, told = play(line, detectors=Detectors(HEADS, rounds=False), bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert {verdict.cause for verdict in told} == {"score growth"}
+
+
+def fast(step: int) -> tuple[Floats, Floats]:
+    """Healthy heads do in 150 steps what takes others 900; one head doubles every 100 steps from step 500 on."""
+    offset, score = healthy(step * 6)
+    drift = 0.3 * 2 ** (max(0, step - 500) / 100)
+    offset[SICK], score[SICK] = drift + 0.02 * _noise(step)[SICK], 9 + 1.25 * drift
+    return offset, score
+
+
+def test_a_failure_within_1500_steps_is_warned_about_in_the_first_half_of_its_life() -> None:
+    detectors, told = Detectors(HEADS), []
+    for step in range(10, 1500, 10):
+        told += detectors.update(reading(step, fast, since_step=step - 10, bias=0.6, learning_rate=1e-3))
+    dangerous = 500 + 100 * math.log2((512 - 9) / 1.25 / 0.3)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].step <= dangerous - 400
+    assert told[0].cause == "rounding"
+
+
+def test_growth_is_not_judged_before_twice_the_rise_of_the_learning_rate() -> None:
+    for warmup, warned in ((100, True), (2500, False)):
+        detectors, told = Detectors(HEADS), []
+        for step in range(EVERY, 4500, EVERY):
+            rate = 1e-3 * min(1.0, step / warmup)
+            told += detectors.update(reading(step, line, bias=0.6, learning_rate=rate))
+        assert bool(told) == warned
 
 
 def test_a_head_in_exact_delta_mode_is_not_said_to_fail_from_rounding() -> None:
@@ -170,7 +213,7 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
         offset[SICK] = 1.5e-3 * (max(0, min(step, 5500) - 2000) + max(0, step - 14_000)) + 0.05 * _noise(step)[SICK]
         return offset, score
 
-    detectors, told = play(stopping, until=18_000)
+    detectors, told = play(stopping, until=18_000, bias=0.6)
     states = [(v.state, v.id) for v in told if v.state != "updated"]
     assert [state for state, _ in states] == ["raised", "cleared", "raised"]
     assert states[0][1] == states[1][1] != states[2][1]
@@ -182,11 +225,11 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
 @pytest.mark.parametrize("field", ["offset", "row_max_abs", "query_norm", "tied_bf16", "delta_sum", "rows"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(field: str, value: float) -> None:
-    detectors, told = play(line, until=5000, **_fields({field: np.full(N, value)}))
+    detectors, told = play(line, until=5000, bias=0.6, **_fields({field: np.full(N, value)}))
     assert np.isfinite(detectors.risk).all()
-    if field not in ("offset", "rows"):
+    if field not in ("offset", "rows", "delta_sum"):
         assert raised(told) == [HEADS[SICK]]
-    elif field == "offset" and math.isnan(value):
+    elif field == "delta_sum" or (field == "offset" and math.isnan(value)):
         assert told == []
 
 
@@ -241,7 +284,7 @@ def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
 
 
 def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts() -> None:
-    detectors, told = play(line, until=5000)
+    detectors, told = play(line, until=5000, bias=0.6)
     assert raised(told)
     again = detectors.update(reading(3000, line))
     assert again == []
@@ -251,11 +294,12 @@ def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts
 @settings(max_examples=5, deadline=None)
 @given(cut=st.integers(1, 119))
 def test_resuming_from_a_saved_state_at_any_sample_equals_not_stopping(cut: int) -> None:
-    whole, expected = play(line, until=6000)
-    first, told = play(line, until=cut * EVERY)
+    whole, expected = play(line, until=6000, bias=0.6)
+    assert raised(expected)
+    first, told = play(line, until=cut * EVERY, bias=0.6)
     resumed = Detectors(HEADS)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    _, rest = play(line, until=6000, detectors=resumed, since=cut * EVERY)
+    _, rest = play(line, until=6000, detectors=resumed, since=cut * EVERY, bias=0.6)
     assert told + rest == expected
     np.testing.assert_array_equal(resumed.risk, whole.risk)
 
@@ -304,7 +348,7 @@ def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
         detectors = Detectors(HEADS)
         warned = None
         for step in range(every, 6000, every):
-            if detectors.update(reading(step, line, since_step=step - every)):
+            if detectors.update(reading(step, line, since_step=step - every, bias=0.6)):
                 warned = warned or step
         steps.append(warned)
     assert None not in steps
@@ -319,3 +363,21 @@ def test_a_layer_wide_reading_names_the_head_with_the_largest_accumulated_delta_
 
     _, told = play(by_layer, until=5000, bias=5.0)
     assert raised(told) == [HEADS[SICK]]
+
+
+@settings(max_examples=4, deadline=None)
+@given(course=st.sampled_from([healthy, line, explosion]), shift=st.integers(1, 90))
+def test_a_mirrored_run_of_layers_numbered_otherwise_is_judged_alike(course: Course, shift: int) -> None:
+    def mirrored(step: int) -> tuple[Floats, Floats]:
+        offset, score = course(step)
+        return -offset, score
+
+    _, expected = play(course, until=5000, bias=0.6)
+    moved = Detectors([(layer + shift, head) for layer, head in HEADS])
+    told: list[wire.Verdict] = []
+    for step in range(EVERY, 5001, EVERY):
+        straight = reading(step, course, bias=0.6)
+        told += moved.update(reading(step, mirrored, delta_sum=-straight.delta_sum))
+    assert [(v.step, v.state, v.layer, v.head, v.cause, v.signal, v.forecast_steps) for v in told] == [
+        (v.step, v.state, (v.layer or 0) + shift, v.head, v.cause, v.signal, v.forecast_steps) for v in expected
+    ]
