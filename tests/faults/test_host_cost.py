@@ -1,0 +1,101 @@
+"""What a service in trouble costs the training: two trainings take turns, one of them with such a service."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.faults.hostile_server import answer, closed_port, drip, hang, hostile_server
+from torch import nn
+
+from foreshock.benchmarks.agent_cost import HEADS, LAYERS, Attention, counts
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.interception import LAYER_ATTRIBUTE
+
+BLOCK = 50
+"""Steps of one training before it is the other's turn."""
+
+
+@contextmanager
+def service_in(trouble: str) -> Iterator[str]:
+    """The address of a service that is down, slow, drips its answer or answers garbage."""
+    behaviours: dict[str, Any] = {"slow": hang, "dripping": drip, "garbage": answer(200, body=b"<html>" * 1000)}
+    if trouble == "down":
+        yield closed_port()
+    else:
+        with hostile_server(behaviours[trouble]) as server:
+            yield server.url
+
+
+class Training:
+    """Steps of a few milliseconds; a sample on every tenth, the most there can be by default."""
+
+    def __init__(self, url: str | None, spool: Path) -> None:
+        model = nn.Sequential(*(Attention() for _ in range(LAYERS)))
+        self.agent: Agent = attach(
+            model, run="a-run", url=url, spool_directory=spool, sample_every_seconds=0.0, quiet=True
+        )
+        self.states = [getattr(module, LAYER_ATTRIBUTE).state for module in model]
+        self.counted = [counts(np.random.default_rng(seed)) for seed in range(8)]
+        self.weight = torch.randn(448, 448)
+        self.step_seconds: list[float] = []
+        self.host_seconds: list[float] = []
+
+    def block(self) -> None:
+        """Some steps: work, the counts that a backward would leave, the agent."""
+        for number in range(BLOCK):
+            began = time.perf_counter()
+            torch.mm(self.weight, self.weight)
+            for state in self.states:
+                state.copy_(self.counted[number % len(self.counted)])
+            host = time.thread_time()
+            self.agent.step(2.0, grad_norm=1.0, learning_rate=1e-3)
+            self.host_seconds.append(time.thread_time() - host)
+            self.step_seconds.append(time.perf_counter() - began)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.promise("A1")
+@pytest.mark.parametrize("trouble", ["down", "slow", "dripping", "garbage"])
+def test_a_service_in_trouble_costs_a_step_next_to_nothing(
+    trouble: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    assert LAYERS * HEADS == 144
+    blocks = sizes("host_steps", quick=200, long=5000) // BLOCK
+    with service_in(trouble) as url:
+        quiet, troubled = Training(None, tmp_path), Training(url, tmp_path)
+        for training in (quiet, troubled):
+            training.block()
+            training.step_seconds.clear()
+            training.host_seconds.clear()
+        before = resident_bytes()
+        for _ in range(blocks):
+            quiet.block()
+            troubled.block()
+        grown = (resident_bytes() - before) / 2**20
+        began = time.monotonic()
+        troubled.agent.close()
+        leaving = time.monotonic() - began
+        quiet.agent.close()
+    medians = [
+        np.median(np.reshape(training.step_seconds, (blocks, BLOCK)).mean(axis=1)) for training in (quiet, troubled)
+    ]
+    p99 = [1e6 * float(np.percentile(training.host_seconds, 99)) for training in (quiet, troubled)]
+    record_property(f"{trouble}: step time over that without a service", round(float(medians[1] / medians[0]), 4))
+    record_property(f"{trouble}: agent's p99 a step, us", round(p99[1], 0))
+    record_property(f"{trouble}: the same without a service, us", round(p99[0], 0))
+    record_property(f"{trouble}: memory grown, MiB", round(grown, 1))
+    record_property(f"{trouble}: close, s", round(leaving, 2))
+    assert grown < 16
+    assert leaving < 2.0 + 0.3
+    assert p99[1] - p99[0] < 200
+    if sizes.long:  # on a busy machine the clock on the wall says little
+        assert medians[1] / medians[0] < 1.01
