@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,9 @@ BACKENDS: Final = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
+FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,13 @@ SHAPES: Final = (
     Shape("llama-1b", 16, 2048, 32, 8, 8192, 128256, 4096, 4, gated=True, whole=False),
 )
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Attention(nn.Module):
-    """Causal self-attention over [B, S, E]; `core` is what an arm replaces."""
+    """Causal self-attention over [B, S, E], by one of PyTorch's backends or by whichever it chooses."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.backend: SDPBackend | None = None
         self.num_heads, self.num_kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.width // shape.heads
         self.sizes = [shape.width, shape.kv_heads * self.head_dim, shape.kv_heads * self.head_dim]
         self.qkv = nn.Linear(shape.width, sum(self.sizes), bias=not shape.gated)
@@ -90,9 +91,34 @@ class Attention(nn.Module):
         return cast(Tensor, self.out(self.core(query, key, value).transpose(1, 2).flatten(2)))
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The call that `attach` finds."""
+        """The call that `attach` finds. The backend is chosen inside the graph: torch.compile does not look outside."""
         grouped = self.num_heads != self.num_kv_heads
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        if self.backend is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+class UnwatchedAttention(Attention):
+    """The same by PyTorch's own function, whatever its name is bound to while an agent is attached."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As in Attention."""
+        grouped = self.num_heads != self.num_kv_heads
+        assert self.backend is not None
+        with sdpa_kernel(self.backend):
+            return SDPA(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+class KernelAttention(Attention):
+    """The same by our operator with its statistics, and no agent."""
+
+    state: Tensor
+    modes: Tensor
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As in Attention."""
+        return flash_attention(query, key, value, causal="top_left", state=self.state, modes=self.modes)
 
 
 def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
@@ -177,16 +203,19 @@ class Bench:
     def arm(
         self,
         name: str,
-        core: Callable[[], Core] | None,
+        kind: type[Attention],
         backend: str | None,
         attached: Callable[[nn.Module], Agent] | None = None,
     ) -> None:
-        """Add an arm over the same weights; one that refuses its backend says so and is left out."""
+        """Add an arm over the same weights; one that fails says so and is left out."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
-        if core is not None:
-            for module in model.modules():
-                if isinstance(module, Attention):
-                    module.core = core()  # type: ignore[method-assign, assignment]
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.__class__ = kind
+                module.backend = BACKENDS[backend] if backend else None
+                if isinstance(module, KernelAttention):
+                    module.state = new_state(self.shape.heads, self.device)
+                    module.modes = torch.zeros(self.shape.heads, dtype=torch.int32, device=self.device)
         agent = attached(model) if attached is not None else None
         if self.shape.whole:
             arm = Arm(name, torch.compile(model, fullgraph=True, backend=self.compiler), backend, agent)
@@ -206,8 +235,7 @@ class Bench:
 
     def step(self, arm: Arm, ids: Tensor) -> None:
         """One training step, as people write it."""
-        chosen = sdpa_kernel(BACKENDS[arm.backend]) if arm.backend and self.device.type == "cuda" else nullcontext()
-        with chosen, torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             loss = arm.model(ids)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -248,23 +276,6 @@ class Bench:
         return sorted(names)
 
 
-def _kernels(shape: Shape, device: torch.device) -> Core:
-    state = new_state(shape.heads, device)
-    modes = torch.zeros(shape.heads, dtype=torch.int32, device=device)
-
-    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return flash_attention(query, key, value, causal="top_left", state=state, modes=modes)
-
-    return core
-
-
-def _pytorch(shape: Shape) -> Core:
-    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return SDPA(query, key, value, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
-
-    return core
-
-
 @contextmanager
 def _nobody_listens() -> Iterator[dict[str, Any]]:
     """Settings of an agent whose service is down, so that sender, spool and retries are all at work."""
@@ -275,7 +286,12 @@ def _nobody_listens() -> Iterator[dict[str, Any]]:
 
 
 def measure(
-    shape: Shape, rounds: int, steps: int = BLOCK_STEPS, device: str = "cuda", compiler: str = "inductor"
+    shape: Shape,
+    rounds: int,
+    steps: int = BLOCK_STEPS,
+    device: str = "cuda",
+    compiler: str = "inductor",
+    backends: Sequence[str] = FAST_BACKENDS,
 ) -> dict[str, Any]:
     """One shape's figures, in milliseconds a step."""
     bench = Bench(shape, device, compiler)
@@ -285,15 +301,15 @@ def measure(
         def watched(**options: Any) -> Callable[[nn.Module], Agent]:
             return lambda model: stack.enter_context(attach(model, **settings, **options))
 
-        for backend in BACKENDS:
-            bench.arm(f"none_{backend}", lambda: _pytorch(shape), backend)
+        for backend in backends:
+            bench.arm(f"none_{backend}", UnwatchedAttention, backend)
         bench.run(2, steps)
         best = min((arm for arm in bench.arms.values()), key=lambda arm: statistics.median(arm.seconds))
         for arm in bench.arms.values():
             arm.seconds.clear()
-        bench.arm("kernels", lambda: _kernels(shape, bench.device), None)
-        bench.arm("kernels_agent", None, None, watched())
-        bench.arm("keep_agent", None, best.backend, watched(attention="keep"))
+        bench.arm("kernels", KernelAttention, None)
+        bench.arm("kernels_agent", Attention, None, watched())
+        bench.arm("keep_agent", Attention, best.backend, watched(attention="keep"))
         bench.run(rounds, steps)
         result = _figures(bench, rounds, steps)
     return result
@@ -331,6 +347,7 @@ def main(json_path: Path | None = None, rounds: int = 12, only: str | None = Non
         raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
     # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
     torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.config.recompile_limit = 32  # the arms are graphs of the same code
     shapes = []
     for shape in SHAPES:
         if only in (None, shape.name):

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, cast
 
 import torch
@@ -155,12 +156,28 @@ def _(*arguments: Any) -> None:
     return None
 
 
+@cache
+def _kernels() -> Any:
+    """The Triton kernels, or None where there are none."""
+    try:
+        from foreshock.kernels.flash_attention import sampled_rows
+    except ImportError:
+        return None
+    return sampled_rows
+
+
 _Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """grad_out, out, query, key, value, mask"""
 
 
 def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
     heads = state.shape[0]
+    grad_out, out, query, key, value, mask = call
+    kernels = _kernels() if query.is_cuda and mask is None else None
+    if kernels is not None and kernels.serves(query, key, value, out, spec):
+        chosen = sampling.heads if 0 < sampling.heads < heads else heads
+        kernels.count_sampled_rows(grad_out, out, query, key, value, state, tick, sampling.rows, chosen, spec)
+        return
     if 0 < sampling.heads < heads:
         index = (tick * sampling.heads + torch.arange(sampling.heads, device=tick.device)) % heads
         part = state[index]
