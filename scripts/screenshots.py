@@ -37,6 +37,8 @@ class Picture(NamedTuple):
     part: str | None = None
     height: int | None = None
     """Only so much of the page, from its top."""
+    expect: str = ".u-wrap"
+    """What a page of runs must show before it is photographed."""
 
 
 def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
@@ -47,6 +49,7 @@ def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
     yield Picture("compare-light", runs, "light", height=1500)
     yield Picture("run", alone, "light", height=1700)
     yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
+    yield Picture("switches", runs[1:2], "light", part="section[aria-label='Switches']", expect=".verification")
     yield Picture("phone", alone, "dark", width=PHONE, height=1600)
 
 
@@ -84,7 +87,7 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
     screen(8000)  # the page loads what can be seen
     browser.get(f"{url}/?runs={','.join(picture.runs)}" if picture.runs else url)
-    settle(browser, expect=".u-wrap" if picture.runs else "tbody tr")
+    settle(browser, expect=picture.expect if picture.runs else "tbody tr")
     whole: int = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom | 0")
     screen(picture.height or whole)
     time.sleep(0.5)  # charts follow the new size

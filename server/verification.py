@@ -126,7 +126,7 @@ async def _judge(
     said += {
         "verified": "verified, the growth has stopped",
         "not arrested": "not arrested, it grows on",
-        "unknown": "cannot be verified, too few samples before and after it",
+        "unknown": "cannot be verified, too few samples before it or after it",
     }[verdict]
     if worst is not None:
         said += f" ({worst.sentence(settings.verify_steps)})"

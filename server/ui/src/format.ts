@@ -28,10 +28,10 @@ export function steps(value: number | null | undefined): string {
 }
 
 /** Short axis label: 1200 becomes 1.2k. */
-export function tick(value: number): string {
+export function tick(value: number, digits = 4): string {
   const size = Math.abs(value);
-  if (size >= 1e6) return minus(`${Number((value / 1e6).toPrecision(4))}M`);
-  if (size >= 1e3) return minus(`${Number((value / 1e3).toPrecision(4))}k`);
+  if (size >= 1e6) return minus(`${Number((value / 1e6).toPrecision(digits))}M`);
+  if (size >= 1e3) return minus(`${Number((value / 1e3).toPrecision(digits))}k`);
   if (size !== 0 && size < 1e-3) return minus(value.toExponential(0));
   return minus(String(Number(value.toPrecision(6))));
 }

@@ -61,7 +61,7 @@ export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) 
       const column = Math.round((i / labels) * (columns - 1));
       ctx.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
       ctx.fillText(
-        tick(frames.steps[column] ?? 0),
+        tick(frames.steps[column] ?? 0, 3),
         LEFT + ((column + (i === 0 ? 0 : i === labels ? 1 : 0.5)) / columns) * plotted,
         height + BOTTOM / 2,
       );

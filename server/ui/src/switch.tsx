@@ -166,6 +166,9 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
   );
 }
 
+/** How an order came, where its author's name does not say so. */
+const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
+
 /** With a sign, for those who cannot tell the colours apart. */
 const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested", unknown: "not verifiable" };
 
@@ -239,7 +242,8 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               )}
             </p>
             <p class="muted">
-              {command.issued_by} by {words(command.source)}, <Ago at={command.created_unix_seconds} />:{" "}
+              {command.issued_by}
+              {BY[command.source] ?? ""}, <Ago at={command.created_unix_seconds} />:{" "}
               {command.reason}
             </p>
             {command.ranks
@@ -248,7 +252,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                 <p key={rank.rank} class="muted">
                   rank {rank.rank}: {words(rank.outcome!)}
                   {rank.step === null ? "" : ` at step ${steps(rank.step)}`}
-                  {rank.reason && `, ${rank.reason}`}
+                  {rank.reason && rank.reason !== command.reason && `, ${rank.reason}`}
                 </p>
               ))}
           </div>

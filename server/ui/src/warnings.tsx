@@ -16,31 +16,48 @@ interface Props {
 
 export function Warnings({ views, compare, onShow, onSwitch }: Props) {
   const all = views.flatMap((view) => view.detail.warnings.map((warning) => ({ view, warning })));
+  all.sort((a, b) => URGENCY.indexOf(a.warning.severity) - URGENCY.indexOf(b.warning.severity));
+  const list = (some: typeof all, open: boolean) => (
+    <ul class="warnings">
+      {some.map(({ view, warning }, i) => (
+        <Warning
+          key={`${view.detail.run} ${warning.rank} ${warning.id}`}
+          warning={warning}
+          view={view}
+          compare={compare}
+          open={open && i === 0}
+          onShow={onShow}
+          onSwitch={onSwitch}
+        />
+      ))}
+    </ul>
+  );
   return (
     <section aria-label="Warnings" aria-live="polite">
       {all.length === 0 && <p class="note calm">No active warning.</p>}
-      <ul class="warnings">
-        {all.map(({ view, warning }) => (
-          <Warning
-            key={`${view.detail.run} ${warning.rank} ${warning.id}`}
-            warning={warning}
-            view={view}
-            compare={compare}
-            onShow={onShow}
-            onSwitch={onSwitch}
-          />
-        ))}
-      </ul>
+      {list(all.slice(0, SHOWN), !compare)}
+      {all.length > SHOWN && (
+        <details class="more">
+          <summary>{all.length - SHOWN} more warnings</summary>
+          {list(all.slice(SHOWN), false)}
+        </details>
+      )}
     </section>
   );
 }
 
+const URGENCY = ["critical", "warning", "info"];
+/** The rest is folded away: when many heads fail at once, the charts must not leave the screen. */
+const SHOWN = 3;
+
 interface WarningProps extends Omit<Props, "views"> {
+  /** Whether its numbers are shown: side by side the charts speak, and below the first warning too. */
+  open: boolean;
   warning: ActiveWarning;
   view: Loaded;
 }
 
-function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
+function Warning({ warning, view, compare, open, onShow, onSwitch }: WarningProps) {
   const { layer, head } = warning;
   const state = view.detail.layers.find((candidate) => candidate.layer === layer);
   const mode = (head !== null && state?.modes[state.heads.indexOf(head)]) || "plain";
@@ -64,8 +81,7 @@ function Warning({ warning, view, compare, onShow, onSwitch }: WarningProps) {
       <p class="left">
         <span class="muted">Steps left until the largest |score| is 512:</span> <b>{forecast(warning)}</b>
       </p>
-      {/* Side by side the charts speak; alone the numbers do. */}
-      <details open={!compare}>
+      <details open={open}>
         <summary>Evidence</summary>
         <dl class="evidence">
           {Object.entries(warning.evidence).map(([name, value]) => (
