@@ -89,7 +89,8 @@ class Collector:
             return float(value)
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {list(value.shape)}; give one number, such as its mean")
-        return value.detach().reshape(()).clone()  # a graphed step writes its loss into the same memory again
+        scalar: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
+        return scalar.clone()  # a graphed step writes its loss into the same memory again
 
     def snapshot(
         self,
@@ -145,6 +146,9 @@ class Collector:
 def _stack(given: list[Tensor | float]) -> Tensor:
     if not any(isinstance(v, Tensor) for v in given):
         return torch.from_numpy(np.array(given, dtype=np.float64))
+    if len({(v.device, v.dtype) if isinstance(v, Tensor) else None for v in given}) == 1:
+        stacked = torch.stack(given)  # type: ignore[arg-type]  # two launches for all of them
+        return stacked if stacked.device.type == "mps" else stacked.to(torch.float64)
     values = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in given]
     devices = {v.device for v in values}
     device = next(iter(devices)) if len(devices) == 1 else values[-1].device
