@@ -363,8 +363,8 @@ class Detectors:
     def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
         """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
 
-        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not significant
-        is enough where the offset moved by half of what the largest score did; one that pushes back is not.
+        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not
+        significant is enough where the offset moved by half of what the largest score did, unless it pushes back.
         """
         if "offset" not in evidence and "score" not in evidence:
             return "other"

@@ -20,7 +20,12 @@ from foreshock.lab.recipes import UNTREATED, find_recipe
 from foreshock.lab.record import Record
 from foreshock.monitor.detectors import DetectorConfig
 
-TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), steps=200)
+TINY = replace(
+    find_recipe("key-bias-small"),
+    model=ModelConfig(layers=2, heads=2, width=16, context=16),
+    steps=200,
+    warmup_steps=10,
+)
 EARLY = DetectorConfig(
     settle_steps=0,
     block_steps=25,
@@ -28,6 +33,9 @@ EARLY = DetectorConfig(
     earliest_steps=0,
     persist_blocks=1,
     offset_level=0.01,
+    unsupported_level=0.01,
+    unsupported_growth=1.001,
+    young_growth=1.001,
     offset_change=0.01,
     offset_growth=1.001,
     share_of_newer_half=0.0,
