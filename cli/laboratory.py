@@ -68,6 +68,30 @@ def list_recipes(console: Console) -> None:
     console.print(f"arms: {', '.join(ARMS)}")
 
 
+def show_corpus(console: Console) -> None:
+    """What runs on this machine are trained on."""
+    from foreshock.lab.corpus import standard_library
+
+    corpus = standard_library()
+    console.print(f"{corpus.source}: {len(corpus.tokens):,} bytes, SHA-256 {corpus.sha256}", soft_wrap=True)
+
+
+def run_set(
+    name: str, console: Console, *, folder: Path, processes: int, gpus: Sequence[int], seconds: float | None
+) -> None:
+    """Make the traces of one published set that are not there yet. Raises ValueError for an unknown set."""
+    from foreshock.lab.many import run_set as make
+    from foreshock.lab.published import published
+
+    sets = published()
+    if name not in sets:
+        raise ValueError(f"set {name!r} does not exist; allowed are {', '.join(sets)}")
+    limit = float("inf") if seconds is None else seconds
+    missing = make(sets[name], folder, processes=processes, gpus=gpus, seconds=limit, say=console.print)
+    for trace in missing:
+        console.print(f"missing: {trace}")
+
+
 def run(
     recipe_name: str, console: Console, *, arm_name: str, seed: int, steps: int | None, trace: Path, url: str | None
 ) -> None:

@@ -248,6 +248,32 @@ def lab_run(
     laboratory.run(recipe, Console(), arm_name=arm, seed=seed, steps=steps, trace=trace, url=url)
 
 
+@lab.command("run-set")
+def lab_run_set(
+    name: Annotated[str, typer.Argument(help="cpu, gpu or rescue.")],
+    folder: Annotated[Path, typer.Option(help="Where the traces go; those that are there are not made again.")],
+    processes: Annotated[int, typer.Option(help="Trainings side by side, one core each.", min=1)] = 1,
+    gpu: Annotated[list[int] | None, typer.Option(help="Devices to spread them over; give it several times.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop then; the traces of whole runs stay.")] = None,
+) -> None:
+    """Make the published set of runs again: every recipe, arm and seed of it."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.run_set(name, Console(), folder=folder, processes=processes, gpus=gpu or (), seconds=seconds)
+
+
+@lab.command("corpus")
+def lab_corpus() -> None:
+    """Say what text this machine's runs are trained on, and its hash."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.show_corpus(Console())
+
+
 @lab.command("score")
 def lab_score(
     traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of others.")],

@@ -1,6 +1,7 @@
 """Text that every Python carries: the source of its own standard library, read as bytes."""
 
 import hashlib
+import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ class Corpus:
     tokens: Tensor
     """uint8 [N]"""
     sha256: str
+    source: str
+    """what it is, in words"""
 
     def windows(self, size: int, length: int, generator: torch.Generator) -> Tensor:
         """`size` windows of `length` tokens and the one that follows, drawn uniformly: uint8 [size, length + 1]."""
@@ -49,4 +52,6 @@ def standard_library(root: Path | None = None) -> Corpus:
             f"{root} holds {len(text)} bytes of Python source; the laboratory needs at least 1 MiB. "
             "Use a Python whose standard library is on disk as .py files"
         )
-    return Corpus(torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8)), hashlib.sha256(text).hexdigest())
+    tokens = torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8))
+    source = f"{len(paths)} modules of the standard library of Python {platform.python_version()}"
+    return Corpus(tokens, hashlib.sha256(text).hexdigest(), source)

@@ -75,6 +75,8 @@ class Recipe:
     """What its untreated arm was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
     """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
+    on_gpu: bool = False
+    """Made for a GPU; it runs anywhere."""
     sample_every_steps: int = 25
 
     def truth_of(self, arm: Arm) -> Truth:
@@ -99,30 +101,137 @@ class Recipe:
         return replace(self.model, attention_dtype="float32" if arm.numerics == "float32" else "bfloat16")
 
 
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="key-bias-small",
-            summary="Two layers, two heads, for a CPU: natural rounding pushes the key bias of the first layer, and "
-            "its scores drift by several nats within 6500 steps. The loss does not explode in that time.",
-            model=ModelConfig(layers=2, heads=2, width=64, context=64),
-            batch=16,
-            steps=6500,
-            learning_rate=1.6e-2,
-            warmup_steps=200,
-        ),
-        Recipe(
-            name="key-bias",
-            summary="Four layers, four heads, for a GPU: the drift becomes exponential after some thousand steps.",
-            model=ModelConfig(layers=4, heads=4, width=256, context=256),
-            batch=32,
-            steps=12000,
-            learning_rate=2e-3,
-            warmup_steps=500,
-        ),
-    )
-}
+_SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)
+_MIDDLE = ModelConfig(layers=4, heads=2, width=128, context=128, matmul_dtype="bfloat16")
+_HEALTHY = replace(_MIDDLE, heads=4, qkv_bias=False)
+_KEY_BIAS_SMALL = Recipe(
+    name="key-bias-small",
+    summary="Two layers, two heads, for a CPU: natural rounding pushes the key bias of the first layer, and "
+    "its scores drift by several nats within 6500 steps. The loss does not explode in that time.",
+    model=_SMALL,
+    batch=16,
+    steps=6500,
+    learning_rate=1.6e-2,
+    warmup_steps=200,
+    split="tuning",
+)
+_SHARED_VALUES = Recipe(
+    name="shared-values",
+    summary="Four layers, two heads, for a GPU: key bias, and values that share a large part.",
+    model=replace(_MIDDLE, value_offset=4.0),
+    batch=128,
+    steps=16000,
+    learning_rate=2e-3,
+    warmup_steps=500,
+    clip=None,
+    on_gpu=True,
+)
+_HEALTHY_SMALL = replace(
+    _KEY_BIAS_SMALL,
+    name="healthy-small",
+    summary="The small model without biases at a quarter of the learning rate.",
+    model=replace(_SMALL, qkv_bias=False),
+    learning_rate=4e-3,
+    truth="healthy",
+)
+
+
+def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Recipe:
+    usual: dict[str, Any] = {"batch": 32, "steps": 20000, "learning_rate": 1e-3, "warmup_steps": 500}
+    return Recipe(name=name, summary=summary, model=model, truth="healthy", on_gpu=True, **(usual | settings))
+
+
+_ALL = (
+    _KEY_BIAS_SMALL,
+    Recipe(
+        name="key-bias",
+        summary="Four layers, four heads, for a GPU: the recipe of the runs recorded before the project, on bytes.",
+        model=ModelConfig(layers=4, heads=4, width=256, context=256, matmul_dtype="bfloat16"),
+        batch=32,
+        steps=12000,
+        learning_rate=2e-3,
+        warmup_steps=500,
+        split="tuning",
+        on_gpu=True,
+    ),
+    _SHARED_VALUES,
+    replace(
+        _HEALTHY_SMALL,
+        name="high-rate",
+        summary="Thirty times the learning rate that the small model bears: scores grow without any help of rounding.",
+        learning_rate=4.8e-2,
+        clip=None,
+        truth="score growth",
+        split="held-out",
+    ),
+    replace(
+        _HEALTHY_SMALL,
+        name="injected-noise",
+        summary="200 steps of random bytes for text.",
+        injection=Injection(kind="noise", first_step=3000, steps=200),
+        truth="other",
+        steps=5000,
+    ),
+    replace(
+        _HEALTHY_SMALL,
+        name="injected-half",
+        summary="From step 3000 on gradients underflow in float16 under a loss scale that is far too small.",
+        injection=Injection(kind="half", first_step=3000, steps=10**9, loss_scale=2.0**-14),
+        truth="other",
+        split="held-out",
+        steps=5000,
+    ),
+    _HEALTHY_SMALL,
+    replace(
+        _HEALTHY_SMALL,
+        name="healthy-small-gqa",
+        summary="Grouped queries and rotary positions.",
+        model=replace(_SMALL, qkv_bias=False, heads=4, kv_heads=2, rotary=True),
+        split="held-out",
+    ),
+    replace(
+        _HEALTHY_SMALL,
+        name="healthy-small-qk-norm",
+        summary="qk-norm, rotary positions, twice the learning rate.",
+        model=replace(_SMALL, qkv_bias=False, qk_norm=True, rotary=True),
+        learning_rate=8e-3,
+        split="held-out",
+    ),
+    _healthy("healthy-gpt", "Four layers without biases.", _HEALTHY),
+    _healthy("healthy-gqa", "Grouped queries, rotary positions.", replace(_HEALTHY, kv_heads=2, rotary=True)),
+    _healthy(
+        "healthy-qk-norm",
+        "qk-norm, rotary positions, one key head.",
+        replace(_HEALTHY, kv_heads=1, rotary=True, qk_norm=True),
+    ),
+    _healthy("healthy-deep", "Ten layers.", replace(_HEALTHY, layers=10, width=64)),
+    _healthy(
+        "healthy-wide",
+        "Eight heads, width 256.",
+        replace(_HEALTHY, layers=2, heads=8, width=256),
+        learning_rate=5e-4,
+        steps=10000,
+    ),
+    _healthy("healthy-no-clip", "Two heads, gradients as they are.", replace(_HEALTHY, heads=2), clip=None),
+    _healthy(
+        "healthy-muon",
+        "Muon, rotary positions.",
+        replace(_HEALTHY, rotary=True),
+        optimizer="muon",
+        learning_rate=2e-3,
+        steps=6000,
+    ),
+    _healthy(
+        "healthy-fast",
+        "Three times the learning rate, weight decay.",
+        replace(_HEALTHY, rotary=True),
+        learning_rate=3e-3,
+        betas=(0.9, 0.99),
+        weight_decay=0.1,
+    ),
+    _healthy("healthy-long", "512 tokens.", replace(_HEALTHY, heads=2, context=512, rotary=True), batch=8),
+)
+RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 
 def find_recipe(name: str) -> Recipe:
