@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from foreshock.dashboards.boards import boards
+from foreshock.dashboards.messages import TEMPLATES
 from foreshock.dashboards.metrics_table import metrics_page
 from foreshock.dashboards.provisioning import (
     alertmanager_config,
@@ -44,7 +45,9 @@ def files(links: Links) -> dict[Path, str]:
         **scrape,
         "prometheus-rules.yml": to_yaml(prometheus_rules(links)),
         "alertmanager.yml": alertmanager_config(
-            f"http://{_SERVICE}/v1/webhooks/alertmanager", _SECRETS / "foreshock_webhook_token"
+            f"http://{_SERVICE}/v1/webhooks/alertmanager",
+            _SECRETS / "foreshock_webhook_token",
+            templates=Path("/etc/alertmanager/messages.tmpl"),
         ),
         "grafana/datasources/prometheus.yml": datasource_config("http://prometheus:9090"),
         "grafana/dashboards/boards.yml": boards_config(Path("/var/lib/foreshock/boards")),
@@ -58,6 +61,7 @@ def files(links: Links) -> dict[Path, str]:
             GENERATED / "boards" / name: json.dumps(board, indent=1, ensure_ascii=False) + "\n"
             for name, board in boards(links).items()
         },
+        GENERATED / "messages.tmpl": f"{{{{/* {_NOTE} */}}}}\n{TEMPLATES}",
         METRICS_PAGE: f"<!-- {_NOTE} -->\n{metrics_page()}",
     }
 

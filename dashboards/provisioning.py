@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from foreshock.contract.catalog import WATCHDOG
+from foreshock.dashboards.messages import MESSAGE, TEMPLATES, TITLE
 from foreshock.dashboards.rules import (
     DATASOURCE_UID,
     FOLDER,
@@ -60,6 +61,8 @@ def alertmanager_config(
     webhook_url: str,
     token_file: Path | None,
     *,
+    templates: Path | None = None,
+    slack_url_file: Path | None = None,
     group_wait: str = "5s",
     group_interval: str = "1m",
     repeat_interval: str = "4h",
@@ -68,6 +71,7 @@ def alertmanager_config(
     """An Alertmanager configuration that sends everything to the service's webhook.
 
     The service keeps the audit trail, acts under its policy and notifies people. `token_file` holds the bearer token.
+    `templates` is the file of messages.TEMPLATES; with `slack_url_file` as well, people get them, the watchdog aside.
     The watchdog has a route of its own, since its silence is the alert; it repeats after one to two times
     `watchdog_interval`.
     """
@@ -78,8 +82,14 @@ def alertmanager_config(
             webhook["http_config"] = {"authorization": {"type": "Bearer", "credentials_file": str(token_file)}}
         return {"name": name, "webhook_configs": [webhook]}
 
+    people = receiver("foreshock")
+    if slack_url_file is not None:
+        people["slack_configs"] = [
+            {"api_url_file": str(slack_url_file), "title": TITLE, "text": MESSAGE, "send_resolved": True}
+        ]
     return to_yaml(
         {
+            **({} if templates is None else {"templates": [str(templates)]}),
             "route": {
                 "receiver": "foreshock",
                 "group_by": ["alertname", "run"],
@@ -96,7 +106,7 @@ def alertmanager_config(
                     }
                 ],
             },
-            "receivers": [receiver("foreshock"), receiver("watchdog")],
+            "receivers": [people, receiver("watchdog")],
         }
     )
 
@@ -173,6 +183,7 @@ def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -
                     "rules": grafana_rules(links),
                 }
             ],
+            "templates": [{"orgId": 1, "name": "foreshock", "template": TEMPLATES}],
             "contactPoints": [{"orgId": 1, "name": "foreshock", "receivers": [receiver]}],
             "policies": [
                 {

@@ -79,6 +79,12 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     }
     if of_run:
         annotations["page_url"] = f"{links.service}/?runs={run}"
+    if metric is not None and {"run", "layer", "head"} <= set(metric.labels):
+        annotations["done"] = (
+            '{{ with printf "foreshock_head_mode{run=%q,layer=%q,head=%q} > 0" $labels.run $labels.layer $labels.head '
+            "| query }}The head is switched.{{ else }}"
+            "No switch of the head is known; the page has the last word.{{ end }}"
+        )
     return Rule(
         alert=alert,
         expr=expr,

@@ -94,17 +94,18 @@ class Notifier:
     def _message(self, event: RunEvent, policy: str) -> str | None:
         """The event in words; None for what nobody needs to hear, or has heard."""
         if event.verdict is not None:
-            words, key = _of_verdict(event.run, event.verdict, policy), f"{event.verdict.layer}/{event.verdict.head}"
+            words = message_of(event.run, event.verdict, policy, self.settings.public_url)
+            key = f"{event.verdict.layer}/{event.verdict.head}"
             if event.verdict.state != "raised" or event.verdict.severity == "info":
                 return None
             key = f"{event.run} {key} {event.verdict.signal}"
         elif event.switched is not None and event.switched.outcome in ("applied", "refused"):
-            words = f"Run {event.run}: {event.sentence}"
+            words = self._said(event)
             key = f"{event.run} {event.switched.outcome} {event.switched.heads} {event.switched.after}"
         elif event.command is not None and event.command.verification is not None:
-            words, key = f"Run {event.run}: {event.sentence}", f"{event.command.id} verification"
+            words, key = self._said(event), f"{event.command.id} verification"
         elif event.command is not None and event.command.state == "proposed":
-            words, key = f"Run {event.run}: {event.sentence}", event.command.id
+            words, key = self._said(event), event.command.id
         else:
             return None
         now = time.monotonic()
@@ -112,8 +113,10 @@ class Notifier:
         if key in self._told:
             return None
         self._told[key] = now
-        link = self.settings.public_url.rstrip("/")
-        return f"{words} {link}/?runs={quote(event.run, safe='')}" if link else words
+        return words
+
+    def _said(self, event: RunEvent) -> str:
+        return "\n".join([f"Run {event.run}: {event.sentence}", *_link(event.run, self.settings.public_url)])
 
     async def _tell(self, event: RunEvent, message: str) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url
@@ -143,19 +146,23 @@ class Notifier:
         log.error("a notification was not delivered", to=name, why=why)
 
 
-def _of_verdict(run: str, verdict: Verdict, policy: str) -> str:
-    """Which run, layer and head; why; how long there is; what was done."""
+def message_of(run: str, verdict: Verdict, policy: str, page: str) -> str:
+    """What, where, why, how long is left, what was done, and the link: in the words of dashboards/messages.py."""
     where = "the model as a whole" if verdict.layer is None else f"layer {verdict.layer}"
     where += "" if verdict.head is None else f" head {verdict.head}"
     steps = verdict.forecast_steps
-    ahead = (
-        f" About {steps:,.0f} steps are left until scores reach 512." if steps is not None and 0 <= steps < 1e9 else ""
-    )
-    said = f"{verdict.sentence.rstrip('.')}." if verdict.sentence else ""
-    return (
-        f"{verdict.severity.capitalize()} in run {run} at step {verdict.step}, {where} ({verdict.cause}, signal "
-        f"{verdict.signal}): {said}{ahead} {_DONE[policy]}"
-    )
+    lines = [
+        f"{verdict.severity.capitalize()}: Run {run}: {where} is on its way to a loss explosion ({verdict.cause}).",
+        f"{verdict.sentence.rstrip('.') or 'A warning'} (signal {verdict.signal}, step {verdict.step:,}).",
+        f"Done: {_DONE[policy]}",
+    ]
+    if steps is not None and 0 <= steps < 1e9 and "512" not in verdict.sentence:
+        lines[1] += f" Largest |score| reaches 512 in about {steps:,.0f} steps."
+    return "\n".join([*lines, *_link(run, page)])
+
+
+def _link(run: str, page: str) -> list[str]:
+    return [f"Evidence and switch: {page.rstrip('/')}/?runs={quote(run, safe='')}"] if page else []
 
 
 async def _policy(connection: AsyncConnection, run: str) -> str:

@@ -275,6 +275,7 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         'foreshock_warning_forecast_steps{run="a",layer="0",head="2"}': "1800x5",
         'foreshock_head_score_offset{run="a",layer="0",head="2"}': "7.25x5",
         'foreshock_head_score_max{run="a",layer="0",head="2"}': "62x5",
+        'foreshock_head_mode{run="a",layer="0",head="2"}': "0x1 1x3",
     }
     expected = {
         "summary": "Run a: layer 0 head 2 is on its way to a loss explosion (rounding)",
@@ -284,6 +285,7 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
         "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
         "page_url": "http://127.0.0.1:8765/?runs=a",
+        "done": "The head is switched.",
     }
     result = promtool(tmp_path, [annotation_test(series, expected)])
     assert result.returncode == 0, result.stdout + result.stderr
@@ -294,6 +296,7 @@ def test_the_warning_reads_well_when_nothing_but_the_warning_is_known(tmp_path: 
     result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
     assert "Score offset on the page, largest score on the page" in result.stdout + result.stderr
     assert "in about an unknown number of steps." in result.stdout + result.stderr
+    assert "No switch of the head is known; the page has the last word." in result.stdout + result.stderr
 
 
 def annotation_test(series: dict[str, str], annotations: dict[str, str]) -> dict[str, Any]:

@@ -238,7 +238,11 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
             await service.store(first, first.verdict(11, state="updated"), first.verdict(12, state="cleared"))
             await notifier.turn()
             slack, webhook = (request[1].decode() for request in hook.requests)
-            for words in ("Warning in run run-1 at step 10, layer 0 head 2 (rounding, signal offset)", "2,100 steps"):
+            for words in (
+                "Warning: Run run-1: layer 0 head 2 is on its way",
+                "(signal offset, step 10)",
+                "2,100 steps",
+            ):
                 assert words in slack
                 assert words in webhook
             assert "drifts &lt;fast&gt;" in slack
