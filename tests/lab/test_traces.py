@@ -17,6 +17,7 @@ from foreshock.lab.replay import replay, verdicts
 from foreshock.lab.report import lab_score
 from foreshock.lab.service import local_service
 from foreshock.lab.trace import TraceWriter, read_trace, readings
+from foreshock.monitor.detectors import Detectors
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
 FAILS = TRACES / "key-bias_fa2_batch32.jsonl.gz"
@@ -86,6 +87,10 @@ def test_a_sample_on_the_wire_is_read_to_the_bit(tmp_path: Path) -> None:
     assert trace.steps.span.tolist() == [10, 10]
 
 
+def begun() -> list[Any]:
+    return [{"foreshock_trace": 1}, started(1).model_dump(mode="json")]
+
+
 def truncated(path: Path) -> None:
     path.write_bytes(FAILS.read_bytes()[:20_000])
 
@@ -105,6 +110,27 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: write(path, [{"foreshock_trace": 1}, started(1).model_dump(mode="json")]),
         "holds no sample",
     ),
+    "with a slot too long": (
+        lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"rows": [1, 2]}}]),
+        "line 3: ValueError slot rows speaks of 2 heads in a trace of 1",
+    ),
+    "with a slot that does not exist": (
+        lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"mass": [1]}}]),
+        "line 3: KeyError 'MASS'",
+    ),
+    "with losses that lack a gradient norm": (
+        lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": [1.0, 2.0], "grad_norm": [1]}]),
+        "as many losses as gradient norms",
+    ),
+    "with text for a number": (
+        lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": ["x"], "grad_norm": [1]}]),
+        "line 3: ValueError could not convert",
+    ),
+    "with probes that go backwards": (
+        lambda path: write(path, [*begun(), {"kind": "probe", "step": 9, "a": [1]}, {"kind": "probe", "step": 8}]),
+        "goes backwards in its probes",
+    ),
+    "that holds a list": (lambda path: write(path, [[1, 2]]), "holds no lines"),
     "with a field missing": (
         lambda path: write(path, [{"it": 1, "cc": [1.0], "lg": [1.0], "sn": [[1.0]]}]),
         "line 1: KeyError",
@@ -196,6 +222,16 @@ def test_an_arrested_head_is_cleared_after_quiet_steps_and_a_failing_one_never()
 def test_a_replay_says_the_same_every_time() -> None:
     trace = read_trace(FAILS)
     assert verdicts(trace) == verdicts(trace)
+
+
+def test_a_replay_says_what_the_detectors_said_live(tmp_path: Path) -> None:
+    trace = read_trace(FAILS)
+    live = Detectors(trace.heads, rounds=trace.rounds)
+    said = [verdict for reading in readings(trace) for verdict in live.update(reading)]
+    recorded = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in (trace.started, *trace.events))]
+    again = read_trace(write(tmp_path / "recorded.jsonl.gz", recorded))
+    assert len(said) > 5
+    assert verdicts(again) == said
 
 
 def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) -> None:
