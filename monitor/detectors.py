@@ -198,9 +198,12 @@ class Detectors:
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
-        self._recent[:-1] = self._recent[1:]
-        self._recent[-1] = self._near(growth, step)
-        np.minimum.reduce(self._recent, out=self._pressure)
+        self._recent[self._history.closed % len(self._recent)] = self._near(growth, step)
+        np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
+        for near in self._recent[1:-1]:
+            np.minimum(self._pressure, near, out=self._pressure)
+        if not _any_at_least(self._pressure, 1.0):
+            return {}
         lasting = self._pressure >= 1.0
         tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
         return self._name_heads(tripped, growth)

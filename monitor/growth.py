@@ -69,7 +69,8 @@ class History:
         self._block_steps = block_steps
         self._values = np.full((blocks, len(SIGNALS), heads), np.nan)
         self._steps = np.zeros(blocks, dtype=np.int64)
-        self._closed = 0
+        self.closed = 0
+        """Blocks closed in all."""
         self._jitter = np.full((len(SIGNALS), heads), np.nan)
         self._open = np.full((len(SIGNALS), heads), np.nan)
         self._weight = np.zeros(heads)
@@ -109,8 +110,8 @@ class History:
         np.fmax(self._open[1], values[1], out=self._open[1])
 
     def _close(self, step: int) -> None:
-        place = self._closed % len(self._steps)
-        if self._closed:
+        place = self.closed % len(self._steps)
+        if self.closed:
             square = self._open - self._values[place - 1]
             square *= square
             square *= (1 - _JITTER_MEMORY) / 2
@@ -123,18 +124,18 @@ class History:
                 self._jitter += square
         self._values[place] = self._open
         self._steps[place] = step
-        self._closed += 1
+        self.closed += 1
         self._open_steps = 0
 
     @property
     def last_step(self) -> int:
         """Step at which the last block was closed; 0 before the first."""
-        return int(self._steps[(self._closed - 1) % len(self._steps)]) if self._closed else 0
+        return int(self._steps[(self.closed - 1) % len(self._steps)]) if self.closed else 0
 
     def growth(self, window_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
-        held = min(self._closed, len(self._steps))
-        order = (self._closed - held + np.arange(held)) % len(self._steps)
+        held = min(self.closed, len(self._steps))
+        order = (self.closed - held + np.arange(held)) % len(self._steps)
         steps = self._steps[order]
         order = order[steps > steps[-1] - window_steps] if held else order
         count = len(order)
@@ -157,7 +158,7 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
         arrays = {name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS}
-        return {**arrays, "closed": self._closed, "open_steps": self._open_steps}
+        return {**arrays, "closed": self.closed, "open_steps": self._open_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Back to a saved state. Raises ValueError when it was saved with other heads or another window."""
@@ -169,7 +170,7 @@ class History:
                     "resume with the same heads and the same detector configuration"
                 )
             setattr(self, name, saved)
-        self._closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
+        self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
     _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight")
 
