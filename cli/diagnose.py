@@ -10,7 +10,7 @@ from rich.table import Table
 
 from foreshock.kernels.flash_attention.spec import NUMERICS
 from foreshock.lab.anatomy import Examined
-from foreshock.lab.diagnose import Patient, diagnose, examine_patient, lab_patient, own_patient
+from foreshock.lab.diagnose import Patient, diagnose, examine_patient, lab_patient, own_patient, suspects, try_removal
 from foreshock.lab.diagnosis import lines
 from foreshock.lab.diagnosis_picture import draw
 from foreshock.lab.history import History, live, recorded
@@ -35,20 +35,29 @@ def report(
     """
     if numerics is not None and numerics not in NUMERICS:
         raise ValueError(f"numerics {numerics!r} does not exist; use one of {', '.join(NUMERICS)}")
+    chosen = [_head(head) for head in heads]
     histories: list[History] = []
-    examined: dict[int, list[Examined]] = {}
+    patients: list[AbstractContextManager[Patient]] = []
     for source in sources:
         path = Path(source)
         if path.name.endswith(".gz"):
             histories.append(recorded(path))
         elif path.is_file():
-            _examine(lab_patient(path), batches, numerics, examined)
+            patients.append(lab_patient(path))
         elif ":" in source and source.partition(":")[0].replace(".", "").isidentifier():
             sys.path.insert(0, "")
-            _examine(own_patient(source, state), batches, numerics, examined)
+            patients.append(own_patient(source, state))
         else:
             histories.append(live(source, url, token))
-    found = diagnose(histories, examined, heads=[_head(head) for head in heads])
+    examined: dict[int, list[Examined]] = {}
+    trials = []
+    for patient in patients:
+        with patient as opened:
+            for layer, measured in examine_patient(opened, batches, numerics).items():  # type: ignore[arg-type]
+                examined.setdefault(layer, []).extend(measured)
+            trials.append(try_removal(opened, chosen or suspects(histories, examined)))
+    tried = [trial for trial in trials if trial is not None]
+    found = diagnose(histories, examined, heads=chosen, trials=tried)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -62,15 +71,6 @@ def report(
     if picture is not None:
         draw(picture, found.named[0], histories, examined, ", ".join(found.sources))
         console.print(f"picture: {picture}")
-
-
-def _examine(
-    patient: AbstractContextManager[Patient], batches: int, numerics: str | None, examined: dict[int, list[Examined]]
-) -> None:
-    with patient as opened:
-        found = examine_patient(opened, batches, numerics)  # type: ignore[arg-type]  # checked above
-    for layer, measured in found.items():
-        examined.setdefault(layer, []).extend(measured)
 
 
 def _head(text: str) -> tuple[int, int]:

@@ -198,6 +198,8 @@ _ALIKE: Final = "similar low-rank directions add up"
 _FEW: Final = "W_Q of a few heads"
 
 CLAIMS: Final = (
+    Claim("a head drifts", "largest final offset of a head, nats", ">= 3",
+          lambda run, _: None if run.history is None else _largest_offset(run.history, np.inf), lambda x: x >= 3),
     Claim(_SOURCE, "share of the largest final offset that is gone with exact delta from step 1", ">= 0.5",
           _taken_by_exact_delta, lambda x: x >= 0.5),
     Claim(_SOURCE, "share of dW_Q's squared error that is gone with exact delta, one step", ">= 0.5",

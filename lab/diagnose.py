@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from foreshock.kernels.flash_attention.spec import Numerics
 from foreshock.lab.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.capture import Capture
-from foreshock.lab.diagnosis import Diagnosis, HeadCourse, explain
+from foreshock.lab.diagnosis import Diagnosis, HeadCourse, Trial, explain
 from foreshock.lab.history import Floats, History
+from foreshock.lab.offset_removal import remove_offset
 from foreshock.lab.recipes import Arm, Recipe
 from foreshock.lab.run import Training
 from foreshock.monitor import attach
@@ -38,7 +39,9 @@ class Patient:
     origin: str
     model: nn.Module
     loss: Callable[[], Tensor]
-    """each call runs the model on a batch and gives the loss with its graph"""
+    """each call runs the model on its next batch and gives the loss with its graph"""
+    peek: Callable[[], Tensor] | None = None
+    """the same, always on one batch"""
 
 
 def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
@@ -63,7 +66,7 @@ def lab_patient(path: Path) -> Iterator[Patient]:
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
-        yield Patient(f"step {saved['step']}", training.model, training.next_loss)
+        yield Patient(f"step {saved['step']}", training.model, training.next_loss, training.peek_loss)
 
 
 @contextmanager
@@ -110,13 +113,39 @@ def examine_patient(patient: Patient, batches: int, numerics: Numerics | None) -
     return found
 
 
+def try_removal(patient: Patient, heads: Sequence[tuple[int, int]]) -> Trial | str | None:
+    """Take the key bias out of these heads, look, and put it back; a sentence where there is none to take out.
+
+    None for a model that cannot be run on one batch twice.
+    """
+    if patient.peek is None:
+        return None
+    before = {name: parameter.detach().clone() for name, parameter in patient.model.named_parameters()}
+    with torch.no_grad():
+        loss_before = patient.peek().item()
+    try:
+        removed = remove_offset(patient.model, patient.peek, heads)
+    except ValueError as refusal:
+        return str(refusal)
+    with torch.no_grad():
+        loss_after = patient.peek().item()
+        for name, parameter in patient.model.named_parameters():
+            parameter.copy_(before[name])
+    added = {f"layer {each.layer} key head {each.kv_head}": each.offset_before for each in removed}
+    return Trial(origin=patient.origin, added_nats=added, loss_before=loss_before, loss_after=loss_after)
+
+
 def diagnose(
-    histories: Sequence[History], examined: dict[int, list[Examined]], *, heads: Sequence[tuple[int, int]] = ()
+    histories: Sequence[History],
+    examined: dict[int, list[Examined]],
+    *,
+    heads: Sequence[tuple[int, int]] = (),
+    trials: Sequence[Trial | str] = (),
 ) -> Diagnosis:
-    """Put together what a run recorded and what its tensors say. `heads` names whom to look at; by default those that
-    were warned about, else those whose scores drifted farthest."""
-    named = list(heads) or _named(histories, examined)
-    result = Diagnosis(sources=[each.name for each in histories], named=named)
+    """Put together what a run recorded and what its tensors say. `heads` names whom to look at (by default `suspects`);
+    `trials` is what `try_removal` gave."""
+    named = list(heads) or suspects(histories, examined)
+    result = Diagnosis(sources=[each.name for each in histories], named=named, trials=list(trials))
     result.sources += list(dict.fromkeys(each.origin for batches in examined.values() for each in batches))
     for layer, head in named:
         result.courses += [_course(history, (layer, head)) for history in histories]
@@ -128,7 +157,8 @@ def diagnose(
     return result
 
 
-def _named(histories: Sequence[History], examined: dict[int, list[Examined]]) -> list[tuple[int, int]]:
+def suspects(histories: Sequence[History], examined: dict[int, list[Examined]]) -> list[tuple[int, int]]:
+    """The heads that were warned about, first first; without any, the one whose scores drifted farthest."""
     warned = [
         (verdict.layer, verdict.head)
         for history in histories

@@ -48,6 +48,17 @@ class HeadCourse:
     """over the median of the other heads"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What taking the key bias out of the named heads did to one batch; the weights were put back."""
+
+    origin: str
+    added_nats: dict[str, float]
+    """mean score that the bias added, by key head"""
+    loss_before: float
+    loss_after: float
+
+
 @dataclass(slots=True)
 class Diagnosis:
     """What was found. `as_json` gives it whole, `words` in a few lines."""
@@ -56,6 +67,8 @@ class Diagnosis:
     named: list[tuple[int, int]]
     courses: list[HeadCourse] = field(default_factory=list)
     anatomies: list[HeadAnatomy] = field(default_factory=list)
+    trials: list[Trial | str] = field(default_factory=list)
+    """a sentence where the model has no key bias that can be taken out"""
     findings: dict[str, list[str]] = field(default_factory=dict)
     """by question: where, delta, carriers, directions, arithmetic"""
     advice: list[str] = field(default_factory=list)
@@ -223,12 +236,23 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
             "attention unturned: foreshock.lab.offset_removal.remove_offset. No probability changes; it grows "
             "again unless its cause is taken out too."
         )
+        advice += [_tried(trial) for trial in diagnosis.trials]
     if other:
         advice.append(
             f"{_heads(other)}: the cause is another than rounding. Look at the learning rate, the data and the "
             "gradient norm first; a switch of numerics would not help."
         )
     return advice or ["Nothing: no head was warned about. Keep watching."]
+
+
+def _tried(trial: Trial | str) -> str:
+    if isinstance(trial, str):
+        return f"Not so here: {trial}."
+    added = ", ".join(f"{nats:+.1f} nats to {head}" for head, nats in trial.added_nats.items())
+    return (
+        f"Tried at {trial.origin}: the bias of the keys adds {added}; without it the loss of a batch goes from "
+        f"{trial.loss_before:.4f} to {trial.loss_after:.4f}."
+    )
 
 
 def _heads(refs: list[tuple[int, int]]) -> str:

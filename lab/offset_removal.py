@@ -110,11 +110,11 @@ def _key_bias(call: AttentionCall) -> tuple[Tensor, Tensor]:
     head_code = torch.arange(1, kv_heads + 1, device=call.key.device)[:, None].expand(-1, dim)
     dim_code = torch.arange(1, dim + 1, device=call.key.device)[None, :].expand(kv_heads, -1)
     answers = []
-    for code in (head_code, dim_code):
+    for code in (head_code, dim_code) if vectors else ():
         given = torch.zeros_like(call.key)
         given[-1, :, -1] = code.to(given.dtype)
         answers.append(torch.autograd.grad(call.key, vectors, given, retain_graph=True, allow_unused=True))
-    for parameter, of_head, of_dim in zip(vectors, *answers, strict=True):
+    for parameter, of_head, of_dim in zip(vectors, *answers, strict=True) if vectors else ():
         if of_head is None or of_dim is None or not of_dim.any():
             continue
         places = torch.nonzero(of_dim).flatten()

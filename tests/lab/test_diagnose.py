@@ -19,8 +19,9 @@ from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.statistics import new_state
 from foreshock.lab.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.capture import AttentionCall, Capture
-from foreshock.lab.diagnose import diagnose, examine_patient, lab_patient, own_patient
-from foreshock.lab.history import Floats, History, live, recorded
+from foreshock.lab.diagnose import diagnose, examine_patient, lab_patient, own_patient, try_removal
+from foreshock.lab.diagnosis import Trial, explain
+from foreshock.lab.history import History, live, recorded
 from foreshock.lab.model import ModelConfig
 from foreshock.lab.recipes import CONTROL, UNTREATED, find_recipe
 from foreshock.lab.run import Training
@@ -240,6 +241,27 @@ def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(examined: dic
     assert again["anatomies"][0]["batches"] == 2
     with pytest.raises(ValueError, match="layer 7 was not examined; the model has layers 0, 1"):
         diagnose([], examined, heads=[(7, 0)])
+
+
+def test_taking_the_key_bias_out_is_tried_and_taken_back(checkpoints: list[Path]) -> None:
+    with lab_patient(checkpoints[1]) as patient:  # float32: no rounding hides a change of the loss
+        with torch.no_grad():
+            patient.model.get_parameter("h.0.attn.c_attn.bias")[16:32] = 3.0
+        before = [parameter.detach().clone() for parameter in patient.model.parameters()]
+        trial = try_removal(patient, [(0, 1)])
+        assert isinstance(trial, Trial)
+        assert trial.loss_after == pytest.approx(trial.loss_before, rel=1e-5)
+        assert list(trial.added_nats) == ["layer 0 key head 1"]
+        assert all(torch.equal(old, new) for old, new in zip(before, patient.model.parameters(), strict=True))
+        patient.model.get_parameter("h.0.attn.c_attn.bias").requires_grad_(False)
+        refused = try_removal(patient, [(0, 1)])
+        assert isinstance(refused, str)
+        assert "has no bias on its keys" in refused
+        found = diagnose([planted_history(0.0)], examine_patient(patient, 2, None), heads=[(0, 0)], trials=[trial])
+    assert "without it the loss" not in " ".join(found.advice)  # nobody was warned about it
+    found.courses[0] = replace(found.courses[0], warned_step=4000, cause="rounding")
+    explain(found)
+    assert "Tried at step 3: the bias of the keys adds" in found.advice[-1]
 
 
 def test_two_checkpoints_of_one_run_are_compared_across_steps(checkpoints: list[Path]) -> None:
