@@ -21,6 +21,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
+from foreshock.monitor.transformers_positions import watch_positions
 
 NAME: Final = "foreshock"
 _STRUCTURE: Final = "_foreshock_structure"
@@ -82,11 +83,33 @@ def foreshock_attention(
             )
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-    softcap_given = {} if softcap is None else {"softcap": softcap}
+    if softcap is not None:  # PyTorch's attention has none
+        return _with_softcap(query, key, value, attention_mask, dropout, scaling, softcap), None
     result: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, **softcap_given, **kwargs
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
     )
     return result
+
+
+def _with_softcap(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """As transformers' eager attention: what this model had computed without foreshock. Returns [B, S, H, D]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _attend(
@@ -121,21 +144,21 @@ def _attend(
 def _attend_packed(
     layer: WatchedLayer, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, options: dict[str, Any]
 ) -> Tensor | None:
-    """Attention over the real tokens alone; padding rows come out as zero. The read of the lengths waits for the
-    device, as transformers' own flash path does."""
+    """Attention over the real tokens alone; padding rows come out as zero. No size depends on how much padding there
+    is: nothing waits for the device, and torch.compile can follow."""
     batch, _, length, _ = query.shape
-    real = padding[:, :length].to(query.device).flatten().nonzero().squeeze(1)  # [total]
-    lengths = padding[:, :length].sum(1, dtype=torch.int32).to(query.device)
-    bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
-    packed = (x.transpose(1, 2).flatten(0, 1)[real].transpose(0, 1)[None] for x in (query, key, value))
-    longest = int(lengths.max())
+    real = padding[:, :length].to(query.device)
+    order = torch.sort((~real.bool()).flatten().byte(), stable=True).indices  # [B * S], the real tokens first
+    bounds = torch.nn.functional.pad(real.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
+    packed = (x.transpose(1, 2).flatten(0, 1)[order].transpose(0, 1)[None] for x in (query, key, value))
     out = layer.attend(
-        *packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest, **options
+        *packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=length, max_seqlen_k=length, **options
     )
     if out is None:
         return None
-    rows: Tensor = out.new_zeros(batch * length, *out.shape[1::2]).index_copy(0, real, out[0].transpose(0, 1))
-    return rows.view(batch, length, *rows.shape[1:]).transpose(1, 2)
+    rows = out[0].transpose(0, 1)  # [B * S, H, D]; zero past the last real token
+    placed: Tensor = torch.zeros_like(rows).index_copy(0, order, rows)
+    return placed.view(batch, length, *placed.shape[1:]).transpose(1, 2)
 
 
 def dispatch_to_foreshock(model: nn.Module) -> Callable[[], None]:
@@ -147,15 +170,18 @@ def dispatch_to_foreshock(model: nn.Module) -> Callable[[], None]:
     AttentionMaskInterface.register(NAME, foreshock_mask)
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     before = {id(m.config): (m.config, m.config._attn_implementation) for m in models}
+    forget_positions = watch_positions(models)
     nested = {id(child) for m in models for child in m.modules() if child is not m}
     for root in (m for m in models if id(m) not in nested):
         root.set_attn_implementation(NAME)
         if root.config._attn_implementation != NAME:
+            forget_positions()
             raise ValueError(
                 f"{type(root).__name__} does not let its attention be set; use one that follows AttentionInterface"
             )
 
     def undo() -> None:
+        forget_positions()
         for config, name in before.values():
             config._attn_implementation_internal = name
 

@@ -1,0 +1,175 @@
+"""Models of transformers in modes of execution: bits of the operator alone, and the counts of eager mode."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.executions import EVERY_STEP, Trained, watched
+from tests.monitor.test_executions import MODES, STEPS, Mode
+from tests.monitor.test_transformers import MODELS as MAKERS
+from tests.monitor.tiny_models import batch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from foreshock.contract.slots import COUNT_SLOTS, Slot
+from foreshock.kernels.flash_attention import flash_attention
+from foreshock.monitor import attach
+from foreshock.monitor.interception import LAYER_ATTRIBUTE, numerics_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
+
+NAMES = {
+    "GPT-2": "gpt2",
+    "Llama": "llama",
+    "Qwen2": "qwen2",
+    "Mistral": "mistral, sliding window",
+    "Gemma2": "gemma2, softcap",
+}
+CASES = [
+    pytest.param(model, name, MODES[name][0], id=f"{model}, {name}", marks=pytest.mark.execution(model, name))
+    for model in NAMES
+    for name in MODES
+    if name not in ("inductor", "selective checkpointing")
+]
+
+
+class Logits(nn.Module):
+    """A model whose output is its logits; its dropout is off, so that two runs are the same."""
+
+    def __init__(self, name: str, mode: Mode, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = MAKERS[NAMES[name]]().to(mode.dtype)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "attn_dropout", None), float):
+                module.attn_dropout = 0.0
+        if kind.startswith("checkpointing"):
+            reentrant = kind == "checkpointing (reentrant)"
+            self.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            self.model.enable_input_require_grads()
+        self.model.config.use_cache = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits  # type: ignore[no-any-return]
+
+
+def operator_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Our operator as transformers would call it, with no agent, no state and no modes."""
+    numerics: Any = numerics_for(query, "auto")
+    out = flash_attention(
+        query,
+        key,
+        value,
+        causal="top_left",
+        scale=scaling,
+        softcap=softcap or 0.0,
+        window=(sliding_window - 1, -1) if sliding_window else (-1, -1),
+        numerics=numerics,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def alone(model: Logits, loop: Callable[[nn.Module, Callable[[Tensor], None]], list[Tensor]]) -> Trained:
+    AttentionInterface.register("operator_alone", operator_alone)
+    model.model.set_attn_implementation("operator_alone")
+    return Trained(loop(model, lambda loss: None), [p.detach().clone() for p in model.parameters()])
+
+
+@pytest.fixture(autouse=True)
+def _compiled_code_is_forgotten() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("name", "kind", "mode"), CASES)
+def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count(
+    name: str, kind: str, mode: Mode
+) -> None:
+    # these compile to the bits of eager mode, which spares the other half of the compiler's time
+    expected = alone(Logits(name, mode, kind), replace(mode, compile=None).loop)
+    got = watched(Logits(name, mode, kind), mode.loop)
+    got.assert_same_bits(expected)
+    heads = 2 * (2 if name == "GPT-2" else 4)
+    assert got.rows == [2 * 12 * mode.micro_batches * STEPS] * heads
+    if kind.startswith("checkpointing"):
+        plain = watched(Logits(name, Mode(), "eager"), Mode().loop)
+        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ]
+        np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
+
+
+@pytest.mark.parametrize(("name", "side"), [("GPT-2", "right"), ("Mistral", "left")])
+def test_a_compiled_model_counts_the_real_tokens_of_a_padded_batch(name: str, side: str) -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    mask = mask.flip(1) if side == "left" else mask
+
+    def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        inner: Any = model
+        run: Any = torch.compile(inner.model, backend="aot_eager", fullgraph=True) if compiled else inner.model
+        loss = run(input_ids=batch(0), attention_mask=mask).logits[mask.bool()].square().mean()
+        torch.autograd.backward(loss)
+        stepped(loss)
+        return [loss.detach()]
+
+    compiled = False
+    plain = watched(Logits(name, Mode(), "eager"), loop)
+    compiled = True
+    got = watched(Logits(name, Mode(), "eager"), loop)
+    assert set(got.rows) == {12 + 7}
+    assert all(not words[:, Slot.ROWS_EMPTY].any() for words in got.words)
+    np.testing.assert_array_equal(counts(got), counts(plain))
+    torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sequences_packed_by_position_numbers_are_never_taken_for_one(compiled: bool) -> None:
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    expected = Logits("Llama", Mode(), "eager").model(input_ids=batch(0), position_ids=positions).logits
+    model: Any = Logits("Llama", Mode(), "eager")
+    agent = attach(model, **EVERY_STEP)
+    run: Any = torch.compile(model.model, backend="aot_eager") if compiled else model.model
+    run(input_ids=batch(0))  # one that is not packed comes before
+    got = [run(input_ids=batch(0), position_ids=positions).logits]
+    if not compiled:
+        got.append(run(batch(0), None, positions).logits)
+    agent.close()
+    for logits in got:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def counts(trained: Trained) -> Any:
+    return np.stack(trained.words)[..., list(COUNT_SLOTS)]
+
+
+@pytest.mark.parametrize("mask", ["padding that is no mask of a kernel's", "none"])
+def test_a_softcap_that_goes_to_pytorch_is_computed_as_without_foreshock(mask: str) -> None:
+    custom = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+    custom[..., 3] = False
+    custom[..., 3, 3] = True
+    model: Any = Logits("Gemma2", Mode(), "eager").eval()
+    model.model.set_attn_implementation("eager")
+    additive = torch.zeros(custom.shape).masked_fill(~custom, torch.finfo(torch.float32).min)
+    expected = model.model(input_ids=batch(0), attention_mask=additive if mask != "none" else None).logits
+    agent = attach(model, **EVERY_STEP)
+    for layer in (m.__dict__.get(LAYER_ATTRIBUTE) for m in model.modules()):
+        if layer is not None and mask == "none":
+            layer.problem = lambda query: "a test"
+    got = model.model(input_ids=batch(0), attention_mask=custom if mask != "none" else None).logits
+    agent.close()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
