@@ -15,7 +15,8 @@ from transformers import masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
 _NAME: Final = "find_packed_sequence_indices"
-_original: Final[Callable[[Tensor], Tensor | None]] = masking_utils.find_packed_sequence_indices
+_original: Final[Callable[[Tensor], Tensor | None] | None] = getattr(masking_utils, _NAME, None)
+"""None in a version that finds out otherwise; models that are compiled whole then go unwatched, and are told so."""
 
 
 class _Positions:
@@ -30,7 +31,7 @@ _positions: Final = _Positions()
 
 
 def _find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    return _original(position_ids) if _positions.given else None
+    return _original(position_ids) if _positions.given and _original is not None else None
 
 
 def _hook(index: int | None) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
@@ -49,6 +50,8 @@ def _forget(module: nn.Module, args: Any, output: Any) -> None:
 
 def watch_positions(models: list[PreTrainedModel]) -> Callable[[], None]:
     """Let masks be made without a look at position numbers that the models make themselves; returns the undoing."""
+    if _original is None:
+        return lambda: None
     handles = []
     for model in models:
         names = list(inspect.signature(type(model).forward).parameters)[1:]

@@ -186,3 +186,30 @@ def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> Non
     assert samples[-1].modes.numpy().tolist() == [0, 1, 0, 0]
     assert (samples[-1].query_norm.numpy() > 0).all()
     assert got.listener.of(wire.Started)[0].layers[0].served_by == "kernel"
+
+
+@pytest.mark.execution("Llama", "eager")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_padded_batch_of_a_transformers_model_counts_its_real_tokens() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 48}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
+    llama = LlamaForCausalLM(config).cuda().bfloat16()
+    mask = torch.ones(2, LENGTH, dtype=torch.long, device="cuda")
+    mask[0, 40:] = 0
+
+    def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        losses = []
+        for given in tokens():
+            loss = model(input_ids=given, attention_mask=mask).logits[mask.bool()].float().square().mean()
+            torch.autograd.backward(loss)
+            stepped(loss)
+            losses.append(loss.detach())
+        return losses
+
+    got = watched(llama, loop)
+    assert got.rows == [STEPS * (LENGTH + 40)] * 8
+    assert all(not words[:, Slot.ROWS_EMPTY].any() for words in got.words)
+    assert all(torch.isfinite(loss) for loss in got.losses)
