@@ -92,8 +92,40 @@ def run_set(
         console.print(f"missing: {trace}")
 
 
+def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -> None:
+    """How the arms of a recipe ended beside their control, and a picture of their courses."""
+    from foreshock.lab.courses import courses, draw_courses
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("recipe", "seed", "arm"):
+        table.add_column(name)
+    for name in ("steps", "loss", "above control", "harm", "largest score", "offset", "warned", "head", "cause"):
+        table.add_column(name, justify="right")
+    for each in courses(traces):
+        warning = each.first_warning
+        table.add_row(
+            *(each.recipe, str(each.seed), each.arm, str(each.steps), f"{each.loss:.3f}"),
+            "-" if each.excess is None else f"{each.excess:+.1%}",
+            *map(_cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
+            *map(_cell, (warning and warning.step, warning and f"{warning.layer}/{warning.head}")),
+            _cell(warning and warning.cause),
+        )
+    console.print(table)
+    if picture is not None:
+        draw_courses(picture, traces)
+        console.print(f"picture: {picture}")
+
+
 def run(
-    recipe_name: str, console: Console, *, arm_name: str, seed: int, steps: int | None, trace: Path, url: str | None
+    recipe_name: str,
+    console: Console,
+    *,
+    arm_name: str,
+    seed: int,
+    steps: int | None,
+    trace: Path,
+    checkpoint: Path | None,
+    url: str | None,
 ) -> None:
     """Train one arm of a recipe and write its trace."""
     from foreshock.lab.run import lab_run
@@ -106,7 +138,7 @@ def run(
             if step % 10 == 0 or step == (steps or recipe.steps):
                 progress.update(bar, completed=step, loss=float(loss))
 
-        lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, url=url, on_step=stepped)
+        lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, checkpoint=checkpoint, url=url, on_step=stepped)
     console.print(f"trace: {trace}")
 
 

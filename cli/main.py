@@ -238,6 +238,9 @@ def lab_run(
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Stop here; by default the recipe's own number.", min=1)] = None,
     trace: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.jsonl.gz"),
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Where the last step's checkpoint goes, for `foreshock diagnose`.")
+    ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
 ) -> None:
     """Train one arm of a recipe and record every head of every sample."""
@@ -245,7 +248,7 @@ def lab_run(
 
     from foreshock.cli import laboratory
 
-    laboratory.run(recipe, Console(), arm_name=arm, seed=seed, steps=steps, trace=trace, url=url)
+    laboratory.run(recipe, Console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
 
 
 @lab.command("run-set")
@@ -262,6 +265,19 @@ def lab_run_set(
     from foreshock.cli import laboratory
 
     laboratory.run_set(name, Console(), folder=folder, processes=processes, gpus=gpu or (), seconds=seconds)
+
+
+@lab.command("compare")
+def lab_compare(
+    traces: Annotated[list[Path], typer.Argument(help="Arms of one recipe or of several, controls among them.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw the courses of one recipe and seed (PNG).")] = None,
+) -> None:
+    """Say how runs ended beside their float32 control: loss, harm, largest score, offset, warning."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.compare(traces, Console(), picture=picture)
 
 
 @lab.command("corpus")

@@ -107,14 +107,20 @@ def _key_bias(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if max(kv_heads, dim) > _LARGEST_CODE:
         raise ValueError(f"{where} has {kv_heads} key heads of {dim} features; up to {_LARGEST_CODE} each are served")
     vectors = [x for x in call.module.parameters() if x.dim() == 1 and x.requires_grad]
+    refusal = ValueError(
+        f"{where} has no bias on its keys that reaches attention unturned (rotary or a norm of keys comes after it, or "
+        "there is none); take the offset out inside attention: foreshock.lab.offset_removal.centred"
+    )
+    if not (vectors and call.key.requires_grad):
+        raise refusal
     head_code = torch.arange(1, kv_heads + 1, device=call.key.device)[:, None].expand(-1, dim)
     dim_code = torch.arange(1, dim + 1, device=call.key.device)[None, :].expand(kv_heads, -1)
     answers = []
-    for code in (head_code, dim_code) if vectors else ():
+    for code in (head_code, dim_code):
         given = torch.zeros_like(call.key)
         given[-1, :, -1] = code.to(given.dtype)
         answers.append(torch.autograd.grad(call.key, vectors, given, retain_graph=True, allow_unused=True))
-    for parameter, of_head, of_dim in zip(vectors, *answers, strict=True) if vectors else ():
+    for parameter, of_head, of_dim in zip(vectors, *answers, strict=True):
         if of_head is None or of_dim is None or not of_dim.any():
             continue
         places = torch.nonzero(of_dim).flatten()
@@ -122,10 +128,7 @@ def _key_bias(call: AttentionCall) -> tuple[Tensor, Tensor]:
         order = torch.argsort((code[:, 0] - 1) * dim + code[:, 1])
         if torch.equal(code[order], torch.stack([head_code.flatten(), dim_code.flatten()], 1).double()):
             return parameter, places[order].view(kv_heads, dim)
-    raise ValueError(
-        f"{where} has no bias on its keys that reaches attention unturned (rotary or a norm of keys comes after it, or "
-        "there is none); take the offset out inside attention: foreshock.lab.offset_removal.centred"
-    )
+    raise refusal
 
 
 def _measure(call: AttentionCall, kv_head: int, bias: Tensor) -> Removed:

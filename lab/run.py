@@ -334,10 +334,17 @@ def lab_run(
     seed: int,
     trace: Path,
     steps: int | None = None,
+    checkpoint: Path | None = None,
     url: str | None = None,
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
 ) -> None:
-    """Train one arm from the first step and write its trace (every head, every sample)."""
-    training = Training(recipe, arm, seed, url=url)
+    """Train one arm from the first step and write its trace (every head, every sample); `checkpoint` gets the end."""
+    training, last = Training(recipe, arm, seed, url=url), steps or recipe.steps
+
+    def stepped(step: int, loss: SupportsFloat) -> None:
+        on_step(step, loss)
+        if checkpoint is not None and step == last:
+            torch.save(training.checkpoint(), checkpoint)
+
     with TraceWriter(trace, recipe.header(arm, seed, training.agent.run)) as writer:
-        train(training, steps or recipe.steps, writer=writer, on_step=on_step)
+        train(training, last, writer=writer, on_step=stepped)

@@ -24,7 +24,7 @@ from foreshock.lab.diagnosis import Trial, explain
 from foreshock.lab.history import History, live, recorded
 from foreshock.lab.model import ModelConfig
 from foreshock.lab.recipes import CONTROL, UNTREATED, find_recipe
-from foreshock.lab.run import Training
+from foreshock.lab.run import lab_run
 from foreshock.monitor import attach
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -216,12 +216,8 @@ def test_samples_of_single_steps_weigh_no_more_than_their_steps() -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder, paths = tmp_path_factory.mktemp("checkpoints"), []
     for arm in (UNTREATED, CONTROL):
-        training = Training(TINY, arm, 1)
-        with training.agent:
-            for _ in range(3):
-                training.advance()
-            paths.append(folder / f"{arm.name}.pt")
-            torch.save(training.checkpoint(), paths[-1])
+        paths.append(folder / f"{arm.name}.pt")
+        lab_run(TINY, arm, seed=1, trace=folder / f"{arm.name}.jsonl.gz", steps=3, checkpoint=paths[-1])
     return paths
 
 
