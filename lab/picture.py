@@ -5,7 +5,13 @@ from pathlib import Path
 
 from foreshock.lab.record import Record
 
-_COLOURS = {"untreated": "#d55e00", "rescued": "#0072b2", "control": "#7f7f7f"}
+_COLOURS = {
+    "untreated": "#d55e00",
+    "rescued": "#0072b2",
+    "control": "#7f7f7f",
+    "exact-delta": "#009e73",
+    "paper": "#cc79a7",
+}
 """Told apart by colour-blind eyes as well (Okabe and Ito)."""
 
 
