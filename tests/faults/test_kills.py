@@ -66,7 +66,7 @@ def test_kill_nine_of_the_agent_loses_at_most_a_second_and_the_next_start_sends_
     when = random.Random(sizes("seed", quick=5, long=5))
     killed: list[tuple[Life, float]] = []
     with LiveService(tmp_path) as service:
-        while len(killed) < most and time.monotonic() < until:
+        while not killed or (len(killed) < most and time.monotonic() < until):
             life = Life(service.url if len(killed) % 2 else "http://127.0.0.1:9", tmp_path, "never")
             time.sleep(when.uniform(0.0, 0.5))
             killed.append((life, life.kill()))

@@ -1,0 +1,52 @@
+"""One rank of a data-parallel training over gloo: python -P rank.py URL SPOOL RANK RANKS RENDEZVOUS FIRST LAST.
+
+Trains the steps FIRST + 1 to LAST, or until another rank is gone, which ends it with an exception as it would end any.
+"""
+
+import datetime
+import sys
+import time
+
+import torch
+from tests.faults.training import Attention
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from foreshock.monitor import attach
+
+
+def main(url: str, spool: str, place: str, places: str, rendezvous: str, first: str, last: str) -> None:
+    """Train as the command line says."""
+    rank, ranks = int(place), int(places)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    model = Attention()
+    agent = attach(
+        model,
+        run="ranks",
+        rank=rank,
+        world_size=ranks,
+        url=url,
+        spool_directory=spool,
+        sample_every_steps=1,
+        sample_every_seconds=0.0,
+        send_every_seconds=0.05,
+        quiet=True,
+    )
+    agent.begin_at(int(first))
+    parallel = DistributedDataParallel(model)
+    with agent:
+        for step in range(int(first) + 1, int(last) + 1):
+            parallel(torch.ones(1, 4, 8)).square().mean().backward()
+            agent.step(float(step))
+            time.sleep(0.02)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""A rank of a distributed training dies; the others end, all start again, and the service tells the lives apart."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreshock.server.testing import LiveService
+
+ROOT = Path(__file__).parents[2]
+RESUMED_AT, LAST = 20, 60
+
+
+def start_ranks(service: LiveService, folder: Path, ranks: int, first: int, last: int) -> list[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}"}
+    command = [sys.executable, "-P", "-m", "tests.faults.rank", service.url, str(folder / "spool")]
+    rest = [str(ranks), str(folder / f"meeting-{first}"), str(first), str(last)]
+    return [subprocess.Popen([*command, str(rank), *rest], env=environment) for rank in range(ranks)]
+
+
+def boots(database: Path) -> list[tuple[int, str, int | None, str | None]]:
+    """(rank, boot, until_step, finished_status), each rank's in the order of their start."""
+    query = "SELECT rank, boot, until_step, finished_status FROM boots ORDER BY rank, boot"
+    with closing(sqlite3.connect(database)) as connection:
+        return [(row[0], row[1], row[2], row[3]) for row in connection.execute(query)]
+
+
+@pytest.mark.promise("A13")
+def test_a_rank_that_dies_and_comes_back_is_a_new_boot_and_no_step_counts_twice(tmp_path: Path, sizes: Any) -> None:
+    ranks = sizes("ranks", quick=2, long=4)
+    with LiveService(tmp_path) as service, service.client() as client:
+        first = start_ranks(service, tmp_path, ranks, 0, 100_000)
+        deadline = time.monotonic() + 60
+        while (answer := client.get("/v1/runs/ranks")).status_code != 200 or answer.json()[
+            "last_step"
+        ] < RESUMED_AT + 5:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.1)
+        first[-1].send_signal(signal.SIGKILL)
+        codes = [process.wait(60) for process in first]
+        assert codes[-1] == -signal.SIGKILL
+        assert set(codes[:-1]) == {1}, "the exception of the collective ends the others, as without us"
+        again = start_ranks(service, tmp_path, ranks, RESUMED_AT, LAST)
+        assert [process.wait(60) for process in again] == [0] * ranks
+        [line] = client.get("/v1/runs/ranks/series?metric=run.loss&max_points=10000").json()["lines"]
+        assert client.get("/v1/runs/ranks").json()["status"] == "completed"
+        active = client.get("/v1/runs/ranks/events?kind=verdict").json()["events"]
+    known = boots(tmp_path / "foreshock.db")
+    assert Counter(rank for rank, *_ in known) == dict.fromkeys(range(ranks), 2)
+    assert len({boot for _, boot, *_ in known}) == 2 * ranks
+    for rank in range(ranks):
+        old, new = (row for row in known if row[0] == rank)
+        assert (old[2], new[2]) == (RESUMED_AT, None), "the first life counts up to where the second began"
+        assert (old[3], new[3]) == (None if rank == ranks - 1 else "failed", "completed")
+    assert line["steps"] == [*range(1, LAST + 1)]
+    assert line["last"] == [float(step) for step in line["steps"]]
+    assert active == []
