@@ -13,52 +13,15 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Mode
 from foreshock.monitor.foretelling import DANGEROUS_SCORE, forecast, sentence, who
-from foreshock.monitor.growth import SIGNALS, Floats, Growth, History, lower_median, median_of_others
+from foreshock.monitor.growth import SIGNALS, Floats, Growth, History
+from foreshock.monitor.nearness import Nearness, any_at_least
 from foreshock.monitor.readings import Readings as Readings
-
-
-class DetectorConfig(BaseModel):
-    """When a head is warned about. Every threshold can be read in the evidence of a verdict."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    earliest_steps: int = Field(
-        default=500, ge=0, description="no growth is judged before this step, nor before twice the learning rate's rise"
-    )
-    settle_steps: int = Field(
-        default=3500, ge=0, description="healthy heads grow in a run younger than this: young_growth is asked of them"
-    )
-    young_growth: float = Field(default=4.0, gt=1, description="least growth factor of a signal before settle_steps")
-    window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
-    block_steps: int = Field(
-        default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"
-    )
-    persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
-    quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
-    offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
-    support_z: float = Field(
-        default=2.0,
-        gt=0,
-        description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
-    )
-    unsupported_level: float = Field(default=10.0, gt=0, description="offset_level where the delta bias does not")
-    unsupported_growth: float = Field(default=2.0, gt=1, description="offset_growth where the delta bias does not")
-    offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
-    offset_growth: float = Field(default=1.4, gt=1, description="factor by which 1 + |offset| grew over the window")
-    score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
-    score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
-    norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
-    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the other layers by this factor")
-    share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
-    noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
-    tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
-    update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
+from foreshock.monitor.thresholds import DetectorConfig as DetectorConfig
 
 
 class _Alarm(BaseModel):
@@ -70,8 +33,6 @@ class _Alarm(BaseModel):
 
 _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
-_WORTH_A_LOOK: Final = 0.6
-"""Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -90,16 +51,11 @@ class Detectors:
         self.config = config or DetectorConfig()
         self.rounds = rounds
         """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
-        count = len(self.heads)
         self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
-        names, self._layer_place = np.unique(self._layers, return_inverse=True)
-        members = [np.flatnonzero(self._layers == name) for name in names]
-        self._grid = np.full((len(names), max(map(len, members), default=0)), count, dtype=np.int64)
-        for place, rows in enumerate(members):
-            self._grid[place, : len(rows)] = rows
+        self._near = Nearness([layer for layer, _ in self.heads], self.config)
         self._step = -1
         self._alarms: dict[int, _Alarm] = {}
-        self._modes = np.full(count, -1, dtype=np.int32)
+        self._modes = np.full(len(self.heads), -1, dtype=np.int32)
         self._forget()
 
     def _forget(self) -> None:
@@ -109,6 +65,8 @@ class Detectors:
         self._pressure = np.zeros((len(SIGNALS), count))
         self._bias = np.zeros((2, count))
         self._rate = np.zeros(2)
+        self._loss = np.array([0.0, 0.0, np.nan, np.nan])
+        """of the open block: sum and steps; mean of the last block, and of the lowest"""
         self._growth: Growth | None = None
 
     @property
@@ -119,7 +77,7 @@ class Detectors:
     @property
     def risk(self) -> Floats:
         """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
-        risk: Floats = np.minimum(self._pressure.max(axis=0), 1.0)
+        risk: Floats = np.clip(self._pressure.max(axis=0), 0.0, 1.0)
         risk[[index for index in self._alarms if index != _RUN]] = 1.0
         return risk
 
@@ -145,6 +103,7 @@ class Detectors:
             self._weigh_bias(readings)
             tripped = self._nonfinite(readings)
             if self._add(readings):
+                self._close_loss()
                 growth = self._growth = self._measure()
                 if growth is not None:
                     tripped = {**self._judge(growth, readings.step), **tripped}
@@ -187,10 +146,20 @@ class Detectors:
         np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
         if not math.isfinite(values.sum()):
             np.copyto(values, np.nan, where=~np.isfinite(values))
+        if readings.loss is not None and math.isfinite(readings.loss):
+            steps = max(readings.step - readings.since_step, 1)
+            self._loss[:2] += readings.loss * steps, steps
         weight = readings.rows
         if not math.isfinite(weight.sum()):
             weight = np.where(np.isfinite(weight), weight, 1.0)
         return self._history.add(readings.step, readings.since_step, weight, values, readings.query_norm)
+
+    def _close_loss(self) -> None:
+        total, steps, last, lowest = self._loss
+        if steps:
+            last = total / steps
+            lowest = np.fmin(lowest, last)
+        self._loss[:] = 0.0, 0.0, last, lowest
 
     def _measure(self) -> Growth | None:
         """Growth over the second half of the run's life so far."""
@@ -198,77 +167,21 @@ class Detectors:
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
-        self._recent[self._history.closed % len(self._recent)] = self._near(growth, step)
+        config = self.config
+        self._recent[self._history.closed % len(self._recent)] = self._near(
+            growth,
+            young=step < config.settle_steps,
+            ripe=step >= max(config.earliest_steps, 2 * self._rate[1]),
+            push=self._bias[0] / np.sqrt(self._bias[1]),
+        )
         np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
         for near in self._recent[1:-1]:
             np.minimum(self._pressure, near, out=self._pressure)
-        if not _any_at_least(self._pressure, 1.0):
+        if not any_at_least(self._pressure, 1.0):
             return {}
         lasting = self._pressure >= 1.0
         tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
         return self._name_heads(tripped, growth)
-
-    def _near(self, growth: Growth, step: int) -> Floats:
-        """How far every condition of a signal is met, the least of them, [len(SIGNALS), N]; 0 where one is unknown."""
-        config = self.config
-        young = config.young_growth if step < config.settle_steps else 1.0
-        ripe = step >= max(config.earliest_steps, 2 * self._rate[1])
-        near = np.zeros_like(growth.end)
-        supported = self._supported(growth)
-        offset_level = np.where(supported, config.offset_level, config.unsupported_level)
-        offset_growth = np.where(supported, config.offset_growth, config.unsupported_growth)
-        rules: tuple[tuple[Any, Any, float], ...] = (
-            (offset_level, offset_growth, 1.0),
-            (config.score_level, config.score_growth, 0.0),
-            (config.tied_share, 3.0, 0.0),
-            (0.0, config.norm_growth, 0.0),
-        )
-        for row, (least_level, least_growth, floor) in enumerate(rules):
-            level = np.abs(growth.end[row])
-            found = np.divide(level, least_level, out=near[row])
-            if not ripe:
-                found[level < (DANGEROUS_SCORE / 4 if row == 1 else math.inf)] = 0.0
-            if not _any_at_least(found, _WORTH_A_LOOK):
-                continue
-            factor = level + floor
-            factor /= np.abs(growth.start[row]) + floor
-            np.minimum(found, factor / np.maximum(least_growth, young), out=found)
-            if row == 0:
-                np.minimum(found, growth.change((row, slice(None))) / config.offset_change, out=found)
-            likely = np.flatnonzero(found >= _WORTH_A_LOOK)
-            if len(likely):
-                found[likely] = np.minimum(found[likely], self._lasting(growth, row, likely, factor))
-        if math.isnan(near.sum()):
-            np.nan_to_num(near, copy=False, nan=0.0)
-        return near
-
-    def _supported(self, growth: Growth) -> npt.NDArray[np.bool_]:
-        """The heads whose accumulated delta bias pushes their offset the way that it moves, [N]."""
-        push = self._bias[0] * np.sign(growth.end[0])
-        supported: npt.NDArray[np.bool_] = (push > 0) & (push >= self.config.support_z * np.sqrt(self._bias[1]))
-        return supported
-
-    def _lasting(self, growth: Growth, row: int, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
-        """Whether growth goes on, is more than noise and more than that of the other layers, for some `heads`."""
-        config, of = self.config, (row, heads)
-        end = growth.end[of]
-        parts = [
-            growth.sigmas(of) / config.noise_multiple,
-            factor[heads] / (np.fmax(self._other_layers(factor)[heads], 1.0) * config.peer_excess),
-        ]
-        if SIGNALS[row] != "ties":  # a share cannot grow for ever
-            parts.append((end - growth.middle(of)) / (end - growth.start[of]) / config.share_of_newer_half)
-        least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
-        return least
-
-    def _other_layers(self, factor: Floats) -> Floats:
-        """The typical growth of the heads of the other layers, [N]: failure begins in one layer (section 3.2).
-
-        The lower median of the layers' lower medians, NaN without another layer.
-        """
-        known = np.append(factor, np.nan)
-        typical: Floats = median_of_others(lower_median(known[self._grid]))[self._layer_place]
-        return typical
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
@@ -338,7 +251,8 @@ class Detectors:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
         if trip[0] == _RUN or self._growth is None:
             return math.inf
-        return float(np.nan_to_num(np.abs(self._growth.end[0, trip[0]])))
+        drift = abs(float(self._growth.end[0, trip[0]]))
+        return 0.0 if math.isnan(drift) else drift
 
     def _dangerous(self, index: int) -> bool:
         """A head above the dangerous score is not quiet, whichever way it moves."""
@@ -366,10 +280,12 @@ class Detectors:
     def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
         """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
 
+        Where the loss has left its track first, something else came before the scores.
         No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not
         significant is enough where the offset moved by half of what the largest score did, unless it pushes back.
         """
-        if "offset" not in evidence and "score" not in evidence:
+        last, lowest = self._loss[2:].tolist()
+        if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
             return "other"
         if not self.rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
             return "score growth" if signal != "nonfinite" else "other"
@@ -407,9 +323,4 @@ class Detectors:
         self._step = int(state["step"])
         self._growth = self._measure()
 
-    _ARRAYS = ("_recent", "_pressure", "_bias", "_rate", "_modes")
-
-
-def _any_at_least(values: Floats, limit: float) -> bool:
-    largest = float(values.max(initial=0.0))
-    return largest >= limit or math.isnan(largest)
+    _ARRAYS = ("_recent", "_pressure", "_bias", "_rate", "_loss", "_modes")

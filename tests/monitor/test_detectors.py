@@ -151,6 +151,19 @@ def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
     assert {verdict.cause for verdict in told} == {"score growth"}
 
 
+def test_growth_after_the_loss_has_left_its_track_has_another_cause() -> None:
+    def burst(since: int) -> str:
+        detectors = Detectors(HEADS)
+        for step in range(EVERY, 5001, EVERY):
+            loss = 3.0 - 1e-4 * step + (0.5 if step > since else 0.0)
+            if told := detectors.update(reading(step, line, bias=0.6, loss=loss)):
+                return told[0].cause
+        raise AssertionError("no warning")
+
+    assert burst(since=2500) == "other"
+    assert burst(since=9999) == "rounding"
+
+
 def fast(step: int) -> tuple[Floats, Floats]:
     """Healthy heads do in 150 steps what takes others 900; one head doubles every 100 steps from step 500 on."""
     offset, score = healthy(step * 6)

@@ -1,0 +1,45 @@
+"""When a head is warned about: every threshold of the detectors."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DetectorConfig(BaseModel):
+    """When a head is warned about. Every threshold can be read in the evidence of a verdict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    earliest_steps: int = Field(
+        default=500, ge=0, description="no growth is judged before this step, nor before twice the learning rate's rise"
+    )
+    settle_steps: int = Field(
+        default=3500, ge=0, description="healthy heads grow in a run younger than this: young_growth is asked of them"
+    )
+    young_growth: float = Field(default=4.0, gt=1, description="least growth factor of a signal before settle_steps")
+    window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
+    block_steps: int = Field(
+        default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"
+    )
+    persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
+    quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
+    offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
+    support_z: float = Field(
+        default=2.0,
+        gt=0,
+        description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
+    )
+    unsupported_level: float = Field(default=10.0, gt=0, description="offset_level where the delta bias does not")
+    unsupported_growth: float = Field(default=2.0, gt=1, description="offset_growth where the delta bias does not")
+    offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
+    offset_growth: float = Field(default=1.4, gt=1, description="factor by which 1 + |offset| grew over the window")
+    score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
+    score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
+    norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
+    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the other layers by this factor")
+    share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
+    noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
+    tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
+    tied_growth: float = Field(default=3.0, gt=1, description="factor by which that share grew")
+    unrest: float = Field(
+        default=0.1, gt=0, description="rise of the loss above its lowest block, as a share, that comes from elsewhere"
+    )
+    update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
