@@ -303,7 +303,7 @@ def measure(
 
         for backend in backends:
             bench.arm(f"none_{backend}", UnwatchedAttention, backend)
-        bench.run(2, steps)
+        bench.run(1, steps)
         best = min((arm for arm in bench.arms.values()), key=lambda arm: statistics.median(arm.seconds))
         for arm in bench.arms.values():
             arm.seconds.clear()

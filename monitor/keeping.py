@@ -5,10 +5,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch._dynamo
 from torch import Tensor
 
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.interception import WatchedLayer
+from foreshock.monitor.interception import WatchedLayer, logger
 from foreshock.monitor.probe import Sampling, new_ticks, start_sampling, stop_sampling
 
 
@@ -26,8 +28,9 @@ class Keeper:
         self._measured = 0
         self._number = start_sampling(self._sampling)
         for layer, tick in zip(self._layers, new_ticks(len(self._layers), state.device), strict=True):
-            # .data: a version of its own, as the layer's state
-            layer.tick, layer.sampling, layer.keeps = tick.data, self._number, True
+            # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
+            torch._dynamo.mark_static_address(tick := tick.data, guard=False)
+            layer.tick, layer.sampling, layer.keeps = tick, self._number, True
 
     def plan(self, step: int, watch_until: int) -> None:
         """After optimizer step `step`: whether the next one is measured."""
@@ -37,11 +40,17 @@ class Keeper:
 
     def follow(self, modes: npt.NDArray[np.int32]) -> None:
         """Let each layer be served as `modes` [N], the modes of all heads, ask for."""
+        before = [layer.keeps for layer in self._layers]
         first = 0
         for layer in self._layers:
             heads = layer.state.shape[0]
             layer.keeps = not modes[first : first + heads].any()
             first += heads
+        if self._sampling.captured and before != [layer.keeps for layer in self._layers]:
+            logger.warning(
+                "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
+                "it again to let this switch take effect (torch.compile does so by itself)"
+            )
 
     def describe(self) -> str:
         """What is measured, in a line."""

@@ -35,6 +35,8 @@ class Sampling:
     heads: int
     """heads of each layer, in turn; 0 for all"""
     due: bool = True
+    captured: bool = False
+    """A CUDA graph was captured: each of its replays is measured, and nothing in it changes until it is made anew."""
     strict: bool = False
     fault: str | None = None
     """Why this agent measures nothing any more: the training goes on without it."""
@@ -137,7 +139,9 @@ def probe_rows(
     sampling = _samplings.get(sampling_number)
     if sampling is None or sampling.fault or not query.numel() or not key.numel():
         return
-    if not sampling.due and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    sampling.captured |= capturing
+    if not (sampling.due or capturing):
         return
     spec = AttentionSpec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)  # type: ignore[arg-type]
     tensors = grad_out, out, query, key, value, mask
