@@ -23,6 +23,8 @@ _MOST_SCORES: Final = 2**24
 """Scores that are looked at in one batch: whole sequences up to this many, at least one."""
 _TOKENS: Final = 24
 """Tokens of a batch whose directions (PK)[T]^T X[T] are compared with each other."""
+_MOST_TOKENS: Final = 1024
+"""Tokens that are compared in all: every second, third, ... of them where there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,12 +339,16 @@ def cosines_of(batches: list[Examined], head: int) -> tuple[Tensor | None, Tenso
     origin of each token, [n]; the cosines between their PK and between their X alone."""
     numbers = {origin: number for number, origin in enumerate(dict.fromkeys(each.origin for each in batches))}
     origins = torch.cat([torch.full((len(each.mixed_keys),), numbers[each.origin]) for each in batches])
-    mixed = torch.nn.functional.normalize(torch.cat([each.mixed_keys[:, head] for each in batches]), dim=1)
-    mixed = mixed @ mixed.T
+    every = -(-len(origins) // _MOST_TOKENS)
+
+    def cosines(vectors: list[Tensor]) -> Tensor:
+        unit = torch.nn.functional.normalize(torch.cat(vectors)[::every], dim=1)
+        return unit @ unit.T
+
+    origins, mixed = origins[::every], cosines([each.mixed_keys[:, head] for each in batches])
     if any(each.inputs is None for each in batches):
         return None, origins, mixed, None
-    inputs = torch.nn.functional.normalize(torch.cat([cast(Tensor, each.inputs) for each in batches]), dim=1)
-    inputs = inputs @ inputs.T
+    inputs = cosines([cast(Tensor, each.inputs) for each in batches])
     return mixed * inputs, origins, mixed, inputs  # <a b^T, c d^T> = <a, c> <b, d>
 
 

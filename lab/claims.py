@@ -41,6 +41,7 @@ class Run:
     exact: bool = False
     """delta was exact in every head from the first sample on"""
     examined: dict[int, list[Examined]] = field(default_factory=lambda: defaultdict(list))
+    _anatomy: HeadAnatomy | None = None
 
     @property
     def head(self) -> tuple[int, int] | None:
@@ -58,7 +59,9 @@ class Run:
     def anatomy(self) -> HeadAnatomy | None:
         """The tensors of that head over all checkpoints; None without any."""
         head = self.head
-        return head_anatomy(*head, self.examined[head[0]]) if head is not None and head[0] in self.examined else None
+        if self._anatomy is None and head is not None and head[0] in self.examined:
+            self._anatomy = head_anatomy(*head, self.examined[head[0]])
+        return self._anatomy
 
 
 def gather(paths: Iterable[Path], batches: int) -> list[Run]:
@@ -206,6 +209,9 @@ CLAIMS: Final = (
           _of_tensors(lambda a: a.delta_share_of_weight_error), lambda x: x >= 0.5),
     Claim(_SOURCE, "share of the squared sum of dK over keys (zero in truth) that is gone with it, one step", ">= 0.5",
           _of_tensors(lambda a: a.delta_share_of_key_shift), lambda x: x >= 0.5),
+    Claim(_SOURCE, "descent along the sum of dK moves all keys further along their mean, standard errors over batches",
+          ">= 3", _of_tensors(lambda a: a.push_plain), lambda x: x >= 3),
+    Claim(_SOURCE, "the same with exact delta", "< 3", _of_tensors(lambda a: a.push_exact), lambda x: x < 3),
     Claim(_SEVERAL, "steps from rows with several bf16 maxima leaving the float32 twin to the offset leaving it", "> 0",
           _lead, lambda x: x > 0),
     Claim(_SEVERAL, "share of the size of delta's error in rows with several P = 1", ">= 0.5",
