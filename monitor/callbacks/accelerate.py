@@ -7,18 +7,22 @@
     accelerator.log({"loss": loss, "lr": rate}, step=n)  # after optimizer step n
     accelerator.end_training()                           # closes
 
-`accelerator.register_for_checkpointing(tracker)` puts modes and detector state into every checkpoint. Accelerate writes
-the first process's state and gives it to all: under data parallelism every process then takes up that one's.
+`tracker.checkpoint_with(accelerator)` puts modes and detector state into every checkpoint, each process's own beside
+the others': `foreshock_0.json` and so on.
 """
 
+import json
+from pathlib import Path
 from typing import Any, Final
 
+from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
 
+_FILE: Final = "foreshock_{}.json"
 _LOSS: Final = ("loss", "train_loss", "train/loss")
 _GRAD_NORM: Final = ("grad_norm", "train/grad_norm")
 _LEARNING_RATE: Final = ("lr", "learning_rate", "train/lr", "train/learning_rate")
@@ -67,15 +71,29 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         if self.agent is not None:
             self.agent.close("completed")
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `accelerator.save_state` writes once the tracker is registered for checkpointing."""
-        return {"agent": self._saved if self.agent is None else self.agent.state_dict()}
+    def checkpoint_with(self, accelerator: Accelerator) -> None:
+        """Let `accelerator.save_state` and `load_state` save and load the agent's state too, on every process.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called by `accelerator.load_state`, before or after `init_trackers`, before the first step."""
-        self._saved = state["agent"]
-        if self.agent is not None and self._saved is not None:
-            self.agent.load_state_dict(self._saved)
+        Load before the first step, before or after `init_trackers`. A process that finds no state of its own, because
+        there were fewer when it was saved, takes up the first one's.
+        """
+
+        def save(models: Any, weights: Any, folder: str) -> None:
+            if self.agent is not None:
+                text = json.dumps(self.agent.state_dict())
+                (Path(folder) / _FILE.format(accelerator.process_index)).write_text(text)
+
+        def load(models: Any, folder: str) -> None:
+            paths = [Path(folder) / _FILE.format(index) for index in (accelerator.process_index, 0)]
+            found = next((path for path in paths if path.is_file()), None)
+            if found is None:
+                return  # saved by a training without foreshock
+            self._saved = json.loads(found.read_text())
+            if self.agent is not None:
+                self.agent.load_state_dict(self._saved)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> Any:

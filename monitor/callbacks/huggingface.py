@@ -16,6 +16,7 @@ from transformers.training_args import TrainingArguments
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
+from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 
 
 class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -34,7 +35,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_losses: list[Tensor] = []
         self._summed = False
         self._learning_rate: float | None = None
-        self._grad_norm: float | None = None
+        self._norm = GradientNorm()
+        self._logged_norm: float | None = None
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -56,6 +58,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
             state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
+        self._norm.start()
 
     def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         # on_log's loss is filtered and rounded; the model's own output is the raw one
@@ -84,18 +87,19 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             total = torch.stack(self._micro_losses)
             loss = total.sum() * self._shares(args) if self._summed else total.mean()
         self._micro_losses = []
-        self.agent.step(loss, self._grad_norm, self._learning_rate, step=state.global_step)
-        self._grad_norm = None
+        norm = self._norm.take()
+        self.agent.step(loss, self._logged_norm if norm is None else norm, self._learning_rate, step=state.global_step)
+        self._logged_norm = None
 
     def _shares(self, args: TrainingArguments) -> int:
         """By how much a rank's part of the loss falls short of its mean: the Trainer divides by all ranks' tokens."""
         return args.world_size if args.average_tokens_across_devices else 1
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the gradient norm, which the Trainer shows nowhere else; it rides on the next step."""
+        """Keep the gradient norm for the next step, where nothing else shows it (clipping by DeepSpeed, or FSDP)."""
         norm = (kwargs.get("logs") or {}).get("grad_norm")
         if norm is not None:
-            self._grad_norm = float(norm)
+            self._logged_norm = float(norm)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -107,6 +111,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        self._norm.stop()
         self._micro_losses = []
         if self.agent is not None:
             self.agent.close(status)

@@ -15,13 +15,15 @@ from torch.optim import Optimizer
 
 from foreshock.monitor.agent import Agent, Status
 from foreshock.monitor.attach import attach
+from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 
 
 class ForeshockCallback(Callback):  # type: ignore[misc]
     """Watches the LightningModule. Arguments are fields of AgentConfig; rank and world size come from the Trainer.
 
-    Lightning keeps no gradient norm, so none is recorded. Raises ValueError with a sentence when training begins, if a
-    setting is wrong or the model cannot be watched.
+    The gradient norm is the one that Lightning computes to clip by (`gradient_clip_val`); without clipping it computes
+    none, and none is recorded. Raises ValueError with a sentence when training begins, if a setting is wrong or the
+    model cannot be watched.
     """
 
     def __init__(self, **overrides: Any) -> None:
@@ -31,6 +33,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._saved: dict[str, Any] | None = None
         self._micro_losses: list[Tensor] = []
         self._learning_rate: float | None = None
+        self._norm = GradientNorm()
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -43,6 +46,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
             self.agent.load_state_dict(self._saved)
         else:
             self.agent.begin_at(trainer.global_step)
+        self._norm.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the learning rate of this step, before the scheduler moves on."""
@@ -61,7 +65,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         loss = torch.stack(self._micro_losses).mean() * parts if self._micro_losses else None
         self._micro_losses = []
-        self.agent.step(loss, None, self._learning_rate, step=trainer.global_step)
+        self.agent.step(loss, self._norm.take(), self._learning_rate, step=trainer.global_step)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +83,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
 
     def _end(self, status: Status) -> None:
         self._micro_losses = []
+        self._norm.stop()
         if self.agent is not None:
             self.agent.close(status)
 

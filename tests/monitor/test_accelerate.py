@@ -21,7 +21,7 @@ def train(folder: Path, steps: range, *, resume: bool = False, late: bool = Fals
     tracker = ForeshockTracker(model, **QUICK, sample_every_steps=3)
     accelerator = Accelerator(log_with=tracker, cpu=True)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.register_for_checkpointing(tracker)
+    tracker.checkpoint_with(accelerator)
     listener = Listener()
     if resume and late:
         accelerator.load_state(str(folder))
@@ -67,3 +67,38 @@ def test_a_resumed_loop_repeats_no_step_loses_none_and_keeps_its_modes(late: boo
     assert again.agent.run == first.agent.run
     assert again.agent.modes()[(1, 0)] == "exact_delta"
     assert after.of(wire.Started)[0].step == 4
+
+
+class OneOfSeveral:
+    """What the tracker needs of an Accelerator."""
+
+    def __init__(self, process_index: int) -> None:
+        self.process_index = process_index
+        self.hooks: dict[str, Any] = {}
+
+    def register_save_state_pre_hook(self, hook: Any) -> None:
+        self.hooks["save"] = hook
+
+    def register_load_state_pre_hook(self, hook: Any) -> None:
+        self.hooks["load"] = hook
+
+
+def test_each_process_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
+    def modes_after(process: int, folder: str, *, switch: tuple[int, int] | None = None) -> Any:
+        tracker, accelerator = ForeshockTracker(tiny_gpt(), **QUICK), OneOfSeveral(process)
+        tracker.checkpoint_with(accelerator)
+        tracker.start()
+        assert tracker.agent is not None
+        if switch is None:
+            accelerator.hooks["load"]([], folder)
+        else:
+            tracker.agent.set_mode([switch], "exact_delta", "a test")
+            accelerator.hooks["save"]([], [], folder)
+        switched = [head for head, mode in tracker.agent.modes().items() if mode != "plain"]
+        tracker.finish()
+        return switched
+
+    for process, head in enumerate([(0, 0), (1, 1)]):
+        assert modes_after(process, str(tmp_path), switch=head) == [head]
+    assert [modes_after(process, str(tmp_path)) for process in range(3)] == [[(0, 0)], [(1, 1)], [(0, 0)]]
+    assert modes_after(0, str(tmp_path / "nothing")) == []

@@ -83,7 +83,13 @@ class Watcher(Callback):  # type: ignore[misc]
 
 
 def fit(
-    folder: Path, steps: int, *, resume: Path | None = None, accumulate: int = 1, **watching: int
+    folder: Path,
+    steps: int,
+    *,
+    resume: Path | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    **watching: int,
 ) -> tuple[Model, ForeshockCallback, Watcher]:
     callback = ForeshockCallback(**QUICK)
     watcher, model = Watcher(callback, **watching), Model()
@@ -91,6 +97,7 @@ def fit(
     trainer = Trainer(
         max_steps=steps,
         accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
         callbacks=[callback, watcher, saving],
         logger=False,
         enable_progress_bar=False,
@@ -118,6 +125,27 @@ def test_accumulated_micro_batches_make_one_step_with_their_mean_loss(tmp_path: 
     assert watcher.endings() == ["completed"]
     assert callback.agent is not None
     assert callback.agent.faults == {}
+
+
+def test_the_gradient_norm_is_the_one_that_lightning_clips_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[float] = []
+    original = torch.nn.utils.clip_grad_norm_
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        norms.append(original(*args, **kwargs).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", counting)
+    _, _, watcher = fit(tmp_path, 3, accumulate=2, clip=0.1)
+    assert [s.grad_norm for s in watcher.listener.of(wire.Sample)] == pytest.approx(norms, rel=1e-6)
+    assert len(norms) == 3  # nothing is computed a second time
+    assert min(norms) > 0.1
+    assert torch.nn.utils.clip_grad_norm_ is counting
+
+
+def test_without_clipping_no_norm_is_invented(tmp_path: Path) -> None:
+    _, _, watcher = fit(tmp_path, 2)
+    assert [s.grad_norm for s in watcher.listener.of(wire.Sample)] == [None, None]
 
 
 def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path) -> None:
