@@ -1,0 +1,213 @@
+"""From the step that trips a detector to the page and to Alertmanager, and from an order to the kernel's mode.
+
+Everything is real but the training's reason to fail: agent, sender, service, page in Chromium, Prometheus and
+Alertmanager. The detectors trip when the test says so, since a natural drift takes minutes; tests/e2e waits for one.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+from selenium.webdriver.common.by import By
+from tests.monitor.doubles import ScriptedDetectors, verdict
+from tests.monitor.tiny_models import tiny_gpt, train_step
+
+from foreshock.contract import wire
+from foreshock.dashboards.generate import GENERATED
+from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
+from foreshock.monitor import attach
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.interception import LAYER_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from selenium.webdriver import Chrome
+    from tests.server.ui.conftest import Service
+
+pytestmark = pytest.mark.servers
+REPOSITORY = Path(__file__).parents[3]
+RUN = "in-a-hurry"
+INTERVAL_SECONDS = 2.0
+"""Of Prometheus's scrapes and of its evaluations."""
+HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def wait(what: str, look: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    pytest.fail(f"not within {seconds:g} s: {what}")
+
+
+class TripWire(ScriptedDetectors):
+    """Detectors that warn about the next head when they are told to, and say when they did."""
+
+    def __init__(self) -> None:
+        super().__init__(len(HEADS))
+        self.due: list[tuple[int, int]] = []
+        self.tripped: dict[tuple[int, int], float] = {}
+
+    def update(self, readings: Any) -> list[wire.Verdict]:
+        raised = []
+        while self.due:
+            head = self.due.pop()
+            self.tripped[head] = time.time()
+            raised.append(verdict(*head, step=readings.step))
+        return raised
+
+
+class Training:
+    """A small model that trains in a thread, watched by a real agent under its default pace; 50 steps a second."""
+
+    def __init__(self, url: str) -> None:
+        self.model = tiny_gpt()
+        self.agent = attach(self.model, run=RUN, url=url, policy="approve", quiet=True)
+        self.agent.detectors = self.detectors = TripWire()
+        self.switched: dict[tuple[int, int], float] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+
+    def _train(self) -> None:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        step = 0
+        while not self._over.wait(0.02):
+            step += 1
+            self.agent.step(train_step(self.model, optimizer, step))
+            for layer, head in HEADS:  # what the kernel reads
+                modes = self.model.blocks[layer].__dict__[LAYER_ATTRIBUTE].modes
+                if int(modes[head]) and (layer, head) not in self.switched:
+                    self.switched[layer, head] = time.time()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.agent.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def alertmanager(service: Service, tmp_path: Path) -> Iterator[str]:
+    """The Alertmanager that a Prometheus calls which scrapes the service; the shipped rules."""
+    at, prometheus = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    hook = f"{service.url}/v1/webhooks/alertmanager"
+    (tmp_path / "alertmanager.yml").write_text(alertmanager_config(hook, None, group_wait="100ms"))
+    (tmp_path / "prometheus.yml").write_text(
+        prometheus_config(
+            service.url.removeprefix("http://"),
+            REPOSITORY / GENERATED / "prometheus-rules.yml",
+            at,
+            scrape_interval=f"{INTERVAL_SECONDS:g}s",
+            evaluation_interval=f"{INTERVAL_SECONDS:g}s",
+        )
+    )
+    commands = (
+        f"prometheus-alertmanager --config.file={tmp_path}/alertmanager.yml --storage.path={tmp_path}/alerts "
+        f"--web.listen-address={at} --cluster.listen-address=",
+        f"prometheus --config.file={tmp_path}/prometheus.yml --storage.tsdb.path={tmp_path}/series "
+        f"--web.listen-address={prometheus} --rules.alert.resend-delay=1s",
+    )
+    with ExitStack() as stack:
+        for number, command in enumerate(commands):
+            log = stack.enter_context((tmp_path / f"{number}.log").open("wb"))
+            process = subprocess.Popen(command.split(), stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        scraped = f"http://{prometheus}/api/v1/query?query=foreshock_service_info or up"
+        wait("Prometheus scrapes", lambda: _answers(scraped) and _answers(f"http://{at}/-/ready"))
+        yield f"http://{at}"
+
+
+def _answers(url: str) -> bool:
+    try:
+        answer = httpx.get(url, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and '"result":[]' not in answer.text
+
+
+def _alerts(url: str, query: dict[str, list[str]]) -> list[Any]:
+    found: list[Any] = httpx.get(f"{url}/api/v2/alerts", params=query, trust_env=False).json()
+    return found
+
+
+def _seen(chromium: Chrome, name: str) -> float | None:
+    seen: dict[str, float] = chromium.execute_script("return window.seen")
+    return seen.get(name)
+
+
+WATCH = """
+window.seen = {};
+new MutationObserver(() => {
+  const said = document.querySelector("section[aria-label=Warnings]")?.textContent ?? "";
+  for (const [, name] of said.matchAll(/layer (\\d head \\d) drifts/g)) window.seen[name] ??= Date.now() / 1000;
+}).observe(document.body, { childList: true, subtree: true, characterData: true });
+"""
+
+
+@pytest.mark.promise("S11")
+def test_a_warning_is_on_the_page_within_two_seconds_and_an_order_in_the_kernel_within_two_flushes(
+    chromium: Chrome, service: Service, alertmanager: str, record_property: Callable[[str, object], None]
+) -> None:
+    training = Training(service.url)
+    try:
+        wait("the run appears", lambda: service.client.get(f"/v1/runs/{RUN}").status_code == 200)
+        chromium.get(f"{service.url}/?runs={RUN}")
+        wait("the page is live", lambda: chromium.find_element(By.CSS_SELECTOR, ".connection").text == "live")
+        wait("the page is drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
+        chromium.execute_script(WATCH)
+
+        seen: dict[tuple[int, int], float] = {}
+        alerted: dict[tuple[int, int], float] = {}
+        for head in HEADS:
+            training.detectors.due.append(head)
+            name = f"{head[0]} head {head[1]}"
+            wait("it is on the page", partial(_seen, chromium, name))
+            asked = {"filter": [f'layer="{head[0]}"', f'head="{head[1]}"', f'run="{RUN}"']}
+            wait("Alertmanager has it", partial(_alerts, alertmanager, asked))
+            seen[head] = chromium.execute_script("return window.seen")[name]
+            alerted[head] = time.time()
+
+        ordered: dict[tuple[int, int], float] = {}
+        for head in HEADS:
+            order = {"who": "test", "reason": "how fast", "heads": [head], "mode": "exact_delta"}
+            ordered[head] = time.time()
+            service.client.post(f"/v1/runs/{RUN}/commands", json=order).raise_for_status()
+            wait("the kernel reads the new mode", partial(training.switched.get, head))
+        tripped, switched = training.detectors.tripped, training.switched
+    finally:
+        training.close()
+
+    flush = AgentConfig.model_fields["send_every_seconds"].default
+    figures = {
+        "seconds from the tripping step to the page": [seen[h] - tripped[h] for h in HEADS],
+        "seconds from the tripping step to Alertmanager": [alerted[h] - tripped[h] for h in HEADS],
+        "agent flushes from an order to the kernel": [(switched[h] - ordered[h]) / flush for h in HEADS],
+    }
+    for name, values in figures.items():
+        record_property(name, [round(value, 3) for value in values])
+    to_page, to_alertmanager, to_kernel = (statistics.median(values) for values in figures.values())
+    assert to_page < 2.0
+    assert to_kernel < 2.0
+    # One scrape and one evaluation; before them the agent's flush and the service's snapshot of /metrics, a second old.
+    assert to_alertmanager < 2 * INTERVAL_SECONDS + flush + 1.0
