@@ -20,7 +20,7 @@ _EVENTS_OF_A_BATCH = 64
 
 def judged(trace: Trace, config: DetectorConfig | None = None) -> Iterator[wire.Event]:
     """The trace's events with today's risk and today's verdicts in place of the recorded ones."""
-    detectors = Detectors(trace.heads, config, rounds=trace.rounds)
+    detectors = Detectors(trace.heads, config)
     seen = readings(trace)
     yield trace.started
     for event in trace.events:

@@ -137,7 +137,7 @@ def truth(trace: Trace) -> str:
 
 def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:
     """The verdicts raised, and how near a warning the run was by every detector: 1 warns."""
-    detectors = Detectors(trace.heads, config, rounds=trace.rounds)
+    detectors = Detectors(trace.heads, config)
     raised: list[wire.Verdict] = []
     steps: list[int] = []
     pressure: list[Floats] = []

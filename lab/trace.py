@@ -421,5 +421,6 @@ def readings(trace: Trace) -> Iterator[Readings]:
             loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
             grad_norm=sample.grad_norm,
             learning_rate=sample.learning_rate,
+            rounds=trace.rounds,
             query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
         )

@@ -94,9 +94,7 @@ class Agent:
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
-        self.detectors: Detecting = Detectors(
-            self._heads, config.detectors, rounds=config.numerics not in ("float32", "float64")
-        )
+        self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
         self._guards = {
@@ -232,8 +230,10 @@ class Agent:
         risk = None
         with self._guards["detectors"] as guard:
             if guard.on:
-                verdicts = self.detectors.update(_readings(counted))
+                verdicts = self.detectors.update(_readings(counted, self._rounds()))
                 risk = self.detectors.risk
+                if self._instruments.keeper is not None:
+                    verdicts = self._instruments.keeper.with_errors(verdicts, counted.words, self._heads)
         with self._guards["sample"] as guard:
             if guard.on:
                 self._emit_sample(SampleDraft(counted, risk))
@@ -244,6 +244,10 @@ class Agent:
         with self._guards["policy"] as guard:
             if guard.on and self.config.policy != "observe":
                 self._act(verdicts)
+
+    def _rounds(self) -> bool:
+        layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self._instruments.watched)
+        return any(layer.rounds for layer in layers if layer is not None)
 
     def _act(self, verdicts: list[wire.Verdict]) -> None:
         outcome: wire.Outcome = "applied" if self.config.policy == "auto" else "proposed"
@@ -354,8 +358,12 @@ class Agent:
         return switched
 
     def report(self) -> str:
-        """The table of attention modules: heads, dims, layout of W_Q and W_K, and what serves each."""
-        return self._instruments.report
+        """The table of attention modules: heads, dims, layout of W_Q and W_K, and what serves each.
+
+        Where attention is kept, with the sampling error of the last sample that measured some.
+        """
+        keeper = self._instruments.keeper
+        return self._instruments.report + ("" if keeper is None else keeper.errors)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -445,7 +453,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _readings(counted: Counted) -> Readings:
+def _readings(counted: Counted, rounds: bool) -> Readings:
     return Readings.from_words(
         step=counted.step,
         since_step=counted.since_step,
@@ -454,5 +462,6 @@ def _readings(counted: Counted) -> Readings:
         loss=collecting.mean(counted.losses),
         grad_norm=collecting.largest(counted.grad_norms),
         learning_rate=counted.learning_rate,
+        rounds=rounds,
         **{name: values.astype(np.float64) for name, values in counted.norms.items()},
     )

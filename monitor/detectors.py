@@ -44,16 +44,13 @@ class Detectors:
     arrays [N], a closed block a few hundred.
     """
 
-    def __init__(
-        self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None, *, rounds: bool = True
-    ) -> None:
+    def __init__(self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None) -> None:
         self.heads = list(heads)
         self.config = config or DetectorConfig()
-        self.rounds = rounds
-        """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
         self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
         self._near = Nearness([layer for layer, _ in self.heads], self.config)
         self._step = -1
+        self._rounds = True
         self._alarms: dict[int, _Alarm] = {}
         self._modes = np.full(len(self.heads), -1, dtype=np.int32)
         self._forget()
@@ -96,7 +93,7 @@ class Detectors:
             raise ValueError(f"readings of shape {readings.offset.shape} were given to {len(self.heads)} heads")
         if readings.step < self._step:
             self._forget()
-        self._step = readings.step
+        self._step, self._rounds = readings.step, readings.rounds
         if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
             self._rate[:] = readings.learning_rate, readings.step
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
@@ -287,7 +284,7 @@ class Detectors:
         last, lowest = self._loss[2:].tolist()
         if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
             return "other"
-        if not self.rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
+        if not self._rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
             return "score growth" if signal != "nonfinite" else "other"
         now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
         moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts

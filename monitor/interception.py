@@ -24,6 +24,8 @@ from foreshock.monitor.probe import probe
 logger: Final = logging.getLogger("foreshock")
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
+_EXACT: Final = ("float32", "float64")
+"""Numerics in which no operand and no result of attention is rounded to 16 bits."""
 
 
 def numerics_for(query: Tensor, asked: str) -> str:
@@ -51,6 +53,8 @@ class WatchedLayer:
         self.modes = modes.data
         self.numerics = numerics
         self.strict = strict
+        self.rounds = numerics not in _EXACT
+        """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
         """The probe's counter, int64 [1], where the model keeps its own attention; else None."""
         self.sampling = 0
@@ -99,9 +103,11 @@ class WatchedLayer:
         if (reason := self.problem(query)) is not None:
             self.leave_alone(reason)
             return None
-        options |= {"numerics": numerics_for(query, self.numerics), "state": self.state, "modes": self.modes}
+        numerics = numerics_for(query, self.numerics)
+        options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
         if torch.compiler.is_compiling():
             return cast(Tensor, flash_attention(query, key, value, **options))
+        self.rounds = numerics not in _EXACT
         try:
             return cast(Tensor, flash_attention(query, key, value, **options))
         except Exception as refusal:

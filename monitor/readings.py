@@ -30,6 +30,8 @@ class Readings:
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    rounds: bool = True
+    """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
 
     @classmethod
     def from_words(
@@ -45,6 +47,7 @@ class Readings:
         loss: float | None = None,
         grad_norm: float | None = None,
         learning_rate: float | None = None,
+        rounds: bool = True,
     ) -> "Readings":
         """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN.
 
@@ -74,4 +77,5 @@ class Readings:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
+            rounds=rounds,
         )

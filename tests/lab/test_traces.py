@@ -226,7 +226,7 @@ def test_a_replay_says_the_same_every_time() -> None:
 
 def test_a_replay_says_what_the_detectors_said_live(tmp_path: Path) -> None:
     trace = read_trace(FAILS)
-    live = Detectors(trace.heads, rounds=trace.rounds)
+    live = Detectors(trace.heads)
     said = [verdict for reading in readings(trace) for verdict in live.update(reading)]
     recorded = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in (trace.started, *trace.events))]
     again = read_trace(write(tmp_path / "recorded.jsonl.gz", recorded))

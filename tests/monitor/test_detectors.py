@@ -146,7 +146,7 @@ def test_a_drift_against_its_delta_bias_is_believed_only_when_it_is_large() -> N
 
 
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
-    _, told = play(line, detectors=Detectors(HEADS, rounds=False), bias=0.6)
+    _, told = play(line, bias=0.6, rounds=False)
     assert raised(told) == [HEADS[SICK]]
     assert {verdict.cause for verdict in told} == {"score growth"}
 
