@@ -357,7 +357,7 @@ def bench_agent(
     rounds: Annotated[int, typer.Option(help="Blocks of steps that each arm trains, in turn.", min=1)] = 12,
     shape: Annotated[str | None, typer.Option(help="Only this one: gpt2-small or llama-1b.")] = None,
 ) -> None:
-    """Time training steps: without foreshock, with its kernels, with its agent, with attention kept. Needs a CUDA GPU."""
+    """Time training steps: without foreshock, with its kernels, its agent, with attention kept. Needs a CUDA GPU."""
     from foreshock.benchmarks import agent_step
 
     agent_step.main(json, rounds, shape)

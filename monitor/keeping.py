@@ -9,9 +9,29 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+from foreshock.contract import wire
+from foreshock.contract.catalog import Floats, ratio
+from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.interception import WatchedLayer, logger
 from foreshock.monitor.probe import Sampling, new_ticks, start_sampling, stop_sampling
+
+
+def sampling_errors(words: Words) -> dict[str, Floats]:
+    """Standard errors of what a sample of rows says of each head, [N], NaN where it measured none.
+
+    offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. Rows are
+    drawn one by one, so s / sqrt(n) holds; they speak of the steps that were measured.
+    """
+    rows, total, squares, tied = (
+        slot_values(words, slot) for slot in (Slot.ROWS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.ROWS_TIED_BF16)
+    )
+    share = ratio(tied, rows)
+    variance = np.maximum(ratio(squares, rows) - ratio(total, rows) ** 2, 0.0)
+    return {
+        "offset_error": np.sqrt(ratio(variance, rows)),
+        "tied_bf16_error": np.sqrt(ratio(share * (1 - share), rows)),
+    }
 
 
 class Keeper:
@@ -26,6 +46,8 @@ class Keeper:
         self._every_steps = settings.probe_every_steps
         self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
         self._measured = 0
+        self.errors = ""
+        """The sampling error of the last sample that measured some rows, as a line for people."""
         self._number = start_sampling(self._sampling)
         for layer, tick in zip(self._layers, new_ticks(len(self._layers), state.device), strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
@@ -51,6 +73,25 @@ class Keeper:
                 "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
                 "it again to let this switch take effect (torch.compile does so by itself)"
             )
+
+    def with_errors(
+        self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]
+    ) -> list[wire.Verdict]:
+        """`verdicts` with the sampling errors of their heads in the evidence; `words` [N] are those of `heads`."""
+        errors = sampling_errors(words)
+        offset, tied = errors["offset_error"], errors["tied_bf16_error"]
+        if not np.isnan(offset).all():
+            self.errors = (
+                f"\nsampling error of the last sample, at most: offset {np.nanmax(offset):.2g} nats, "
+                f"share of tied rows {np.nanmax(tied):.2g}"
+            )
+        rows = {head: row for row, head in enumerate(heads)}
+        told = []
+        for verdict in verdicts:
+            row = rows.get((verdict.layer, verdict.head)) if verdict.layer is not None else None  # type: ignore[arg-type]
+            known = {} if row is None else {k: float(v[row]) for k, v in errors.items() if not np.isnan(v[row])}
+            told.append(verdict.model_copy(update={"evidence": {**verdict.evidence, **known}}) if known else verdict)
+        return told
 
     def describe(self) -> str:
         """What is measured, in a line."""

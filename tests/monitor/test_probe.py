@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.monitor.keeping import sampling_errors
 from foreshock.monitor.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
 
 
@@ -144,6 +145,25 @@ def test_shares_and_means_are_unbiased_and_their_standard_errors_are_those_of_in
         assert (error > 0).all()
         z = (slot_values(total, slot) / counted - truth) / error
         assert (np.abs(z) < 4).all(), z
+
+
+def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> None:
+    query, key, value, grad = tensors(torch.bfloat16, length=40)
+    out = flash_attention(query, key, value, causal="top_left")
+    state, tick, number = new_state(4), new_ticks(1, torch.device("cpu"))[0], start_sampling(Sampling(30, 0))
+    leaf = out.detach().requires_grad_()
+    offsets, ties, shown = [], [], []
+    for _ in range(150):
+        state.copy_(new_state(4))
+        watched = probe(leaf, query, key, value, state, tick, number, causal="top_left")
+        torch.autograd.backward(watched, grad)
+        words = state.numpy().copy()
+        offsets.append(slot_values(words, Slot.OFFSET_SUM) / 30)
+        ties.append(slot_values(words, Slot.ROWS_TIED_BF16) / 30)
+        shown.append([sampling_errors(words)[name] for name in ("offset_error", "tied_bf16_error")])
+    stop_sampling(number)
+    spread = np.array([np.std(offsets, axis=0), np.std(ties, axis=0)])
+    np.testing.assert_allclose(np.mean(shown, axis=0), spread, rtol=0.2)
 
 
 def test_numbers_are_drawn_evenly_and_anew_at_every_tick() -> None:
