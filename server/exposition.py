@@ -24,9 +24,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, Metric
 from foreshock.server import commands
 from foreshock.server.counters import Counters
-from foreshock.server.merging import Axis, Readings, axis_of, badness
+from foreshock.server.merging import Axis, Readings, badness
 from foreshock.server.models import ActiveWarning
-from foreshock.server.runs import active_warnings, health_totals, newest_boots, newest_reading, status_of
+from foreshock.server.runs import active_warnings, health_totals, newest_boots, newest_readings, status_of
 from foreshock.server.schema import boots, events, runs, service_state, warnings
 from foreshock.server.settings import Settings
 from foreshock.server.store import Store
@@ -139,19 +139,19 @@ async def _add_runs(connection: AsyncConnection, exposition: Exposition, setting
         found[boot.run_id].append(boot)
     pending = await commands.pending_by_run(connection)
     raised = await active_warnings(connection, list(found))
-    shown: dict[int, str] = {}
+    shown: list[Row[Any]] = []
     for row in rows:
         finished = status_of(found[row.id]) != "active"
         life = settings.finished_run_seconds if finished else settings.silent_run_seconds
-        if time.time() - row.last_seen > life:
-            continue
-        axis = await axis_of(connection, row.id)
-        reading = await newest_reading(connection, row.id, axis)
+        if time.time() - row.last_seen <= life:
+            shown.append(row)
+    newest = await newest_readings(connection, [row.id for row in shown])
+    for row in shown:
+        axis, reading = newest.get(row.id, (None, None))
         _add_run(exposition, row, found[row.id], reading, raised.get(row.id, []), pending.get(row.id, 0))
-        shown[row.id] = row.name
-        if reading is not None:
+        if axis is not None and reading is not None:
             _add_heads(exposition, row.name, axis, reading, settings.worst_heads)
-    await _add_counts(connection, exposition, shown)
+    await _add_counts(connection, exposition, {row.id: row.name for row in shown})
 
 
 def _add_run(

@@ -4,7 +4,7 @@ Ranks merge in the fixed order (rank, boot, sequence), so the same samples alway
 does not hold, or that no rank counted, has no value: it is never taken as zero.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -63,10 +63,24 @@ class Axis:
 
 async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
     """The heads of a run."""
-    query = select(boots.c.id, boots.c.topology).where(boots.c.run_id == run_id, boots.c.topology.is_not(None))
-    by_boot = {row.id: row.topology for row in await connection.execute(query)}
-    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(set(by_boot.values()))))
+    return (await axes_of(connection, [run_id]))[run_id]
+
+
+async def axes_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Axis]:
+    """The heads of each of these runs, in two queries."""
+    query = select(boots.c.run_id, boots.c.id, boots.c.topology)
+    known = await connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
+    by_run: dict[int, dict[int, str]] = {run_id: {} for run_id in run_ids}
+    for row in known:
+        by_run[row.run_id][row.id] = row.topology
+    hashes = {digest for by_boot in by_run.values() for digest in by_boot.values()}
+    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
     refs = {row.hash: heads_of_layers(row.layers) for row in found}
+    return {run_id: _axis(by_boot, refs) for run_id, by_boot in by_run.items()}
+
+
+def _axis(by_boot: dict[int, str], known: dict[str, tuple[HeadRef, ...]]) -> Axis:
+    refs = {digest: known[digest] for digest in set(by_boot.values())}
     heads = tuple(sorted({ref for known in refs.values() for ref in known}))
     index = {ref: i for i, ref in enumerate(heads)}
     rows = {digest: np.array([index[ref] for ref in known], dtype=np.intp) for digest, known in refs.items()}

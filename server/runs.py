@@ -3,15 +3,15 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import Row, desc, func, select, tuple_
+from sqlalchemy import Row, and_, desc, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.slots import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Verdict
-from foreshock.server.merging import LIVE_SAMPLES, Axis, Readings, axis_of, merge
+from foreshock.server.merging import LIVE_SAMPLES, Axis, Readings, axes_of, axis_of, merge
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
 from foreshock.server.schema import boots, runs, samples, topologies, warnings
 from foreshock.server.series import number
@@ -42,9 +42,10 @@ async def summaries(
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
         found[boot.run_id].append(boot)
     raised = await active_warnings(connection, [row.id for row in rows])
+    newest = await newest_readings(connection, [row.id for row in rows])
     result = []
     for row in rows:
-        reading = await newest_reading(connection, row.id)
+        reading = newest[row.id][1] if row.id in newest else None
         latest = reading.latest() if reading else {}
         result.append(
             (
@@ -104,16 +105,27 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     }
 
 
-async def newest_reading(connection: AsyncConnection, run_id: int, axis: Axis | None = None) -> Readings | None:
-    """The newest step that as many ranks have reported as any of the last few; None before the first sample."""
-    last = LIVE_SAMPLES.with_only_columns(samples.c.step, func.count(func.distinct(boots.c.rank)).label("ranks"))
-    last = last.where(samples.c.run_id == run_id).order_by(None).group_by(samples.c.step)
-    steps = (await connection.execute(last.order_by(desc(samples.c.step)).limit(_STEPS_LOOKED_AT))).all()
-    if not steps:
-        return None
-    step = max(steps, key=lambda row: (row.ranks, row.step)).step
-    rows = (await connection.execute(LIVE_SAMPLES.where(samples.c.run_id == run_id, samples.c.step == step))).all()
-    return merge(axis or await axis_of(connection, run_id), rows)
+async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, Readings]]:
+    """The heads of each run that has a sample, and its newest reading: in four queries, however many the runs.
+
+    It is the newest step that as many ranks have reported as any of the last few.
+    """
+    live = LIVE_SAMPLES.order_by(None)
+    steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
+    nth = steps.order_by(desc(samples.c.step)).offset(_STEPS_LOOKED_AT - 1).limit(1).correlate(runs).scalar_subquery()
+    lately = select(runs.c.id, func.coalesce(nth, 0).label("first")).where(runs.c.id.in_(run_ids)).cte()
+    counted = live.with_only_columns(
+        samples.c.run_id, samples.c.step, func.count(func.distinct(boots.c.rank)).label("ranks")
+    ).join(lately, and_(samples.c.run_id == lately.c.id, samples.c.step >= lately.c.first))
+    newest: dict[int, tuple[int, int]] = {}
+    for row in await connection.execute(counted.group_by(samples.c.run_id, samples.c.step)):
+        newest[row.run_id] = max(newest.get(row.run_id, (0, 0)), (row.ranks, row.step))
+    chosen = [(run_id, step) for run_id, (_, step) in newest.items()]
+    rows: dict[int, list[Row[Any]]] = defaultdict(list)
+    for row in await connection.execute(LIVE_SAMPLES.where(tuple_(samples.c.run_id, samples.c.step).in_(chosen))):
+        rows[row.run_id].append(row)
+    axes = await axes_of(connection, rows.keys())
+    return {run_id: (axes[run_id], merge(axes[run_id], own)) for run_id, own in rows.items()}
 
 
 async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:

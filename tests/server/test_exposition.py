@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from sqlalchemy import event
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.wire import AgentHealth, Finished
@@ -168,5 +169,29 @@ def test_losses_of_a_good_run_are_zeros_and_not_absent(play: Any) -> None:
         found = series_of((await service.client.get("/metrics")).text)
         assert found["foreshock_agent_dropped_total", "reason=queue_full", "run=run-1"] == 0
         assert found["foreshock_agent_faults_total", "component=sender", "run=run-1"] == 0
+
+    play(story)
+
+
+@pytest.mark.promise("S4")
+def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(play: Any) -> None:
+    async def story(service: Any) -> None:
+        store = service.app.state.store
+        statements: list[str] = []
+        for engine in (store.engine.sync_engine, store._look_engine):
+            event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+
+        async def queries() -> int:
+            statements.clear()
+            assert (await service.client.get("/metrics")).status_code == 200
+            return len(statements)
+
+        for number in range(3):
+            await a_full_run(service, run=f"run-{number}")
+        few = await queries()
+        for number in range(3, 30):
+            await a_full_run(service, run=f"run-{number}")
+        assert await queries() == few
+        assert few < 20
 
     play(story)
