@@ -74,7 +74,7 @@ class Sizes(dict[str, list[float]]):
 def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_runs_are_deleted(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
-    seconds, ranks = sizes("soak_seconds", quick=8, long=1800), sizes("soak_ranks", quick=8, long=64)
+    seconds, ranks = sizes("soak_seconds", quick=5, long=1800), sizes("soak_ranks", quick=8, long=64)
     environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS), "FORESHOCK_METRICS_SECONDS": "1"}
     seen, sent = Sizes(), [0]
 
