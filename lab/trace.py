@@ -36,6 +36,9 @@ _UNREAD: Final = (Slot.OFFSET_SUMSQ,)
 """Read by no detector and no baseline: left out, and NaN when read back."""
 _DIGITS: Final = 4
 """Significant digits of a number in a trace: four take about two bytes after compression."""
+_DIGITS_OF_A_STEP: Final = 3
+"""Of a single step's loss; its gradient norm has one fewer. What is read of them are means and z-scores."""
+_PARTS_OF_A_LIFE: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,12 @@ class Trace:
 class TraceWriter:
     """A sink for an agent's events that writes our own format; use it in a with block.
 
-    Samples are merged up to `every_steps`, and numbers are rounded to four digits: a trace is small enough to commit.
-    Give `steps` the loss and gradient norm of every step, and `probe` what a ModelProbe measured.
+    Samples are merged until they are a fortieth of the run's life long, at most `every_steps`, as the detectors' own
+    blocks, and numbers are rounded to four digits or fewer: a trace is small enough to commit. Give `steps` the loss
+    and gradient norm of every step, and `probe` what a ModelProbe measured.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, every_steps: int = 50) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], *, every_steps: int = 100) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = gzip.GzipFile(path, "wb", compresslevel=9, mtime=0)
         self._every_steps = every_steps
@@ -114,7 +118,7 @@ class TraceWriter:
             if last is not event and (last.modes != event.modes or last.step != event.since_step):
                 self._flush()
             self._waiting.append(event)
-            if event.step - self._waiting[0].since_step >= self._every_steps:
+            if event.step - self._waiting[0].since_step >= min(self._every_steps, event.step / _PARTS_OF_A_LIFE):
                 self._flush()
         elif not isinstance(event, wire.AgentHealth) and getattr(event, "state", "") != "updated":
             self._flush()
@@ -122,8 +126,8 @@ class TraceWriter:
 
     def steps(self, since_step: int, loss: Sequence[float] | Floats, grad_norm: Sequence[float] | Floats) -> None:
         """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ..."""
-        line = {"kind": "steps", "since_step": since_step, "loss": _rounded(loss), "grad_norm": _rounded(grad_norm, 3)}
-        self._write(line)
+        numbers = {"loss": _rounded(loss, _DIGITS_OF_A_STEP), "grad_norm": _rounded(grad_norm, _DIGITS_OF_A_STEP - 1)}
+        self._write({"kind": "steps", "since_step": since_step, **numbers})
 
     def probe(self, step: int, values: Mapping[str, Floats]) -> None:
         """What a ModelProbe measured at a step."""
@@ -135,8 +139,9 @@ class TraceWriter:
         sample, words = _merged(self._waiting), [w for s in self._waiting if (w := s.words()) is not None]
         self._waiting = []
         line = sample.model_dump(mode="json", exclude_defaults=True, exclude={"states", "modes", "query_norm"})
-        for name in ("key_norm", "query_key_norm", "risk", "step_seconds", "agent_seconds"):
+        for name in ("unix_seconds", "key_norm", "query_key_norm", "risk", "step_seconds", "agent_seconds"):
             line.pop(name, None)
+        line |= {name: _rounded([line[name]])[0] for name in ("loss", "loss_max", "grad_norm") if name in line}
         if words:
             line["slots"] = _by_slot(merge_words(words))
         if sample.modes is not None:
@@ -197,6 +202,8 @@ def _by_slot(words: Words) -> dict[str, Any]:
         if slot in _UNREAD or bool((values == info.identity).all()):
             continue
         named[slot.name.lower()] = values.astype(np.int64).tolist() if info.dtype == "int64" else _rounded(values)
+    if named.get("score_max") == named.get("row_max_abs"):
+        named["score_max"] = "row_max_abs"
     return named
 
 
@@ -204,8 +211,9 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     words = np.tile(identity_row(), (heads, 1))
     floats = words.view(np.float64)
     floats[:, list(_UNREAD)] = np.nan
-    for name, values in named.items():
+    for name, given in named.items():
         slot = Slot[name.upper()]
+        values = named[given] if isinstance(given, str) else given  # the same as another slot
         if len(values) != heads:
             raise ValueError(f"slot {name} speaks of {len(values)} heads in a trace of {heads}")
         if SLOTS[slot].dtype == "int64":
@@ -283,7 +291,7 @@ def _unpacked(line: dict[str, Any], heads: int) -> dict[str, Any]:
     """A sample line with its slots packed again as it travels on the wire."""
     if line.get("kind") != "sample":
         return line
-    line = dict(line)
+    line = {"unix_seconds": 0.0, **line}
     if "slots" in line:
         line["states"] = wire.Array.of(_from_slots(line.pop("slots"), heads)).model_dump()
     if isinstance(line.get("modes"), list):

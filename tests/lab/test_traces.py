@@ -53,28 +53,44 @@ def counted(rows: int, offset: float, largest: float) -> "np.ndarray[Any, np.dty
 def test_what_is_written_is_read_back_to_four_digits_with_short_samples_merged(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
     modes = wire.Array.of(np.zeros(2, dtype=np.int32))
-    with TraceWriter(path, {"recipe": "made-up", "seed": 3}, every_steps=20) as writer:
+    with TraceWriter(path, {"recipe": "made-up", "seed": 3}) as writer:
         writer(started(2))
-        for step, offset in ((10, 1.0), (20, 2.000049), (40, 5.0)):
-            words = counted(100, offset, 3.00004 * step)
-            since = step - 10 if step < 40 else 20
+        for since, step, offset in ((4000, 4050, 1.0), (4050, 4100, 2.000049), (4100, 4200, 5.0)):
+            words = counted(100, offset, 0.0300004 * (step - 4000))
+            words.view(np.float64)[:, Slot.SCORE_MAX] = [-1.0, 2.0]
             writer(sample(step, since, words).model_copy(update={"modes": modes}))
             writer.steps(since, [1.23456] * (step - since), [math.inf] * (step - since))
-        writer.probe(40, {"stable_rank": np.array([1.23456, math.nan])})
+        writer.probe(4200, {"stable_rank": np.array([1.23456, math.nan])})
     trace = read_trace(path)
     assert trace.header == {"foreshock_trace": 1, "recipe": "made-up", "seed": 3}
     assert trace.heads == [(3, 0), (3, 1)]
     seen = list(readings(trace))
-    assert [(each.since_step, each.step) for each in seen] == [(0, 20), (20, 40)]
+    assert [(each.since_step, each.step) for each in seen] == [(4000, 4100), (4100, 4200)]
     assert seen[0].rows.tolist() == [200, 200]
     np.testing.assert_allclose(seen[0].offset, 1.5, rtol=1e-4)
-    np.testing.assert_allclose(seen[0].row_max_abs, 60.0, rtol=1e-4)
+    np.testing.assert_allclose(seen[0].row_max_abs, 3.0, rtol=1e-4)
+    assert seen[0].score_max.tolist() == [-1.0, 2.0]
     np.testing.assert_array_equal(np.isnan(seen[0].delta_sum), [False, True])
     assert trace.samples[0].modes == modes
-    assert trace.steps.step.tolist() == list(range(1, 41))
-    assert set(trace.steps.loss.tolist()) == {1.235}
+    assert trace.steps.step.tolist() == list(range(4001, 4201))
+    assert set(trace.steps.loss.tolist()) == {1.23}
     assert set(trace.steps.grad_norm.tolist()) == {math.inf}
     np.testing.assert_array_equal(trace.probes[0].values["stable_rank"], [1.235, math.nan])
+
+
+def test_a_young_run_is_recorded_in_finer_samples_and_slots_that_are_the_same_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    with TraceWriter(path, {}) as writer:
+        writer(started(2))
+        for step in range(10, 201, 10):
+            words = counted(100, 1.0, 7.0)
+            words.view(np.float64)[:, Slot.SCORE_MAX] = 7.0
+            writer(sample(step, step - 10, words))
+    trace = read_trace(path)
+    assert [each.step for each in trace.samples] == list(range(10, 201, 10))
+    assert next(readings(trace)).score_max.tolist() == [7.0, 7.0]
+    with gzip.open(path, "rt") as file:
+        assert '"score_max":"row_max_abs"' in file.read()
 
 
 def test_a_sample_on_the_wire_is_read_to_the_bit(tmp_path: Path) -> None:
