@@ -1,4 +1,8 @@
-/** Colours of data. Lines are Okabe and Ito's set, heat is viridis or blue to vermilion: all told apart by colour-blind eyes. */
+/**
+ * Colours of data. Lines begin with Okabe and Ito's vermilion and blue; the others were chosen so that under protanopia,
+ * deuteranopia and tritanopia no two of the six come near each other, which tests/server/ui measures. Heat is viridis, or
+ * blue to vermilion.
+ */
 
 export interface Ink {
   lines: readonly string[];
@@ -16,7 +20,7 @@ export interface Ink {
 type Rgb = readonly [number, number, number];
 
 const LIGHT: Ink = {
-  lines: ["#d55e00", "#0072b2", "#009e73", "#b8559b", "#c78c00", "#3d3d3d"],
+  lines: ["#d55e00", "#0072b2", "#5b2a4f", "#99914a", "#8f6bff", "#1b1b1b"],
   warning: "#b36b00",
   critical: "#c23b00",
   switched: "#0072b2",
@@ -29,7 +33,7 @@ const LIGHT: Ink = {
 };
 
 const DARK: Ink = {
-  lines: ["#f0803c", "#56b4e9", "#2fc295", "#d78fb8", "#f0d44a", "#d5d9de"],
+  lines: ["#f0803c", "#56b4e9", "#ffe66d", "#8f5be8", "#b8f5ef", "#c2347f"],
   warning: "#f0b03c",
   critical: "#ff8a5c",
   switched: "#56b4e9",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pytest
+from PIL import Image
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -361,6 +365,56 @@ def test_the_content_security_policy_is_strict_and_nothing_breaks_it(
     assert planted, "an inline script ran"
     [complaint] = complaints()
     assert "Content Security Policy" in complaint
+
+
+def test_a_page_whose_first_question_fails_asks_again(
+    chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    chromium.execute_cdp_cmd("Network.enable", {})
+    chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*v1/session", "*v1/catalog"]})
+    try:
+        chromium.get(f"{service.url}/?runs={feeder.run}")
+        wait("the failure is said", lambda: "cannot be reached" in text(chromium, ".note.error"))
+    finally:
+        chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+    wait("the run is shown after all", lambda: tile(chromium, "Step") == "50")
+    wait("its charts are drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
+    assert not chromium.find_elements(By.CSS_SELECTOR, ".note.error")
+    refused = complaints()
+    assert all("ERR_BLOCKED" in line for line in refused), refused
+
+
+def test_runs_side_by_side_can_be_told_apart_with_every_kind_of_eye(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    runs = [type(feeder)(service.client, f"{feeder.run[:60]}-{number}") for number in range(6)]
+    for each in runs:
+        each.start()
+        each.train(2)
+    open_run(chromium, service, *(each.run for each in runs))
+    swatches = chromium.find_elements(By.CSS_SELECTOR, ".summary .swatch")
+    assert len(swatches) == 6
+    try:
+        for scheme in ("light", "dark"):
+            wanted = {"name": "prefers-color-scheme", "value": scheme}
+            chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
+            for eyes in ("none", "protanopia", "deuteranopia", "tritanopia"):
+                chromium.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": eyes})
+                colours = [middle(swatch.screenshot_as_png) for swatch in swatches]
+                for one, other in itertools.combinations(colours, 2):
+                    distance = np.linalg.norm(one - other)  # of at most 442
+                    assert distance > 40, f"{eyes}, {scheme}: {one} and {other} look alike"
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def middle(picture: bytes) -> np.ndarray[Any, Any]:
+    """The colour in the middle of a picture, RGB."""
+    with Image.open(io.BytesIO(picture)) as image:
+        return np.array(image.convert("RGB").getpixel((image.width // 2, image.height // 2)), dtype=np.float64)
 
 
 def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
