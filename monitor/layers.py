@@ -170,9 +170,11 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
             return Projection(
                 layout, HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
             )
+    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and _outputs(inner) is None:
+        return find_projection(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     fused_width = (heads + 2 * kv_heads) * head_dim
     group = heads // kv_heads
-    for name in _FUSED_PER_KEY_HEAD:
+    for name in (*_FUSED_PER_KEY_HEAD, *(("wqkv",) if hasattr(module, "r_dim") else ())):
         if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
             starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
             key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]

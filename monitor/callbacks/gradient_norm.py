@@ -17,9 +17,10 @@ _NAME: Final = "clip_grad_norm_"
 
 
 class GradientNorm:
-    """Keeps the last norm between `start` and `stop`."""
+    """Keeps the last norm between `start` and `stop`. `home` is where the trainer looks clip_grad_norm_ up."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Any = torch.nn.utils) -> None:
+        self._home = home
         self._last: Tensor | None = None
         self._original: Callable[..., Any] | None = None
         self._keeping: Callable[..., Any] | None = None
@@ -27,7 +28,7 @@ class GradientNorm:
     def start(self) -> None:
         """Keep what clip_grad_norm_ returns from now on."""
         self.stop()
-        original: Callable[..., Any] = getattr(torch.nn.utils, _NAME)
+        original: Callable[..., Any] = getattr(self._home, _NAME)
 
         @functools.wraps(original)
         def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +39,7 @@ class GradientNorm:
             return norm
 
         self._original, self._keeping = original, keeping
-        setattr(torch.nn.utils, _NAME, keeping)
+        setattr(self._home, _NAME, keeping)
 
     def take(self) -> Tensor | None:
         """The norm since the last call, before clipping; None where none was computed."""
@@ -47,6 +48,6 @@ class GradientNorm:
 
     def stop(self) -> None:
         """Put PyTorch's function back, unless somebody rebound it since."""
-        if self._keeping is not None and getattr(torch.nn.utils, _NAME) is self._keeping:
-            setattr(torch.nn.utils, _NAME, self._original)
+        if self._keeping is not None and getattr(self._home, _NAME) is self._keeping:
+            setattr(self._home, _NAME, self._original)
         self._original = self._keeping = self._last = None

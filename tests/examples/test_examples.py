@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("huggingface_trainer.py", "trainer", ["--output", "out"]),
         ("accelerate_loop.py", "accelerate", []),
         ("lightning_trainer.py", "lightning", []),
+        ("torchtitan_trainer.py", "titan", ["--output", "out"]),
     ],
 )
 def test_an_example_trains_and_its_run_is_complete_at_the_service(
@@ -39,5 +40,11 @@ def test_an_example_trains_and_its_run_is_complete_at_the_service(
 
 
 def test_every_example_is_run_by_this_test() -> None:
-    ran = {"plain_loop.py", "huggingface_trainer.py", "accelerate_loop.py", "lightning_trainer.py"}
+    ran = {
+        "plain_loop.py",
+        "huggingface_trainer.py",
+        "accelerate_loop.py",
+        "lightning_trainer.py",
+        "torchtitan_trainer.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran

@@ -67,6 +67,16 @@ def interleaved(query: Tensor, key: Tensor) -> nn.Module:
     return Holder(query_key_value=linear_with(torch.cat(parts)))
 
 
+def torchtitan_separate(query: Tensor, key: Tensor) -> nn.Module:
+    return Holder(qkv_linear=Holder(wq=linear_with(query.flatten(0, 1)), wk=linear_with(key.flatten(0, 1))))
+
+
+def torchtitan_fused(query: Tensor, key: Tensor) -> nn.Module:
+    fused = Holder(wqkv=interleaved(query, key).get_submodule("query_key_value"))
+    fused.r_dim = len(query) // len(key) + 2  # type: ignore[assignment]
+    return Holder(qkv_linear=fused)
+
+
 def multihead(query: Tensor, key: Tensor) -> nn.Module:
     module = nn.MultiheadAttention(WIDTH, HEADS)
     value = torch.randn(WIDTH, WIDTH)
@@ -84,6 +94,8 @@ LAYOUTS = [
     (separate, 2),
     (interleaved, 2),
     (separate, 1),
+    (torchtitan_separate, 2),
+    (torchtitan_fused, 2),
 ]
 
 
@@ -164,7 +176,9 @@ def layer_of(kv_heads: int) -> Layer:
 
 @pytest.mark.promise("A13")
 @pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize(("layout", "kv_heads"), [case for case in LAYOUTS if case[0] is not fused_conv1d])
+@pytest.mark.parametrize(
+    ("layout", "kv_heads"), [case for case in LAYOUTS if case[0] not in (fused_conv1d, torchtitan_separate)]
+)
 def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
     layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int, world: int
 ) -> None:

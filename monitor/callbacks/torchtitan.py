@@ -1,0 +1,139 @@
+"""One line in a program that uses the Trainer of torchtitan, between making it and letting it train.
+
+    trainer = config.build()
+    watch(trainer, run="my-run")          # before trainer.train()
+    trainer.train()
+
+The agent steps with the trainer's optimizers. Its state lies in every checkpoint's folder, each rank's own, and is back
+before the first step when training resumes. Written against torchtitan 0.3.0, of which it uses `model_parts`,
+`optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `step` and `close`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.monitor.agent import Agent
+from foreshock.monitor.attach import attach
+from foreshock.monitor.callbacks.gradient_norm import GradientNorm
+from foreshock.monitor.discovery import find_attention
+
+_USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+def watch(trainer: Any, **overrides: Any) -> Agent:
+    """Watch the model parts of a torchtitan Trainer. `overrides` are fields of AgentConfig, as for `attach`.
+
+    Layers keep the numbers that torchtitan gives them (`layers.7`), on every rank of a pipeline. Raises ValueError with
+    a sentence for a trainer of another make, a wrong setting or a model that cannot be watched.
+    """
+    missing = [name for name in _USED if not hasattr(trainer, name)]
+    if missing:
+        raise ValueError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}: it is no Trainer of torchtitan 0.3; "
+            "use attach(model) and agent.step(loss) in a loop of another make"
+        )
+    parts: list[nn.Module] = list(trainer.model_parts)
+    model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+    with _compiled_but_not_yet_run(model):
+        agent = attach(model, **{"layers": _numbers(model), **overrides})
+    _Hooks(trainer, agent)
+    return agent
+
+
+def _numbers(model: nn.Module) -> dict[str, int]:
+    """The layer numbers in torchtitan's own names; {} unless every attention module has one to itself."""
+    names = [found.name for found in find_attention(model, {})]
+    numbers = {name: int(match[1]) for name in names if (match := _LAYER.search(name))}
+    return numbers if len(set(numbers.values())) == len(names) else {}
+
+
+@contextmanager
+def _compiled_but_not_yet_run(model: nn.Module) -> Iterator[None]:
+    # torchtitan compiles its blocks while the Trainer is made. Until the first step nothing of them is traced, and what
+    # attach puts into them is traced then; attach itself cannot know that and would refuse.
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+class _Hooks:
+    """What the trainer calls: after its optimizers' step, round a checkpoint, and at the end."""
+
+    def __init__(self, trainer: Any, agent: Agent) -> None:
+        self._trainer, self._agent = trainer, agent
+        self._losses: list[Tensor] = []
+        # torchtitan clips with a function of its own, whose norm spans all ranks
+        self._norm = GradientNorm(sys.modules.get("torchtitan.distributed.utils", torch.nn.utils))
+        self._norm.start()
+        self._forward_backward_step = trainer.forward_backward_step
+        self._save, self._load, self._close = trainer.checkpointer.save, trainer.checkpointer.load, trainer.close
+        trainer.forward_backward_step = self.forward_backward_step
+        trainer.checkpointer.save, trainer.checkpointer.load, trainer.close = self.save, self.load, self.close
+        trainer.optimizers.register_step_post_hook(self.stepped)
+
+    def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the loss of each micro-batch, on its device; a captured step writes it into the same memory again."""
+        loss = self._forward_backward_step(*args, **kwargs)
+        if isinstance(loss, Tensor) and getattr(self._trainer, "pp_has_last_stage", True):
+            self._losses.append(loss.detach().reshape(()).clone())
+        return loss
+
+    def stepped(self, optimizers: Any, *_: Any) -> None:
+        """One optimizer step is done."""
+        # each part of the loss is divided by the tokens of all data-parallel ranks
+        loss = torch.stack(self._losses).sum() * self._ranks() if self._losses else None
+        self._losses = []
+        self._agent.step(loss, self._norm.take(), self._learning_rate(), step=self._trainer.step)
+
+    def _ranks(self) -> int:
+        dims = getattr(self._trainer, "parallel_dims", None)
+        return int(getattr(dims, "dp_replicate", 1) * getattr(dims, "dp_shard", 1) * getattr(dims, "cp", 1))
+
+    def _learning_rate(self) -> float | None:
+        first = next(iter(self._trainer.optimizers), None)
+        return None if first is None else float(first.param_groups[0]["lr"])
+
+    def _file(self, step: int, rank: int) -> Path:
+        return Path(self._trainer.checkpointer.folder) / f"step-{step}" / f"foreshock_{rank}.json"
+
+    def save(self, curr_step: int, last_step: bool = False) -> Any:
+        """Where torchtitan saves, save the agent's state beside it."""
+        saved = self._save(curr_step, last_step=last_step)
+        if saved:
+            path = self._file(curr_step, self._agent.config.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self._agent.state_dict()))
+        return saved
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Where torchtitan loaded, take up this rank's state, or the first rank's where there were fewer."""
+        loaded = self._load(*args, **kwargs)
+        if loaded and self._trainer.step:
+            paths = [self._file(self._trainer.step, rank) for rank in (self._agent.config.rank, 0)]
+            found = next((path for path in paths if path.is_file()), None)
+            if found is None:
+                self._agent.begin_at(self._trainer.step)
+            else:
+                self._agent.load_state_dict(json.loads(found.read_text()))
+        return loaded
+
+    def close(self) -> None:
+        """Send what is left, and give the model back as it was."""
+        self._norm.stop()
+        done = self._trainer.step >= self._trainer.config.training.steps
+        self._agent.close("completed" if done else "stopped")
+        self._close()
