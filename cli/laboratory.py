@@ -171,6 +171,9 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, pict
     )
     console.print("at 512: step at which it was. harm: first harm in loss or gradient norm, against the control.\n")
     _print_monitors(result["table"], console)
+    if leads := result["lead_at_our_false_alarms"]:
+        shown = ", ".join(f"{name} {lead:.0f}" for name, lead in sorted(leads.items(), key=lambda each: -each[1]))
+        console.print(f"median lead at our false-alarm rate ({result['curves_of']} runs): {shown}\n", highlight=False)
     for what, path in (("report", report), ("picture", picture)):
         if path is not None:
             console.print(f"{what}: {path}")

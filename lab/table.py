@@ -149,7 +149,8 @@ def curves(scores: Sequence[Score]) -> dict[str, list[dict[str, float]]]:
             continue
         upper = np.geomspace(0.5, 1e-6, _POINTS_OF_A_CURVE)
         points = []
-        for threshold in np.unique(np.quantile(values, 1 - upper)).tolist():
+        quantiles = np.quantile(values, 1 - upper, method="lower")
+        for threshold in np.unique(np.append(quantiles, 1.0 if monitor in DETECTORS else quantiles[:1])).tolist():
             point = row(seen, monitor, threshold, "swept", "")
             if point.median_lead_steps is None or point.false_alarms_per_10k is None:
                 break
@@ -164,6 +165,17 @@ def curves(scores: Sequence[Score]) -> dict[str, list[dict[str, float]]]:
         if points:
             found[monitor] = points
     return found
+
+
+def matched(points: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """The longest median lead of every monitor at no more false alarms than our shipped verdict has."""
+    ours = [each["false_alarms_per_10k"] for each in points.get(OURS, []) if each["threshold"] >= 1.0]
+    if not ours:
+        return {}
+    return {
+        monitor: max((p["median_lead_steps"] for p in each if p["false_alarms_per_10k"] <= max(ours)), default=0.0)
+        for monitor, each in points.items()
+    }
 
 
 def forecasts(scores: Iterable[Score]) -> dict[str, Any]:
@@ -186,10 +198,14 @@ def forecasts(scores: Iterable[Score]) -> dict[str, Any]:
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """The report of `foreshock lab score`."""
+    """The report of `foreshock lab score`; the curves are of the held-out runs where these have any."""
+    held_out = curves([each for each in scores if each.split == "held-out"])
+    points = held_out or curves(scores)
     return {
         "traces": [each.report() for each in scores],
         "table": [asdict(each) for each in table(scores)],
         "forecasts": forecasts(scores),
-        "curves": curves(scores),
+        "curves_of": "held-out" if held_out else "all",
+        "curves": points,
+        "lead_at_our_false_alarms": matched(points),
     }
