@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import asyncpg  # type: ignore[import-untyped]
 import httpx
 import pytest
 from sqlalchemy import text
+from tests.server.balancer import balancer
 
 from foreshock.contract.wire import Ack
 from foreshock.server.store import Store
@@ -29,6 +31,13 @@ def _binaries() -> Path | None:
     return next(
         (p for p in (*known, *sorted(Path("/usr/lib/postgresql").glob("*/bin"))) if (p / "initdb").exists()), None
     )
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test opened."""
+    with ExitStack() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -122,24 +131,23 @@ def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
 
 
 class Sender:
-    """A rank behind a load balancer: it sends each batch to either replica until one acknowledges it."""
+    """A rank that knows one address, and sends each batch until it is acknowledged, as the agent does."""
 
-    def __init__(self, replicas: list[LiveService], rank: FakeRank) -> None:
-        self.replicas, self.rank = replicas, rank
+    def __init__(self, url: str, rank: FakeRank) -> None:
+        self.url, self.rank = url, rank
         self.acknowledged = 0
         self.orders: dict[str, int] = {}
+        self.delivered_again = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
     def _send(self) -> None:
-        choice = random.Random(self.rank.rank)
         batch = self.rank.batch(self.rank.started())
         while not self._stop.is_set():
             try:
-                with choice.choice(self.replicas).client(timeout=10.0) as client:
-                    headers = {"content-type": "application/json"}
-                    answer = client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+                body, headers = batch.model_dump_json(), {"content-type": "application/json"}
+                answer = httpx.post(f"{self.url}/v1/batches", content=body, headers=headers, timeout=10.0)
             except httpx.HTTPError:
                 time.sleep(0.05)
                 continue
@@ -147,7 +155,9 @@ class Sender:
                 continue
             self.acknowledged = self.rank.sequence
             step = self.rank.sequence
-            new = [c for c in Ack.model_validate_json(answer.content).commands if c.id not in self.orders]
+            given = Ack.model_validate_json(answer.content).commands
+            new = [command for command in given if command.id not in self.orders]
+            self.delivered_again += len(given) - len(new)
             self.orders |= {command.id: step for command in new}
             sample = self.rank.sample(step, loss=float(step))
             batch = self.rank.batch(sample, *(self.rank.answer(command, step) for command in new))
@@ -161,31 +171,38 @@ class Sender:
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S11")
 def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
-    postgres_for_replicas: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+    postgres_for_replicas: str,
+    tmp_path: Path,
+    stack: ExitStack,
+    sizes: Any,
+    record_property: Callable[[str, Any], None],
 ) -> None:
-    most, until = sizes("replica_kills", quick=2, long=100), sizes.until()
+    most, until = sizes("replica_kills", quick=3, long=100), sizes.until()
     environment = {"FORESHOCK_DATABASE_URL": postgres_for_replicas, "FORESHOCK_MIGRATE": "true"}
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
     replicas = [LiveService(folder, environment).start() for folder in folders]
-    senders = [Sender(replicas, FakeRank(run="killed", rank=number)) for number in range(3)]
+    address = stack.enter_context(balancer(lambda: [replica.url for replica in replicas])).url
+    senders = [Sender(address, FakeRank(run="killed", rank=number)) for number in range(3)]
     when = random.Random(3)
-    ordered = []
+    ordered: list[str] = []
     try:
-        for turn in range(most):
-            if time.monotonic() > until:
-                break
+        while len(ordered) < most and time.monotonic() < until:
+            turn = len(ordered)
             time.sleep(when.uniform(0.2, 0.8))
-            with replicas[(turn + 1) % 2].client() as client:
-                order = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
-                made = client.post("/v1/runs/killed/commands", json=order)
-                assert made.status_code == 201, made.text
-                ordered.append(made.json()["id"])
-            replicas[turn % 2].kill()
-            replicas[turn % 2].start()
+            ordering = threading.Thread(target=lambda turn=turn: ordered.append(order(address, turn)))
+            ordering.start()
+            time.sleep(when.uniform(0.0, 0.02))
+            killed = replicas if turn % 3 == 2 else [replicas[turn % 2]]
+            for replica in killed:
+                replica.kill()
+            for replica in killed:
+                replica.start()
+            ordering.join(60)
+            assert len(ordered) == turn + 1
         deadline = time.monotonic() + 60
-        with replicas[0].client() as client:
+        with httpx.Client(base_url=address, timeout=30.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 states = {client.get(f"/v1/commands/{name}").json()["state"] for name in ordered}
                 if states == {"applied"}:
@@ -207,14 +224,31 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
             (sender.rank.rank, sequence) for sender in senders for sequence in range(1, sender.acknowledged + 1)
         }
         assert min(sender.acknowledged for sender in senders) > 5
-        record_property("kill -9", len(ordered))
-        record_property("commands", len(ordered))
+        record_property("kill -9", len(ordered) + len(ordered) // 3)
+        record_property("commands, each answered once by each rank", len(ordered))
+        record_property("deliveries repeated", sum(sender.delivered_again for sender in senders))
         record_property("batches acknowledged", sum(sender.acknowledged for sender in senders))
     finally:
         for sender in senders:
             sender.stop()
         for replica in replicas:
             replica.stop()
+
+
+def order(address: str, turn: int) -> str:
+    """Order a switch until the order is acknowledged, whoever is killed meanwhile; the command's id."""
+    body = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
+    headers = {"idempotency-key": f"order-{turn}"}
+    while True:
+        try:
+            made = httpx.post(f"{address}/v1/runs/killed/commands", json=body, headers=headers, timeout=10.0)
+        except httpx.HTTPError:
+            time.sleep(0.05)
+            continue
+        if made.status_code in (200, 201):
+            return str(made.json()["id"])
+        assert made.status_code in (404, 503), made.text  # before the first batch there is no run
+        time.sleep(0.05)
 
 
 async def stored(url: str) -> set[tuple[int, int]]:
