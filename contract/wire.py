@@ -132,9 +132,9 @@ class Sample(Message):
     query_key_norm: Array | None = Field(default=None, description="spectral norm of W_Q W_K^T, float32 [heads]")
     loss: float | None = Field(default=None, description="mean raw loss over the steps that reported one")
     loss_max: float | None = None
-    loss_nonfinite_steps: int = Field(default=0, ge=0)
+    loss_nonfinite_steps: int = Field(default=0, ge=0, le=2**53)
     grad_norm: float | None = Field(default=None, description="largest gradient norm of the steps")
-    grad_norm_nonfinite_steps: int = Field(default=0, ge=0)
+    grad_norm_nonfinite_steps: int = Field(default=0, ge=0, le=2**53)
     learning_rate: float | None = None
     step_seconds: float | None = Field(default=None, description="mean wall time of a step")
     agent_seconds: float | None = Field(default=None, description="mean host time of the agent in a step")
