@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -263,6 +264,18 @@ def test_markup_in_labels_sentences_and_reasons_is_shown_and_never_rendered(
     assert not chromium.find_elements(By.ID, "planted")
     assert not chromium.find_elements(By.CSS_SELECTOR, "main img")
     assert chromium.title == "foreshock"
+
+
+def test_an_address_full_of_markup_is_shown_as_text_and_asks_for_nothing_else(
+    chromium: Chrome, service: Service, complaints: Callable[[], list[str]]
+) -> None:
+    name = "<img src=x onerror=\"document.title='owned'\"><b id=planted>../../v1/audit"
+    chromium.get(f"{service.url}/?{urlencode({'runs': name})}")
+    wait("it is refused in words", lambda: "There is no run '<img src=x" in text(chromium, ".note.error"))
+    assert not chromium.find_elements(By.CSS_SELECTOR, "#planted, main img")
+    assert chromium.title.startswith("<img")
+    refused = complaints()
+    assert all("404" in line and "/v1/runs/%3Cimg" in line for line in refused), refused
 
 
 def test_several_runs_are_drawn_on_the_same_charts(chromium: Chrome, service: Service, feeder: Feeder) -> None:
