@@ -133,7 +133,9 @@ async def _judge(
     stronger = STRONGER.get(row.mode) if loose else None
     if loose:
         said += f". Escalate: {stronger}." if stronger else ". No stronger mode is left: go back to a checkpoint."
-    await connection.execute(update(table).where(table.c.id == row.id).values(verification=verdict))
+    open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
+    if (await connection.execute(open_)).rowcount == 0:
+        return  # another replica was first
     said = said[0].upper() + said[1:]
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
