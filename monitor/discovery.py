@@ -9,14 +9,26 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.9
+    varlen = None  # type: ignore[assignment]
+
 from foreshock.monitor.layers import Projection, all_query_heads, find_projection, query_width
 from foreshock.monitor.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
-Route = Literal["transformers", "scaled_dot_product_attention"]
+Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
 
 SDPA_NAME: Final = "scaled_dot_product_attention"
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 """PyTorch's own function, whatever the name is bound to later."""
+
+VARLEN_NAME: Final = "varlen_attn"
+VARLEN: Final[Any] = getattr(varlen, VARLEN_NAME, None)
+"""PyTorch's function for packed sequences; None in a version that has none."""
+
+_UNSERVED: Final = ("flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention")
+"""Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "kv_heads")
@@ -63,7 +75,9 @@ def _route(module: nn.Module) -> Route | None:
     names = {name for function in _functions(type(module)) for name in _called_names(function)}
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
-    return "scaled_dot_product_attention" if SDPA_NAME in names else None
+    if SDPA_NAME in names or VARLEN_NAME in names:
+        return "scaled_dot_product_attention"
+    return "unserved" if names.intersection(_UNSERVED) else None
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
@@ -78,8 +92,11 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 def _called_names(function: FunctionType) -> Iterator[str]:
     for name in _names(function.__code__):
         yield name
-        if function.__globals__.get(name) is SDPA:  # imported under another name
+        known = function.__globals__.get(name)
+        if known is SDPA:  # imported under another name
             yield SDPA_NAME
+        elif known is VARLEN is not None:
+            yield VARLEN_NAME
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -90,6 +107,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
+    if route == "unserved":
+        why = "it calls an attention of another make; have it call scaled_dot_product_attention or varlen_attn"
+        return Found(name, module, route, problem=why)
     # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
     owner = module if parent is None or told or _number(module, _HEADS) else parent
     heads = told or _number(owner, _HEADS)
@@ -147,11 +167,11 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def modules_that_imported_sdpa() -> list[tuple[dict[str, Any], str]]:
-    """Every (module globals, name) that is bound to PyTorch's scaled_dot_product_attention, F's own included."""
+def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """Every (module globals, name) that is bound to one of PyTorch's functions, its own included; [] for None."""
     places: list[tuple[dict[str, Any], str]] = []
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()) if function is not None else ():
         space = getattr(module, "__dict__", None)
         if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith("foreshock."):
-            places.extend((space, name) for name, value in list(space.items()) if value is SDPA)
+            places.extend((space, name) for name, value in list(space.items()) if value is function)
     return places
