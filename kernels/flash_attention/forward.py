@@ -79,7 +79,8 @@ def _attend(
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         acc = tl.dot(rounded, v, acc)
         row_max = new_max
-        before = subtracted
+        # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
+        before = tl.where(new_max == float("-inf"), new_max, subtracted)
     return acc, total, row_max, before
 
 
@@ -131,7 +132,7 @@ def _block(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    before = total
+    before = row_max
     paper_shift = total
     paper = False
     if SHIFT:

@@ -230,6 +230,29 @@ def test_values_of_one_give_an_output_of_one(mode: Mode) -> None:
     assert abs((out - 1).mean().item()) < 1e-3
 
 
+@pytest.mark.promise("K1")
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX])
+@pytest.mark.parametrize(
+    ("size", "options"), [(1e4, {}), (1e2, {"causal": "top_left"}), (1e3, {"window_left": 40, "window_right": 0})]
+)
+def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_shifted_up(
+    mode: Mode, size: float, options: dict[str, object]
+) -> None:
+    # A failing head's offset may have either sign; exp2 of minus such a maximum overflows.
+    query, key, value, grad = random_inputs(96, 96, 32, 1, 1)
+    query[..., 0], key[..., 0] = size**0.5, -(size**0.5)
+    spec = AttentionSpec(1.0, **options)  # type: ignore[arg-type]
+    low = attend(Inputs(query, key, value, grad), spec, flags(mode))
+    key[..., 0] = 0.0
+    shifted = attend(Inputs(query, key, value, grad), spec)
+    assert low.out.isfinite().all()
+    torch.testing.assert_close(low.out.float(), shifted.out.float(), rtol=0.0, atol=0.05)
+    for given, wanted in zip(low[4:7], shifted[4:7], strict=True):
+        assert given.isfinite().all()
+        torch.testing.assert_close(given.float()[..., 1:], wanted.float()[..., 1:], rtol=0.05, atol=0.1)
+    assert low.counts(Slot.ROWS_NONFINITE) == [0.0]
+
+
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX])
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
 def test_saturated_and_tied_rows_are_not_biased(mode: Mode, size: float) -> None:
