@@ -6,9 +6,9 @@ Four arms train the same weights in turn, block of steps by block of steps, in o
 - kernels_agent: `attach(model)` with everything on at its default cadence, and a service that is down, at
   an address where nobody listens;
 - keep_agent: `attach(model, attention="keep")` over the fastest of PyTorch's backends.
-A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is as
-long as the agent's cadence, so that each one holds a sample. The mean over all blocks, with the spectral norms of every
-hundredth step, stands beside it.
+A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
+least as long as the agent's cadence, so that each one holds a sample. The mean over all blocks, with the spectral norms
+of every hundredth step, stands beside it.
 """
 
 import copy
@@ -37,7 +37,6 @@ from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.discovery import SDPA
 
-BLOCK_STEPS: Final = 10
 BACKENDS: Final = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -62,12 +61,15 @@ class Shape:
     batch: int
     gated: bool
     whole: bool
-    """torch.compile over the whole model; else block by block, as large models are compiled."""
+    """torch.compile over the whole model; else layer by layer, as large models are compiled."""
+    block_steps: int = 10
+    share: int = 1
+    """Every so many rounds of the others one of this: its steps are longer."""
 
 
 SHAPES: Final = (
-    Shape("gpt2-small", 12, 768, 12, 12, 3072, 50304, 1024, 32, gated=False, whole=True),
-    Shape("llama-1b", 16, 2048, 32, 8, 8192, 128256, 4096, 4, gated=True, whole=False),
+    Shape("gpt2-small", 12, 768, 12, 12, 3072, 50304, 1024, 32, gated=False, whole=True, block_steps=20),
+    Shape("llama-1b", 16, 2048, 32, 8, 8192, 128256, 4096, 4, gated=True, whole=False, share=2),
 )
 
 
@@ -288,13 +290,12 @@ def _nobody_listens() -> Iterator[dict[str, Any]]:
 def measure(
     shape: Shape,
     rounds: int,
-    steps: int = BLOCK_STEPS,
     device: str = "cuda",
     compiler: str = "inductor",
     backends: Sequence[str] = FAST_BACKENDS,
 ) -> dict[str, Any]:
     """One shape's figures, in milliseconds a step."""
-    bench = Bench(shape, device, compiler)
+    bench, steps = Bench(shape, device, compiler), shape.block_steps
     with ExitStack() as stack:
         settings = stack.enter_context(_nobody_listens())
 
@@ -352,24 +353,28 @@ def main(json_path: Path | None = None, rounds: int = 12, only: str | None = Non
     for shape in SHAPES:
         if only in (None, shape.name):
             torch.compiler.reset()
-            shapes.append(measured := measure(shape, rounds))
+            shapes.append(measured := measure(shape, max(1, rounds // shape.share)))
             print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
+            if json_path is not None:
+                _write(json_path, rounds, shapes)
             gc.collect()
             torch.cuda.empty_cache()
-    if json_path is not None:
-        import triton
 
-        result = {
-            "command": f"foreshock bench agent --rounds {rounds} --json {json_path.name}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "versions": {
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "cuda": torch.version.cuda,
-                "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-            },
-            "unit": "milliseconds a training step, median over rounds of a block's mean",
-            "shapes": shapes,
-        }
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+def _write(path: Path, rounds: int, shapes: list[dict[str, Any]]) -> None:
+    import triton
+
+    result = {
+        "command": f"foreshock bench agent --rounds {rounds} --json {path.name}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        },
+        "unit": "milliseconds a training step, median over rounds of a block's mean",
+        "shapes": shapes,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")

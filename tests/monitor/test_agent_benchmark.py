@@ -1,0 +1,34 @@
+"""The benchmark of a training step, at a size for a CPU: its arms train the same weights, and each is what it says."""
+
+import pytest
+import torch
+
+from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAttention, measure
+
+TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_every_arm_is_measured_and_the_fastest_backend_is_named() -> None:
+    figures = measure(TINY, 2, "cpu", "eager", ("flash", "math"))
+    torch._dynamo.reset()
+    assert figures["best_backend"] in ("flash", "math")
+    assert figures["none"] == figures["backends"][figures["best_backend"]]
+    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "keep_agent"))
+    assert set(figures["ratios"]) == {"kernels_agent / kernels", "kernels_agent / none", "keep_agent / none"}
+    assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
+
+
+def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(TINY, "cpu", "eager")
+    bench.arm("none_cudnn", UnwatchedAttention, "cudnn")
+    torch._dynamo.reset()
+    assert not bench.arms
+    assert "none_cudnn does not take tiny" in capsys.readouterr().err
+
+
+def test_the_shapes_are_those_that_are_promised() -> None:
+    small, large = SHAPES
+    assert (small.layers, small.width, small.length, small.batch) == (12, 768, 1024, 32)
+    assert (large.length, large.gated) == (4096, True)
