@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foreshock.lab.offset_removal import centred
+
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -37,6 +39,8 @@ class ModelConfig:
     """Queries and keys are RMS-normalised per head, with a learned gain."""
     rotary: bool = False
     """Rotary positions in place of learned ones."""
+    centred_keys: bool = False
+    """Attention is given keys without their mean, which changes no probability."""
     attention_dtype: Dtype = "bfloat16"
     """Type of the operands that attention is given."""
     matmul_dtype: Dtype = "float32"
@@ -71,7 +75,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head = config.heads, config.key_heads
+        self.n_head, self.n_kv_head, self.centred_keys = config.heads, config.key_heads, config.centred_keys
         self.head_dim = config.width // config.heads
         self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
         values = self.n_kv_head * self.head_dim
@@ -92,6 +96,7 @@ class CausalSelfAttention(nn.Module):
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
+        key = centred(key) if self.centred_keys else key
         query, key, value = (each.to(self.operand) for each in (query, key, value))
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

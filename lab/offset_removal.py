@@ -33,14 +33,14 @@ class Removed:
 
 
 def centred(key: Tensor) -> Tensor:
-    """`key` [B, Hkv, S, D] without the mean of each head's keys, in its dtype; the mean is taken in float32 or wider.
+    """`key` [B, Hkv, S, D] less the mean over S of each head's keys, in its dtype; the mean is taken in float32 or wider.
 
     To be called on keys as attention is given them, after rotary. No probability changes but by rounding; in exact
     arithmetic the gradient of the removed direction becomes zero, so it also keeps an offset from growing. Not for soft
     caps or attention sinks, whose scores do not enter as differences, nor for keys that come piecemeal (decoding).
     """
     wide = key.to(torch.promote_types(key.dtype, torch.float32))
-    return (wide - wide.mean(dim=(0, 2), keepdim=True)).to(key.dtype)
+    return (wide - wide.mean(dim=2, keepdim=True)).to(key.dtype)
 
 
 def remove_offset(

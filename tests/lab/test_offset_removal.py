@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.lab.capture import Capture
 from foreshock.lab.corpus import standard_library
-from foreshock.lab.model import ModelConfig
+from foreshock.lab.model import CausalSelfAttention, ModelConfig
 from foreshock.lab.offset_removal import Removed, centred, remove_offset
 from foreshock.lab.recipes import CONTROL, find_recipe
 from foreshock.lab.run import Training
@@ -57,7 +57,7 @@ def test_centred_keys_leave_no_gradient_along_the_direction_that_softmax_cannot_
 
 def test_the_mean_of_centred_keys_is_zero_for_every_head_alone() -> None:
     key = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(1)) + torch.tensor([10.0, -3.0]).view(2, 1, 1)
-    torch.testing.assert_close(centred(key).mean((0, 2)), torch.zeros(2, 4), rtol=0, atol=1e-5)
+    torch.testing.assert_close(centred(key).mean(2), torch.zeros(3, 2, 4), rtol=0, atol=1e-5)
     assert centred(key.bfloat16()).dtype == torch.bfloat16
 
 
@@ -191,3 +191,13 @@ def test_a_head_that_does_not_exist_is_refused_with_those_that_do(drifted: Train
 def test_a_model_that_nobody_watches_is_refused() -> None:
     with pytest.raises(ValueError, match="Separate is not watched"):
         remove_offset(Separate(), lambda: torch.zeros(()))
+
+
+def test_a_model_with_centred_keys_computes_what_one_without_does(drifted: Training) -> None:
+    plain, before = offsets(drifted), drifted.peek_loss().item()
+    for module in drifted.model.modules():
+        if isinstance(module, CausalSelfAttention):
+            module.centred_keys = True
+    assert drifted.peek_loss().item() == pytest.approx(before, rel=1e-5)
+    assert plain.abs().max() > 1
+    torch.testing.assert_close(offsets(drifted), torch.zeros(2, 2), rtol=0, atol=1e-4)
