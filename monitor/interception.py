@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor.discovery import SDPA, modules_that_imported_sdpa
+from foreshock.monitor.discovery import SDPA, VARLEN, places_of
 from foreshock.monitor.probe import probe
 
 logger: Final = logging.getLogger("foreshock")
@@ -63,7 +63,7 @@ class WatchedLayer:
         """The model's own attention serves the calls, and a sample of them is measured."""
         self.unserved: Counter[str] = Counter()
         for buffer in (self.state, self.modes):
-            # torch.compile's CUDA graphs copy their other inputs in, and would count into the copy
+            # spares torch.compile's CUDA graphs a copy of them in every step
             torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedLayer":
@@ -161,7 +161,7 @@ def scaled_dot_product_attention(
     served = None
     if layer is None:
         if not torch.compiler.is_compiling():
-            _refuse_lost_recompute()
+            refuse_lost_recompute()
             current.outside += 1
     elif layer.keeps:
         pass
@@ -181,7 +181,8 @@ def scaled_dot_product_attention(
     return layer.probed(out, query, key, value, mask=attn_mask, causal=causal, scale=scale, dropout_p=dropout_p)
 
 
-def _refuse_lost_recompute() -> None:
+def refuse_lost_recompute() -> None:
+    """Raise RuntimeError where an attention call without a layer is a recompute inside a backward."""
     # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
     # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not current.outside:
@@ -247,7 +248,8 @@ class SdpaRebinding:
 
     def __init__(self) -> None:
         self._users = 0
-        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Namespace, name, what it was and what we made it."""
         self._settings_before: dict[str, Any] = {}
 
     def acquire(self) -> None:
@@ -257,8 +259,11 @@ class SdpaRebinding:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
-            for space, name in modules_that_imported_sdpa():
-                self._bind(space, name, scaled_dot_product_attention)
+            from foreshock.monitor.varlen import varlen_attn  # which counts into what is defined here
+
+            for original, ours in ((SDPA, scaled_dot_product_attention), (VARLEN, varlen_attn)):
+                for space, name in places_of(original):
+                    self._bind(space, name, ours)
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
@@ -269,15 +274,15 @@ class SdpaRebinding:
                     setattr(torch._dynamo.config, name, value)
 
     def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
-        self._places.append((space, name, space[name]))
+        self._places.append((space, name, space[name], value))
         space[name] = value
 
     def release(self) -> None:
         """Put every name back when the last agent leaves, except those that somebody rebound since."""
         self._users -= 1
         if self._users == 0:
-            for space, name, before in reversed(self._places):
-                if space.get(name) in (scaled_dot_product_attention, _mha_copy, _non_reentrant, _Reentrant):
+            for space, name, before, ours in reversed(self._places):
+                if space.get(name) is ours:
                     space[name] = before
             self._places.clear()
             current.layer, current.outside = None, 0

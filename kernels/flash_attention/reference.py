@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode, Slot
+from foreshock.contract.slots import Mode
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype
@@ -176,8 +176,6 @@ def _score_gradient(
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
         accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
-        if cu_seqlens_q is not None:  # rows past the last packed sequence are nobody's, not rows that see no key
-            state[:, Slot.ROWS_EMPTY] -= query.shape[2] - cu_seqlens_q[-1]
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     if spec.numerics in ("float64", "float32"):

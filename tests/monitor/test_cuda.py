@@ -12,7 +12,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, SUM_SLOTS, Slot, merge_words, slot_values
 from foreshock.monitor import Agent
 
 pytestmark = [
@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 STEPS, ROWS, LENGTH = 10, 2, 64
+SUMS = list(SUM_SLOTS)
 
 
 def model() -> TinyGPT:
@@ -124,10 +125,12 @@ def test_a_gpu_step_changes_no_bit_and_counts_what_eager_counts(loop: Loop) -> N
     got.assert_same_bits(expected)
     plain = watched(model(), eager)
     assert got.rows == [STEPS * ROWS * LENGTH] * 4
-    for mine, theirs in zip(got.words, plain.words, strict=True):
-        np.testing.assert_array_equal(mine[:, Slot.ROWS], theirs[:, Slot.ROWS])
-        if loop is captured:  # inductor rounds the products round the operator otherwise than eager
-            np.testing.assert_array_equal(mine, theirs)
+    # the GPU may be so far behind that a sample carries several steps: what counts is all of them together
+    mine, theirs = merge_words(got.words), merge_words(plain.words)
+    counts, maxima = list(COUNT_SLOTS), [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]
+    if loop is captured:  # inductor rounds the products round the operator otherwise than eager
+        np.testing.assert_array_equal(mine[:, counts + maxima], theirs[:, counts + maxima])
+        np.testing.assert_allclose(mine.view(np.float64)[:, SUMS], theirs.view(np.float64)[:, SUMS], rtol=1e-12)
 
 
 @pytest.mark.execution("nanoGPT", "CUDA graphs")
@@ -139,8 +142,9 @@ def test_a_switch_reaches_a_captured_step_without_a_new_capture(loop: Loop) -> N
     assert not all(torch.equal(a, b) for a, b in zip(got.weights, unswitched.weights, strict=True))
     if loop is captured:
         got.assert_same_bits(watched(model(), eager, during=switch_after_step_6))
-    modes = [s.modes.numpy().tolist() for s in got.listener.of(wire.Sample)]
-    assert modes == [[0, 0, 0, 0]] * 6 + [[0, 1, 1, 0]] * 4
+    modes = {s.step: s.modes.numpy().tolist() for s in got.listener.of(wire.Sample)}
+    assert all(mode == ([0, 1, 1, 0] if step > 6 else [0, 0, 0, 0]) for step, mode in modes.items())
+    assert max(modes) == STEPS
 
 
 def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +215,5 @@ def test_a_padded_batch_of_a_transformers_model_counts_its_real_tokens() -> None
 
     got = watched(llama, loop)
     assert got.rows == [STEPS * (LENGTH + 40)] * 8
-    assert all(not words[:, Slot.ROWS_EMPTY].any() for words in got.words)
+    assert merge_words(got.words)[:, Slot.ROWS_EMPTY].tolist() == [STEPS * (LENGTH - 40)] * 8  # they see no key
     assert all(torch.isfinite(loss) for loss in got.losses)

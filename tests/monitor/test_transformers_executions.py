@@ -50,7 +50,8 @@ class Logits(nn.Module):
                 module.attn_dropout = 0.0
         if kind.startswith("checkpointing"):
             reentrant = kind == "checkpointing (reentrant)"
-            self.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # before transformers 5.20
+            getattr(self.model, new, getattr(self.model, old))({"use_reentrant": reentrant})
             self.model.enable_input_require_grads()
         self.model.config.use_cache = False
 
@@ -132,7 +133,7 @@ def test_a_compiled_model_counts_the_real_tokens_of_a_padded_batch(name: str, si
     compiled = True
     got = watched(Logits(name, Mode(), "eager"), loop)
     assert set(got.rows) == {12 + 7}
-    assert all(not words[:, Slot.ROWS_EMPTY].any() for words in got.words)
+    assert {int(words[0, Slot.ROWS_EMPTY]) for words in got.words} == {5}  # padding, which sees no key
     np.testing.assert_array_equal(counts(got), counts(plain))
     torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
 
