@@ -24,6 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import foreshock
 from foreshock.benchmarks.ingest_clients import HEADS, LAYERS, Load, Result, run_load, template
 from foreshock.server.testing import LiveService
 
@@ -105,7 +106,7 @@ def _device(database_url: str | None) -> dict[str, Any]:
     if (info := Path("/proc/cpuinfo")).exists():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = models[0] if models else cpu
-    packages = ("foreshock", "fastapi", "uvicorn", "uvloop", "httptools", "sqlalchemy", "pydantic")
+    packages = ("fastapi", "uvicorn", "uvloop", "httptools", "sqlalchemy", "pydantic")
     return {
         "command": "foreshock bench ingest --json FILE",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -113,6 +114,7 @@ def _device(database_url: str | None) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "sqlite": sqlite3.sqlite_version,
+            "foreshock": foreshock.__version__,
             **{name: version(name) for name in packages},
         },
         "store": "SQLite, WAL, synchronous=FULL" if database_url is None else "PostgreSQL",

@@ -1,10 +1,12 @@
 """A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING [STEPS].
 
-Prints `ready` when it has made ten steps, goes on for ever (ENDING "never"), until the spools are sent ("close when
-sent") or ends as told. To the file STEPS it writes each step's number and the moment of its end.
+Prints `ready`, its boot and its process when it has made ten steps, goes on for ever (ENDING "never"), until the
+spools are sent ("close when sent") or ends as told. To the file STEPS it writes each step's number and the moment of
+its end. Without arguments it reads them from its standard input, as JSON, and forks a life for each line.
 """
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -67,7 +69,7 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         os.write(log, f"{step} {time.monotonic()}\n".encode())
         if step == 10:
             time.sleep(0.2)  # the sender is in the middle of a request
-            print("ready", agent.boot, flush=True)
+            print("ready", agent.boot, os.getpid(), flush=True)
         time.sleep(0.002)
     assert signal.getsignal(signal.SIGTERM) is handler
     ended[0] = time.monotonic()
@@ -86,5 +88,17 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         time.sleep(60)
 
 
+def lives() -> None:
+    """Fork a process for each line: a life of its own, without the seconds that the imports take."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        if os.fork() == 0:
+            main(*json.loads(line))
+            sys.exit()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        lives()
