@@ -33,7 +33,7 @@ class Removed:
 
 
 def centred(key: Tensor) -> Tensor:
-    """`key` [B, Hkv, S, D] less the mean over S of each head's keys, in its dtype; the mean is taken in float32 or wider.
+    """`key` [B, Hkv, S, D] less the mean over S of each head's keys, in its dtype; the mean is at least float32.
 
     To be called on keys as attention is given them, after rotary. No probability changes but by rounding; in exact
     arithmetic the gradient of the removed direction becomes zero, so it also keeps an offset from growing. Not for soft
