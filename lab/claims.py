@@ -39,7 +39,9 @@ class Run:
     seed: str
     history: History | None = None
     exact: bool = False
-    """delta was exact in every head from the first sample on"""
+    """delta was exact in every head from the first step on"""
+    branched: bool = False
+    """it began as another run's checkpoint"""
     examined: dict[int, list[Examined]] = field(default_factory=lambda: defaultdict(list))
     _anatomy: HeadAnatomy | None = None
 
@@ -77,7 +79,8 @@ def gather(paths: Iterable[Path], batches: int) -> list[Run]:
             run = runs.setdefault(key, Run(*key))
             run.history = recorded(trace)
             modes = [sample.modes.numpy() for sample in trace.samples if sample.modes is not None]
-            run.exact = bool(modes) and all((each & Mode.EXACT_DELTA).all() for each in modes)
+            run.branched = trace.samples[0].since_step > 0
+            run.exact = not run.branched and bool(modes) and all((each & Mode.EXACT_DELTA).all() for each in modes)
         else:
             recipe, arm, seed = checkpoint_run(path)
             key = recipe.name, arm.name, str(seed)
@@ -122,7 +125,7 @@ def _largest_offset(history: History, until: float) -> float:
 
 
 def _taken_by_exact_delta(run: Run, runs: Sequence[Run]) -> float | None:
-    if run.history is None or run.exact:
+    if run.history is None or run.exact or run.branched:
         return None
     numerics = run.history.numerics
     twin = _twin(run, runs, lambda each: each.exact and each.history is not None and each.history.numerics == numerics)
@@ -277,8 +280,8 @@ def markdown(runs: Sequence[Run]) -> str:
     if not runs:
         raise ValueError("no run was given; give traces (.gz) and checkpoints of foreshock lab run")
     arms = evaluate(runs)
-    seeds = {arm: len({run.seed for run in runs if run.arm == arm}) for arm in arms}
-    head = ["claim", "number", "met when", *(f"{arm} ({seeds[arm]} seeds)" for arm in arms)]
+    counts = {arm: sum(run.arm == arm for run in runs) for arm in arms}
+    head = ["claim", "number", "met when", *(f"{arm} ({counts[arm]} runs)" for arm in arms)]
     lines = [head, ["---"] * len(head)]
     for place, claim in enumerate(CLAIMS):
         lines.append([claim.claim, claim.number, claim.bound, *(str(cells[place]) for cells in arms.values())])

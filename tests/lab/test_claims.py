@@ -72,6 +72,12 @@ def test_substitution_is_measured_against_the_exact_run_of_the_same_seed(runs: l
     assert cells(runs, "exact-delta")[number("with exact delta from step 1")][1] == []
 
 
+def test_a_branch_is_no_run_from_the_first_step(runs: list[Run]) -> None:
+    branch = planted("offset-removed", "2", drift=1.0)
+    branch.branched = True
+    assert cells([*runs, branch], "offset-removed")[number("with exact delta from step 1")][1] == []
+
+
 def test_runs_of_different_length_are_compared_where_both_were(runs: list[Run]) -> None:
     exact = runs[-1]
     assert exact.history is not None
@@ -145,7 +151,7 @@ def test_the_command_joins_a_trace_and_checkpoints_of_one_run(tmp_path: Path) ->
     said = CliRunner().invoke(app, ["lab", "claims", *map(str, paths), "--batches", "2", "--report", str(report)])
     assert said.exit_code == 0, said.output
     lines = said.output.strip().splitlines()
-    assert lines[0] == "| claim | number | met when | paper (1 seeds) |"
+    assert lines[0] == "| claim | number | met when | paper (1 runs) |"
     assert len(lines) == len(CLAIMS) + 2
     assert {line.count("|") for line in lines} == {5}
     rows = json.loads(report.read_text())["claims"]
