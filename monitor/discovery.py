@@ -169,9 +169,11 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
     """Every (module globals, name) that is bound to one of PyTorch's functions, its own included; [] for None."""
+    # What a compiled graph calls, it calls by its name in torch._C: that has to stay PyTorch's.
+    left_alone = ("foreshock.", "torch._C")
     places: list[tuple[dict[str, Any], str]] = []
     for module in list(sys.modules.values()) if function is not None else ():
         space = getattr(module, "__dict__", None)
-        if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith("foreshock."):
+        if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith(left_alone):
             places.extend((space, name) for name, value in list(space.items()) if value is function)
     return places
