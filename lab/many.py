@@ -20,14 +20,17 @@ import torch
 from foreshock.contract import wire
 from foreshock.lab.corpus import Corpus, standard_library
 from foreshock.lab.offset_removal import remove_offset
-from foreshock.lab.recipes import UNTREATED, Arm, Recipe
+from foreshock.lab.recipes import Arm, Recipe
 from foreshock.lab.run import Recorder, Training
 from foreshock.lab.trace import TraceWriter
+
+_DEAD_STEPS = 500
+"""A run whose loss was no number for so long is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """What is done, once, to a run that went untreated until `delay_steps` after its first warning."""
+    """What is done, once, to a run of an arm, `delay_steps` after its first warning."""
 
     name: str
     delay_steps: int = 0
@@ -99,7 +102,7 @@ def _trace(folder: Path, entry: Entry) -> Path:
 
 
 def _checkpoint(folder: Path, entry: Entry, delay: int) -> Path:
-    return folder / "checkpoints" / f"{entry.recipe.name}_seed{entry.seed}_{delay}.pt"
+    return folder / "checkpoints" / f"{entry.recipe.name}_{entry.arm.name}_seed{entry.seed}_{delay}.pt"
 
 
 class _Run:
@@ -107,7 +110,7 @@ class _Run:
 
     def __init__(self, entry: Entry, folder: Path, corpus: Corpus, delays: Collection[int]) -> None:
         self.entry, self._folder = entry, folder
-        self._waiting = sorted(delays) if entry.arm == UNTREATED and entry.branch is None else []
+        self._waiting = sorted(delays) if entry.branch is None else []
         self._warning: wire.Verdict | None = None
         self._began = time.monotonic()
         arm = replace(entry.arm, name=entry.branch.name) if entry.branch else entry.arm
@@ -152,7 +155,7 @@ class _Run:
             head = [self._warning.layer or 0, self._warning.head or 0]
             torch.save({"checkpoint": training.checkpoint(), "head": head}, path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
-        return training.step < self.entry.recipe.steps
+        return training.step < self.entry.recipe.steps and self._recorder.dead_steps < _DEAD_STEPS
 
     def end(self, status: str) -> None:
         """Close the trace, and put it in its place when the run is whole."""
@@ -191,7 +194,7 @@ def _work(entries: list[Entry], folder: Path, runs: int, deadline: float, core: 
             time.sleep(1.0)
         for run in list(active):
             try:
-                if run.turn():
+                if (run.training.busy and len(active) > 1) or run.turn():
                     continue
                 run.end("completed")
             except Exception:
@@ -206,8 +209,8 @@ def _failed(entry: Entry, folder: Path) -> None:
     (folder / "claims" / f"{entry.name}.failed").touch()
 
 
-def _trunk(entry: Entry) -> tuple[str, int]:
-    return entry.recipe.name, entry.seed
+def _trunk(entry: Entry) -> tuple[str, str, int]:
+    return entry.recipe.name, entry.arm.name, entry.seed
 
 
 def _ready(entry: Entry, folder: Path) -> bool:
@@ -228,5 +231,5 @@ def _claim(entries: list[Entry], folder: Path) -> Entry | None:
 def _undecided(entries: list[Entry], folder: Path) -> bool:
     """Whether a branch may yet become ready: its trunk is under way."""
     ended = [e for e in entries if _trace(folder, e).exists() or (folder / "claims" / f"{e.name}.failed").exists()]
-    under_way = {_trunk(e) for e in entries if e.branch is None and e.arm == UNTREATED and e not in ended}
+    under_way = {_trunk(e) for e in entries if e.branch is None and e not in ended}
     return any(_trunk(e) in under_way for e in entries if e.branch and not (folder / "claims" / e.name).exists())

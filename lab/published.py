@@ -3,37 +3,64 @@
 from collections.abc import Iterable, Sequence
 
 from foreshock.lab.many import Branch, Entry
-from foreshock.lab.recipes import ARMS, CONTROL, RECIPES, UNTREATED, Arm, find_recipe
+from foreshock.lab.recipes import RECIPES, UNTREATED, find_arm, find_recipe
 
 _BRANCHES = (
     Branch(name="exact-head-0"),
     Branch(name="exact-head-500", delay_steps=500),
     Branch(name="exact-head-2000", delay_steps=2000),
+    Branch(name="exact-head-4000", delay_steps=4000),
+    Branch(name="exact-layer-2000", delay_steps=2000, heads="layer"),
+    Branch(name="exact-all-2000", delay_steps=2000, heads="all"),
+    Branch(name="stable-head-2000", delay_steps=2000, mode="stable_softmax"),
+    Branch(name="both-head-2000", delay_steps=2000, mode="exact_delta+stable_softmax"),
+    Branch(name="removed-head-2000", delay_steps=2000, mode="plain", remove_offset=True),
+    Branch(name="removed-and-exact-head-2000", delay_steps=2000, remove_offset=True),
+    Branch(name="removed-and-exact-head-4000", delay_steps=4000, remove_offset=True),
+    Branch(name="removed-and-exact-all-4000", delay_steps=4000, heads="all", remove_offset=True),
 )
+"""What is done, after the first warning, to the warned head alone, its layer or all heads."""
+_PAPER_BRANCHES = (
+    Branch(name="paper-exact-head-0"),
+    Branch(name="paper-exact-layer-0", heads="layer"),
+    Branch(name="paper-exact-all-0", heads="all"),
+    Branch(name="paper-stable-all-0", heads="all", mode="stable_softmax"),
+    Branch(name="paper-paper-softmax-all-0", heads="all", mode="paper_softmax"),
+    Branch(name="paper-both-all-0", heads="all", mode="exact_delta+stable_softmax"),
+    Branch(name="paper-exact-all-500", heads="all", delay_steps=500),
+    Branch(name="paper-removed-and-exact-all-500", heads="all", delay_steps=500, remove_offset=True),
+)
+_PAPER_ARMS = ("paper", "control", "paper-exact-delta", "paper-rescued")
+_KERNEL_ARMS = ("untreated", "control", "rescued", "exact-delta", "paper")
 
 
-def _arms(recipe: str, arms: Iterable[Arm], seeds: Sequence[int]) -> list[Entry]:
-    return [Entry(recipe=find_recipe(recipe), arm=arm, seed=seed) for seed in seeds for arm in arms]
+def _arms(recipe: str, arms: Iterable[str], seeds: Sequence[int]) -> list[Entry]:
+    return [Entry(recipe=find_recipe(recipe), arm=find_arm(arm), seed=seed) for seed in seeds for arm in arms]
 
 
 def _healthy(*, on_gpu: bool, seeds: Sequence[int]) -> list[Entry]:
     names = [name for name, each in RECIPES.items() if each.truth == "healthy" and each.on_gpu == on_gpu]
-    return [entry for name in names for entry in _arms(name, [UNTREATED], seeds)]
+    return [entry for name in names for entry in _arms(name, [UNTREATED.name], seeds)]
 
 
 def published() -> dict[str, list[Entry]]:
-    """The sets by name: `cpu` and `gpu` (which arms for which recipe and seed), and `rescue` (what helps)."""
+    """The sets by name: `cpu`, `healthy` and `gpu` (which arms of which recipe and seed), and `rescue` (what helps)."""
+    shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     return {
         "cpu": [
-            *_arms("key-bias-small", ARMS.values(), (41, 42, 43)),
-            *_arms("high-rate", [CONTROL], (1, 2, 3)),
-            *_arms("injected-noise", [UNTREATED], (1, 2, 3)),
-            *_arms("injected-half", [UNTREATED], (1, 2, 3)),
-            *_healthy(on_gpu=False, seeds=(1, 2)),
+            *_arms("key-bias-small", _KERNEL_ARMS, (41, 42, 43)),
+            *_arms("high-rate", ["control"], (1, 2, 3)),
+            *_arms("injected-noise", ["untreated"], (1, 2, 3)),
+            *_arms("injected-half", ["untreated"], (1, 2, 3)),
         ],
-        "gpu": [*_arms("shared-values", ARMS.values(), (1, 2, 3)), *_healthy(on_gpu=True, seeds=(1,))],
+        "healthy": _healthy(on_gpu=False, seeds=(1, 2, 3)),
+        "gpu": [
+            *_arms("shared-values", _KERNEL_ARMS, (1, 2, 3)),
+            *_arms("paper-values", _PAPER_ARMS, (1, 2, 3)),
+            *_healthy(on_gpu=True, seeds=(1,)),
+        ],
         "rescue": [
-            Entry(recipe=find_recipe("shared-values"), arm=UNTREATED, seed=1, branch=branch)
-            for branch in (None, *_BRANCHES)
+            *(Entry(recipe=shared, arm=UNTREATED, seed=1, branch=branch) for branch in (None, *_BRANCHES)),
+            *(Entry(recipe=paper, arm=find_arm("paper"), seed=1, branch=branch) for branch in (None, *_PAPER_BRANCHES)),
         ],
     }

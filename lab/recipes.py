@@ -32,6 +32,8 @@ ARMS = {
         CONTROL,
         Arm(name="paper", numerics="paper"),
         Arm(name="exact-delta", mode="exact_delta"),
+        Arm(name="paper-exact-delta", numerics="paper", mode="exact_delta"),
+        Arm(name="paper-rescued", numerics="paper", policy="auto"),
     )
 }
 
@@ -117,14 +119,24 @@ _KEY_BIAS_SMALL = Recipe(
 )
 _SHARED_VALUES = Recipe(
     name="shared-values",
-    summary="Four layers, two heads, for a GPU: key bias, and values that share a large part.",
+    summary="Four layers, two heads, for a GPU: key bias, values that share a large part, and an optimizer with a long "
+    "memory. One head runs away within 8000 steps, and takes the loss along.",
     model=replace(_MIDDLE, value_offset=4.0),
     batch=128,
-    steps=16000,
+    steps=10000,
     learning_rate=2e-3,
     warmup_steps=500,
+    betas=(0.9, 0.999),
     clip=None,
     on_gpu=True,
+)
+_PAPER_VALUES = replace(
+    _SHARED_VALUES,
+    name="paper-values",
+    summary="The same with values that share more: under the paper's rounding it runs away within 2000 steps.",
+    model=replace(_MIDDLE, value_offset=8.0),
+    betas=(0.9, 0.95),
+    steps=4000,
 )
 _HEALTHY_SMALL = replace(
     _KEY_BIAS_SMALL,
@@ -134,6 +146,19 @@ _HEALTHY_SMALL = replace(
     learning_rate=4e-3,
     truth="healthy",
 )
+
+
+def _small(name: str, summary: str, rate: float = 4e-3, **shape: Any) -> Recipe:
+    model = replace(_HEALTHY_SMALL.model, **shape)
+    return replace(
+        _HEALTHY_SMALL,
+        name=f"healthy-small-{name}",
+        summary=summary,
+        model=model,
+        learning_rate=rate,
+        steps=9000,
+        split="held-out",
+    )
 
 
 def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Recipe:
@@ -155,6 +180,7 @@ _ALL = (
         on_gpu=True,
     ),
     _SHARED_VALUES,
+    _PAPER_VALUES,
     replace(
         _HEALTHY_SMALL,
         name="high-rate",
@@ -182,21 +208,16 @@ _ALL = (
         steps=5000,
     ),
     _HEALTHY_SMALL,
-    replace(
-        _HEALTHY_SMALL,
-        name="healthy-small-gqa",
-        summary="Grouped queries and rotary positions.",
-        model=replace(_SMALL, qkv_bias=False, heads=4, kv_heads=2, rotary=True),
-        split="held-out",
-    ),
-    replace(
-        _HEALTHY_SMALL,
-        name="healthy-small-qk-norm",
-        summary="qk-norm, rotary positions, twice the learning rate.",
-        model=replace(_SMALL, qkv_bias=False, qk_norm=True, rotary=True),
-        learning_rate=8e-3,
-        split="held-out",
-    ),
+    _small("gqa", "Grouped queries and rotary positions.", heads=4, kv_heads=2, rotary=True),
+    _small("qk-norm", "qk-norm, rotary positions.", rate=8e-3, qk_norm=True, rotary=True),
+    _small("rotary", "Rotary positions, a high learning rate.", rate=8e-3, rotary=True),
+    _small("slow", "A low learning rate, with biases.", rate=1e-3, qkv_bias=True),
+    _small("deep", "Four layers.", layers=4, width=32),
+    _small("one-head", "One head.", heads=1),
+    _small("many-heads", "Eight heads that share two key heads, qk-norm.", heads=8, kv_heads=2, qk_norm=True),
+    replace(_small("no-clip", "Gradients as they are."), clip=None),
+    replace(_small("muon", "Muon.", rate=2e-3), optimizer="muon"),
+    replace(_small("memory", "An optimizer with a long memory, weight decay."), betas=(0.9, 0.999), weight_decay=0.1),
     _healthy("healthy-gpt", "Four layers without biases.", _HEALTHY),
     _healthy("healthy-gqa", "Grouped queries, rotary positions.", replace(_HEALTHY, kv_heads=2, rotary=True)),
     _healthy(

@@ -24,7 +24,8 @@ _NEWLINE = 10
 Floats = npt.NDArray[np.float64]
 HISTORY_STEPS = 100
 """Loss and gradient norm of so many steps wait on the device."""
-_PROBE_STEPS = 200
+_PROBE_STEPS = {"cpu": 200, "cuda": 500}
+"""Steps between two probes; on a GPU one takes as long as a hundred steps."""
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
@@ -105,6 +106,11 @@ class Training:
                 self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._done.record()
         return loss
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device is still at this run's last step."""
+        return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
 
     def _warm_up(self) -> float:
         share = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
@@ -307,6 +313,8 @@ class Recorder:
         self._training, self._writer = training, writer
         self._probe = ModelProbe(training.model, training.probe_tokens())
         self._since = training.step
+        self.dead_steps = 0
+        """Steps since the loss was last a number."""
         training.agent.subscribe(writer)
 
     def step(self) -> None:
@@ -314,7 +322,7 @@ class Recorder:
         training = self._training
         if training.step - self._since == HISTORY_STEPS:
             self.flush()
-        if training.step % _PROBE_STEPS == 0:
+        if training.step % _PROBE_STEPS[training.device.type] == 0:
             with training.on_stream():
                 self._writer.probe(training.step, self._probe.measure())
 
@@ -325,6 +333,7 @@ class Recorder:
             losses, norms = training.history(count)
             self._writer.steps(self._since, losses, norms)
             self._since = training.step
+            self.dead_steps = self.dead_steps + count if np.isnan(losses).all() else 0
 
 
 def lab_run(
