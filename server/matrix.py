@@ -31,7 +31,7 @@ async def matrix(
     layers, heads = axis.layers, sorted({head for _, head in axis.heads})
     values = np.full((len(layers), len(heads)), np.nan)
     measured = None
-    if found is not None:
+    if found is not None and axis.heads:
         measured, of_heads = await _measured(connection, axis, run_id, metric, found)
         row_of, column_of = {n: i for i, n in enumerate(layers)}, {n: i for i, n in enumerate(heads)}
         for (layer, head), value in zip(axis.heads, of_heads, strict=True):

@@ -1,12 +1,16 @@
 """What follows a switch: it is verified some steps later, escalated when it did not help, and undone on request."""
 
-from typing import Any
+import json
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from pydantic import SecretStr
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Command, Policy, Sample, Switched
+from foreshock.server.notify import Notifier
+from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
 from foreshock.server.verification import verify
 
@@ -210,5 +214,32 @@ def test_what_an_agent_switched_by_itself_can_be_undone_as_well(play: Any) -> No
         assert (await service.client.post(f"/v1/commands/{shown['id']}/undo", json=WHO)).status_code == 201
         [sent] = (await service.store(rank, rank.sample(21))).commands
         assert (sent.mode, sent.expect, sent.heads) == ("plain", "exact_delta", ((0, 2),))
+
+    play(story)
+
+
+def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
+    class Out:
+        said: ClassVar[list[str]] = []
+
+        async def post(self, _url: str, body: bytes) -> int:
+            self.said.append(json.loads(body)["message"])
+            return 200
+
+    async def story(service: Any) -> None:
+        url = "https://hooks.example.org/x"
+        settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=("hooks.example.org",))
+        notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
+        await notifier.turn()
+        await switched(service)
+        await judge(service)
+        await notifier.turn()
+        await notifier.turn()
+        told = [words for words in Out.said if "not arrested" in words]
+        assert len(told) == 2  # what became of it, and the proposal that follows
+        assert told[0].startswith(
+            "Run run-1: Layer 0 head 2 after the switch to exact_delta at step 2,000: not arrested"
+        )
+        assert "Escalate: exact_delta+stable_softmax" in told[0]
 
     play(story)
