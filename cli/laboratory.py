@@ -184,7 +184,18 @@ def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for split in dict.fromkeys(row["split"] for row in rows):
         shown = Table(box=None, pad_edge=False, header_style="bold", title=f"{split} runs", title_justify="left")
         shown.add_column("monitor", overflow="fold", min_width=16)
-        for name in ("threshold", "warned", "in time", "lead", "false alarms", "per 10k", "at most", "cause right"):
+        columns = (
+            "threshold",
+            "warned",
+            "in time",
+            "lead",
+            "to 512",
+            "false alarms",
+            "per 10k",
+            "at most",
+            "cause right",
+        )
+        for name in columns:
             shown.add_column(name, justify="right")
         for row in (row for row in rows if row["split"] == split):
             shown.add_row(
@@ -193,6 +204,7 @@ def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
                 f"{row['warned']}/{row['failures']}",
                 f"{row['in_time']}/{row['failures']}",
                 _cell(row["median_lead_steps"]),
+                _cell(row["median_lead_to_dangerous_steps"]),
                 _cell(row["false_alarms"] if row["healthy_steps"] else None),
                 _cell(row["false_alarms_per_10k"]),
                 _cell(row["upper_bound_per_10k"]),

@@ -3,9 +3,10 @@
 Loss and gradient norm before clipping are averaged over blocks of 100 steps and compared, block by block, with the
 float32 control of the same recipe and seed, which saw the same batches. The run is harmed from the first step of the
 first three blocks in a row in which its loss lies more than 2.5 % above the control's, or its gradient norm is more
-than twice the control's, or from the first step whose loss or gradient norm is not finite. For scale: two trainings
-that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps where the learning
-rate is high, in either direction; on the recipe key-bias their paired blocks differ by 0.06 %.
+than twice the control's, and in which it does not come back (the median of all later blocks is beyond the limit too)
+or lies four times as far out; or from the first step whose loss or gradient norm is not finite. For scale: two
+trainings that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps, in either
+direction, while the loss still falls fast; on the recipe key-bias their paired blocks differ by 0.06 %.
 
 A run that has no control (a failure in float32, say) is compared with its own past instead: with the lowest loss of any
 earlier block, and 5 %, since batches differ; and with the median gradient norm of its earlier blocks, and a factor of
@@ -25,6 +26,8 @@ Floats = npt.NDArray[np.float64]
 BLOCK_STEPS: Final = 100
 BLOCKS_IN_A_ROW: Final = 3
 _SETTLE_BLOCKS: Final = 5
+_FAR_BEYOND: Final = 4.0
+"""A harm that passes counts from this multiple of the limit on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,13 @@ def first_harm(steps: Steps, control: Steps | None = None) -> Harm | None:
         kept, mine, theirs = np.intersect1d(blocks, known, return_indices=True)
         blocks, loss, grad_norm = kept, loss[mine], grad_norm[mine]
         base_loss, base_norm = control_loss[theirs], control_norm[theirs]
-    with np.errstate(invalid="ignore"):
-        tests: tuple[tuple[Literal["loss", "gradient norm"], npt.NDArray[np.bool_]], ...] = (
-            ("loss", loss > base_loss + limits.loss_excess * np.abs(base_loss)),
-            ("gradient norm", grad_norm > limits.grad_norm_factor * base_norm),
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tests: tuple[tuple[Literal["loss", "gradient norm"], Floats, float], ...] = (
+            ("loss", (loss - base_loss) / np.abs(base_loss), limits.loss_excess),
+            ("gradient norm", grad_norm / base_norm - 1.0, limits.grad_norm_factor - 1.0),
         )
-    for by, beyond in tests:
-        start = _first_in_a_row(beyond, BLOCKS_IN_A_ROW)
+    for by, excess, limit in tests:
+        start = _first_in_a_row(_lasting(excess, limit), BLOCKS_IN_A_ROW)
         if start is not None:
             found.append(Harm(int(blocks[start]) * BLOCK_STEPS + 1, by, against))
     return min(found, key=lambda harm: harm.step, default=None)
@@ -106,6 +109,15 @@ def _median_before(values: Floats) -> Floats:
         past = values[:place][~np.isnan(values[:place])]
         base[place] = np.median(past) if len(past) else np.nan
     return base
+
+
+def _lasting(excess: Floats, limit: float) -> npt.NDArray[np.bool_]:
+    """The blocks beyond the limit that stay beyond it by the median of what follows, or that lie far beyond."""
+    stays = np.array(
+        [np.nanmedian(excess[place:]) > limit if excess[place] > limit else False for place in range(len(excess))]
+    )
+    beyond: npt.NDArray[np.bool_] = stays.astype(np.bool_) | (excess > _FAR_BEYOND * limit)
+    return beyond
 
 
 def _first_in_a_row(flags: npt.NDArray[np.bool_], count: int) -> int | None:

@@ -32,6 +32,10 @@ class Row:
     in_time: int
     median_lead_steps: float | None
     """over all failures, 0 for one that was not warned about"""
+    dangerous: int
+    """natural rounding runs in which a |score| reached 512, harmed or not, and that recorded what the monitor reads"""
+    warned_before_dangerous: int
+    median_lead_to_dangerous_steps: float | None
     other_failures: int
     """harmed runs whose cause is not rounding"""
     other_warned: int
@@ -41,7 +45,7 @@ class Row:
     upper_bound_per_10k: float | None
     """exact Poisson, one-sided, 95 %"""
     causes: int
-    """harmed runs, of any cause, that our verdict warned about"""
+    """runs made to fail, of any cause, that our verdict warned about"""
     causes_right: int
 
 
@@ -70,8 +74,8 @@ def calibrated(scores: Iterable[Score], monitor: str) -> float | None:
 
 def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, split: str) -> Row:
     """One monitor at one threshold. Runs that did not record what it reads are left out."""
-    failures, others, leads, false_alarms, healthy_steps, causes, right = 0, [0, 0], [], 0, 0, 0, 0
-    in_time = 0
+    failures, others, leads, to_dangerous = 0, [0, 0], [], []
+    in_time, false_alarms, healthy_steps, causes, right = 0, 0, 0, 0, 0
     for each in scores:
         if monitor not in each.signals:
             continue
@@ -79,18 +83,24 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         if each.healthy:
             false_alarms += each.warnings if monitor == OURS and kind == "shipped" else len(heard)
             healthy_steps += each.steps
-        elif each.harm_step is not None and each.truth != "healthy":
-            lead = max(each.harm_step - heard[0], 0) if heard else 0
-            if monitor == OURS and each.first_warning_step is not None:
-                causes += 1
-                right += each.cause == each.truth
-            if each.truth != "rounding":
-                others[0] += 1
-                others[1] += lead > 0
-            elif each.nature == "natural":
-                failures += 1
-                leads.append(lead)
-                in_time += lead >= min(ASKED_LEAD_STEPS, each.harm_step / 2)
+        if each.truth == "healthy":
+            continue
+        if monitor == OURS and each.first_warning_step is not None:
+            causes += 1
+            right += each.cause == each.truth
+        natural = each.truth == "rounding" and each.nature == "natural"
+        if natural and each.any_dangerous_step is not None:
+            to_dangerous.append(_lead(heard, each.any_dangerous_step))
+        if each.harm_step is None:
+            continue
+        lead = _lead(heard, each.harm_step)
+        if natural:
+            failures += 1
+            leads.append(lead)
+            in_time += lead >= min(ASKED_LEAD_STEPS, each.harm_step / 2)
+        elif each.truth != "rounding":
+            others[0] += 1
+            others[1] += lead > 0
     per_10k = 1e4 / healthy_steps if healthy_steps else None
     return Row(
         monitor=monitor,
@@ -101,6 +111,9 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         warned=sum(lead > 0 for lead in leads),
         in_time=in_time,
         median_lead_steps=float(np.median(leads)) if leads else None,
+        dangerous=len(to_dangerous),
+        warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
+        median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,
         other_failures=others[0],
         other_warned=others[1],
         false_alarms=false_alarms,
@@ -110,6 +123,11 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         causes=causes,
         causes_right=right,
     )
+
+
+def _lead(heard: Sequence[int], step: int) -> int:
+    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
+    return max(step - heard[0], 0) if heard else 0
 
 
 def _heard(score: Score, monitor: str, threshold: float) -> list[int]:

@@ -169,7 +169,7 @@ class Detectors:
             growth,
             young=step < config.settle_steps,
             ripe=step >= max(config.earliest_steps, 2 * self._rate[1]),
-            push=self._bias[0] / np.sqrt(self._bias[1]),
+            push=self._push(),
         )
         np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
         for near in self._recent[1:-1]:
@@ -179,6 +179,14 @@ class Detectors:
         lasting = self._pressure >= 1.0
         tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
         return self._name_heads(tripped, growth)
+
+    def _push(self) -> Floats:
+        """The accumulated delta bias of every head in units of its standard error, [N]; 0 where it is not applied."""
+        if not self._rounds:
+            return np.zeros(len(self.heads))
+        push: Floats = self._bias[0] / np.sqrt(self._bias[1])
+        push[self._modes & Mode.EXACT_DELTA != 0] = 0.0
+        return push
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
         """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""

@@ -14,7 +14,7 @@ class DetectorConfig(BaseModel):
     settle_steps: int = Field(
         default=3500, ge=0, description="healthy heads grow in a run younger than this: young_growth is asked of them"
     )
-    young_growth: float = Field(default=4.0, gt=1, description="least growth factor of a signal before settle_steps")
+    young_growth: float = Field(default=3.0, gt=1, description="least growth factor of a signal before settle_steps")
     window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
     block_steps: int = Field(
         default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"

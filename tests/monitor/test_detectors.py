@@ -146,7 +146,8 @@ def test_a_drift_against_its_delta_bias_is_believed_only_when_it_is_large() -> N
 
 
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
-    _, told = play(line, bias=0.6, rounds=False)
+    assert play(line, bias=0.6, rounds=False)[1] == []
+    _, told = play(explosion, bias=0.6, rounds=False)
     assert raised(told) == [HEADS[SICK]]
     assert {verdict.cause for verdict in told} == {"score growth"}
 
@@ -192,7 +193,8 @@ def test_growth_is_not_judged_before_twice_the_rise_of_the_learning_rate() -> No
 
 
 def test_a_head_in_exact_delta_mode_is_not_said_to_fail_from_rounding() -> None:
-    _, told = play(line, mode=Mode.EXACT_DELTA, bias=0.6)
+    assert play(line, mode=Mode.EXACT_DELTA, bias=0.6)[1] == []  # its bias is not applied, and supports nothing
+    _, told = play(explosion, mode=Mode.EXACT_DELTA, bias=0.6)
     assert raised(told) == [HEADS[SICK]]
     assert told[0].cause == "score growth"
 
