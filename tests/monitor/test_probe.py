@@ -223,7 +223,7 @@ def test_the_operator_declares_what_it_does() -> None:
     number = start_sampling(Sampling(3, 0))
     try:
         torch.library.opcheck(
-            torch.ops.foreshock.probe_rows,
+            torch.ops.foreshock.probe_rows.default,
             (grad, grad, query, key, value, None, state, tick, number, 0.25, "top_left", -1, -1, 0.0, 0.0, "float32"),
         )
     finally:

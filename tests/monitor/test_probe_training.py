@@ -297,6 +297,17 @@ def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
     assert rows(listener) == [[0] * 4]
 
 
+def test_the_doctor_says_what_would_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from foreshock.cli.doctor import report_model
+
+    monkeypatch.setenv("FORESHOCK_ATTENTION", "keep")
+    console = Console(record=True, width=200)
+    report_model("tests.monitor.tiny_models:tiny_gpt", console)
+    assert console.export_text().count("kept, sampled") == 2
+
+
 def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() -> None:
     model = tiny_gpt()
     agent, listener = kept(model)
