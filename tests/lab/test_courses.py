@@ -17,7 +17,7 @@ def test_arms_are_told_beside_the_control_of_their_recipe_and_seed() -> None:
     untreated, rescued = ended["untreated"], ended["rescued"]
     assert untreated.excess == pytest.approx(untreated.loss / ended["control"].loss - 1)
     assert untreated.offset > rescued.offset > ended["control"].offset
-    assert (untreated.switches, rescued.switches) == (0, 1)
+    assert (untreated.switches, rescued.switches) == (0, 2)
 
 
 def test_a_run_without_its_control_is_compared_with_nothing() -> None:
