@@ -114,7 +114,7 @@ class _Probed(torch.autograd.Function):
 
 
 # Defined by hand: torch.library.custom_op wraps its Python in some 300 microseconds more of it, in every call.
-_library: Final = torch.library.Library("foreshock", "FRAGMENT")
+_library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, "
     "Tensor(b!) tick, int sampling_number, float scale, str causal, int window_left, int window_right, float softcap, "
