@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from foreshock.contract.slots import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
-from foreshock.kernels.flash_attention.backward import launch_backward
+from foreshock.kernels.flash_attention.backward import Tensors, launch_backward
 from foreshock.kernels.flash_attention.forward import launch_forward
-from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.tuning import configs
 
 TOKENS = 16_384
@@ -72,12 +72,12 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         spec = AttentionSpec(scale=query.shape[3] ** -0.5, causal="top_left" if causal else "none")
-        call = Call.of(query, key, value, None, None, query.shape[2], key.shape[2], spec)
+        call = call_of(query, key, value, None, query.shape[2], key.shape[2], spec)
         chosen = configs(call.capability, call.block_d, call.mean_keys)
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:-1], device=query.device)
         row_max = torch.empty_like(lse)
-        launch_forward(call, chosen.forward, query, key, value, out, None, lse, row_max, None, None)
+        launch_forward(call, chosen.forward, query, key, value, out, None, lse, row_max, None, None, None, None)
         ctx.save_for_backward(query, key, value, out, lse, row_max)
         ctx.call, ctx.chosen = call, chosen
         return out
@@ -86,7 +86,8 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, row_max = ctx.saved_tensors
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        launch_backward(ctx.call, ctx.chosen, grad, query, key, value, out, None, lse, row_max, grads, None, None, None)
+        given = Tensors(grad, query, key, value, out, None, lse, row_max, None, None, None, None, None)
+        launch_backward(ctx.call, ctx.chosen, given, grads)
         return (*grads, None)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from foreshock.benchmarks.attention import TOKENS, Stopwatch
 from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state
-from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.tuning import Config
 
 CONFIGS = [
@@ -30,28 +30,31 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
         torch.randn(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(4)
     )
     spec = AttentionSpec(scale=head_dim**-0.5, causal="top_left" if causal else "none")
-    call = Call.of(query, key, value, None, None, length, length, spec)
+    call = call_of(query, key, value, None, length, length, spec)
     modes, state = torch.zeros(heads, dtype=torch.int32, device="cuda"), new_state(heads, "cuda")
     out, residual, lse, row_max = forward.attention_forward(
         query, key, value, modes, None, None, length, length, None, spec
     )
-    rows = backward._launch_rows(call, grad, out, residual, lse, row_max, state, modes)
+    packed = (None, None, None)
+    given = backward.Tensors(grad, query, key, value, out, residual, lse, row_max, state, modes, *packed)
+    plain = given._replace(residual=None, state=None, modes=None)
+    rows, plain_rows = backward.launch_rows(call, given), backward.launch_rows(call, plain)
     grads = [torch.empty_like(x) for x in (query, key, value)]
     found: dict[str, Callable[[], object]] = {
-        "rows": lambda: backward._launch_rows(call, grad, out, residual, lse, row_max, state, modes),
-        "rows, no statistics": lambda: backward._launch_rows(call, grad, out, None, lse, row_max, None, None),
+        "rows": lambda: backward.launch_rows(call, given),
+        "rows, no statistics": lambda: backward.launch_rows(call, plain),
+        "count": lambda: backward.launch_count(call, given, rows, state),
     }
     for config in CONFIGS:
         found[f"forward {tuple(config)}"] = partial(
-            forward.launch_forward, call, config, query, key, value, out, residual, lse, row_max, modes, None
+            forward.launch_forward, call, config, query, key, value, out, residual, lse, row_max, modes, *packed
         )
-        for name, counted in (("dQ", state), ("dQ, no statistics", None)):
-            tensors = (grad, query, key, value, rows, lse, row_max, grads[0])
-            found[f"{name} {tuple(config)}"] = partial(
-                backward._launch_grad_query, call, config, *tensors, counted, modes, None
-            )
+        found[f"dQ {tuple(config)}"] = partial(backward.launch_grad_query, call, config, given, rows, grads[0])
+        found[f"dQ, no statistics {tuple(config)}"] = partial(
+            backward.launch_grad_query, call, config, plain, plain_rows, grads[0]
+        )
         found[f"dK dV {tuple(config)}"] = partial(
-            backward._launch_grad_key, call, config, grad, query, key, value, rows, grads[1], grads[2], None
+            backward.launch_grad_key, call, config, given, rows, grads[1], grads[2]
         )
     return found
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import op
-from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.spec import AttentionSpec, spec_of
 from foreshock.monitor.interception import LAYER_ATTRIBUTE
-
-_OPTIONS: Final = ("scale", "causal", "window_left", "window_right", "softcap", "dropout_p", "numerics")
 
 
 @dataclass(slots=True)
@@ -83,7 +81,7 @@ class Capture:
     ) -> None:
         query, key, value = args[:3]
         out, residual, lse, _ = result
-        spec = AttentionSpec(**dict(zip(_OPTIONS, args[10:], strict=True)))
+        spec = spec_of(args[10])
         inputs = self._inputs.get(module)
         call = AttentionCall(
             layer, name, module, inputs, query, key, value, out, residual, lse, spec, packed=args[5] is not None

@@ -14,11 +14,9 @@ from torch import Tensor
 from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
     INTERPRET,
-    PAPER_SOFTMAX,
-    PAPER_TOLERANCE,
-    STABLE_SOFTMAX,
     cap_scores,
     diagonal,
+    in_registers,
     kept,
     key_ranges,
     load_tile,
@@ -27,10 +25,10 @@ from foreshock.kernels.flash_attention.blocks import (
     to_operand,
     visible,
 )
-from foreshock.kernels.flash_attention.counting import count_kernel, finite, merge_kernel, row_kernel
-from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.counting import count_kernel, merge_kernel, row_kernel
+from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.spec import AttentionSpec
-from foreshock.kernels.flash_attention.ties import add_floors, count_ties, tie_levels, tied
+from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors, slow_ties_kernel
 from foreshock.kernels.flash_attention.tuning import Config, Configs, configs
 
 
@@ -44,15 +42,15 @@ def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _grad_query(
-    acc, ties, wide_floors, narrow_floors, q, grad_out, key, value, batch, kv_head, low, high, queries, log2_lse, delta,
-    wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit,
+    acc, wide_floors, narrow_floors, q, grad_out, key, value, batch, kv_head, low, high, queries, log2_lse, delta,
+    wide, narrow, start_q, start_k, offset, length_k, stride_k, stride_v, dim, unit,
     score_unit, scale, softcap, left, right,
     keep_scale, seed, plane, threshold,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [low, high) to dQ of one block of queries, and to its counts of ties (COUNT: see ties.py)."""
+    """Add the keys [low, high) to dQ of one block of queries, and what ties in them to its floors (ties.py)."""
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
@@ -63,11 +61,9 @@ def _grad_query(
             mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
             scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(tl.fma(scores, unit, -log2_lse[:, None]))
-        if COUNT == 1:
-            ties += count_ties(scores, score_unit, wide, narrow)
-        if COUNT == 2:
-            wide_floors = add_floors(wide_floors, p, wide_factor)
-            narrow_floors = add_floors(narrow_floors, p, narrow_factor)
+        if COUNT:
+            wide_floors = add_floors(wide_floors, p, wide)
+            narrow_floors = add_floors(narrow_floors, p, narrow)
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
@@ -76,23 +72,21 @@ def _grad_query(
             capped = tl.where(p == 0.0, 0.0, scores / softcap)
             grad_s = grad_s * (1.0 - capped * capped)
         acc = tl.dot(to_operand(grad_s, DTYPE), k, acc)
-    return acc, ties, wide_floors, narrow_floors
+    return acc, wide_floors, narrow_floors
 
 
 @triton.jit
 def grad_query_kernel(
-    query, key, value, grad_out, grad_query, row_max, log2_lses, deltas, lse, tie_counts, modes,
-    cu_seqlens_q, cu_seqlens_k, seeds,
+    query, key, value, grad_out, grad_query, log2_lses, deltas, factors, codes, cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs,
     heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale, threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, COUNT: tl.constexpr,
-    HAS_MODES: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head, and how many of its rows have ties or were shifted, int64
-    [planes, 3, blocks]."""
+    """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -120,107 +114,59 @@ def grad_query_kernel(
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
-    if COUNT:
-        blocks = tl.num_programs(0)
-        counts = tie_counts + tl.program_id(1).to(tl.int64) * 3 * blocks + block
     if first < length_q:
         queries = first + tl.arange(0, BLOCK_M)
         inside = queries < length_q
-        q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
-        do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        # A tile is waited for where it is loaded: what is asked for before it arrives meanwhile.
         log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
         delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
-        ties = tl.zeros((BLOCK_M,), tl.float32)
+        wide_factor = delta
+        narrow_factor = delta
+        if COUNT:
+            wide_factor = tl.load(factors + 2 * (rows + queries), mask=inside, other=0.0)
+            narrow_factor = tl.load(factors + 2 * (rows + queries) + 1, mask=inside, other=0.0)
+        q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        if IN_REGISTERS:
+            q = in_registers(q)
+            do = in_registers(do)
         wide_floors = tl.full((BLOCK_M, BLOCK_N // 32, 4), 8388608.0, tl.float32)
         narrow_floors = wide_floors
-        wide = ties
-        narrow = ties
-        wide_factor = ties
-        narrow_factor = ties
         offset = diagonal(length_q, length_k, TOP_LEFT)
         last = tl.minimum(first + BLOCK_M, length_q) - 1
         low, full_low, full_high, high = key_ranges(
             first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
-        fast_high = full_low
-        if COUNT:
-            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-            log_sum = tl.load(lse + rows + queries, mask=inside, other=float("inf"))
-            counted = finite(log_sum) & finite(largest) & finite(delta)
-            shifted = tl.zeros((BLOCK_M,), tl.int32)
-            if HAS_MODES:
-                mode = tl.load(modes + head)
-                # The paper's rule alone asks which rows tie; the loop is empty for a head in any other mode.
-                paper_high = tl.where((mode & PAPER_SOFTMAX) != 0, high, low)
-                for start in tl.range(low, paper_high, BLOCK_N):
-                    k = load_tile(
-                        key, batch, kv_head, start, BLOCK_N, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, TMA
-                    )
-                    scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
-                    keys = start + tl.arange(0, BLOCK_N)
-                    mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-                    near = mask & (largest[:, None] - scores <= PAPER_TOLERANCE)
-                    shifted += tl.sum(near.to(tl.int32), 1)
-                shifted = tl.where((mode & STABLE_SOFTMAX) != 0, 1, ((shifted > 1) & (largest != 0.0)).to(tl.int32))
-            tl.store(counts + 2 * blocks, tl.sum(tl.where(counted, shifted, 0).to(tl.int64), 0))
-            wide, narrow, wide_factor, narrow_factor, bf16_is_wide = tie_levels(
-                largest, score_unit, log2_lse, unit, dtype
-            )
-            # Past 512 a bf16 step of scores is too many binades of P for the fast count.
-            if tl.max(tl.where(inside, tl.abs(largest), 0.0), 0) < 512.0:
-                fast_high = full_high
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         if HAS_LEFT:
-            acc, ties, wide_floors, narrow_floors = _grad_query(
-                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, low, full_low, queries,
+            acc, wide_floors, narrow_floors = _grad_query(
+                acc, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, low, full_low, queries,
                 log2_lse, delta,
-                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs,
+                wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs,
                 dim, unit,
                 score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
                 DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
             )  # fmt: skip
-        if COUNT:
-            acc, ties, wide_floors, narrow_floors = _grad_query(
-                acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_low, fast_high, queries,
-                log2_lse, delta,
-                wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs,
-                dim, unit,
-                score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
-                DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, 2, dtype,
-            )  # fmt: skip
-        acc, ties, wide_floors, narrow_floors = _grad_query(
-            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, fast_high, full_high, queries,
+        acc, wide_floors, narrow_floors = _grad_query(
+            acc, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_low, full_high, queries,
             log2_lse, delta,
-            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
+            wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
             unit,
             score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
             DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
-        acc, ties, wide_floors, narrow_floors = _grad_query(
-            acc, ties, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_high, high, queries,
+        acc, wide_floors, narrow_floors = _grad_query(
+            acc, wide_floors, narrow_floors, q, do, key, value, batch, kv_head, full_high, high, queries,
             log2_lse, delta,
-            wide, narrow, wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
+            wide_factor, narrow_factor, start_q, start_k, offset, length_k, stride_ks, stride_vs, dim,
             unit,
             score_unit, scale, softcap, left, right, keep_scale, seed, plane, threshold, BLOCK_N, BLOCK_D,
             DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, COUNT, dtype,
         )  # fmt: skip
         store_tile(grad_query, acc * scale, first, stride_gs, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
         if COUNT:
-            top = tl.exp2(tl.fma(largest / score_unit, unit, -log2_lse))
-            tied_bf16, tied_one = tied(
-                ties,
-                tl.sum(tl.sum(wide_floors - 8388608.0, 2), 1),
-                tl.sum(tl.sum(narrow_floors - 8388608.0, 2), 1),
-                tl.floor(top * wide_factor),
-                tl.floor(top * narrow_factor),
-                bf16_is_wide,
-            )
-            tl.store(counts, tl.sum((tied_bf16 & counted).to(tl.int64), 0))
-            tl.store(counts + blocks, tl.sum((tied_one & counted).to(tl.int64), 0))
-    elif COUNT:
-        tl.store(counts, 0)
-        tl.store(counts + blocks, 0)
-        tl.store(counts + 2 * blocks, 0)
+            code = code_of_floors(wide_floors, narrow_floors)
+            tl.store(codes + rows + queries, code.to(tl.int16), mask=inside)
 
 
 @triton.jit
@@ -379,7 +325,7 @@ def attention_backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
-    call = Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec)
+    call = call_of(query, key, value, cu_seqlens_q, max_seqlen_q, max_seqlen_k, spec)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if call.blank(*grads):
         if state is not None:
@@ -388,231 +334,272 @@ def attention_backward(
     if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
         grad_out = grad_out.contiguous()
     chosen = configs(call.capability, call.block_d, call.mean_keys)
-    launch_backward(
-        call, chosen, grad_out, query, key, value, out, out_residual, lse, row_max, grads, state, modes, dropout_seed
-    )
-    if call.packed:
-        call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
-        call.blank_tail(cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
+    tensors = Tensors(
+        grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
+        dropout_seed,
+    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        launch_backward(call, chosen, tensors, grads)
+        if call.packed:
+            call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
+            call.blank_tail(cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
     return grads
 
 
-def launch_backward(
-    call: Call,
-    chosen: Configs,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    lse: Tensor,
-    row_max: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    state: Tensor | None,
-    modes: Tensor | None,
-    seed: Tensor | None,
-) -> None:
-    """The three passes under given configurations, and the statistics; the benchmark calls it without a residual."""
-    rows = _launch_rows(call, grad_out, out, residual, lse, row_max, state, modes)
-    ties = _launch_grad_query(
-        call, chosen.grad_query, grad_out, query, key, value, rows, lse, row_max, grads[0], state, modes, seed
-    )
-    _launch_grad_key(call, chosen.grad_key, grad_out, query, key, value, rows, grads[1], grads[2], seed)
-    if state is not None and rows.partial is not None and ties is not None:
-        merge_kernel[(call.heads, SLOT_COUNT)](
-            state,
-            rows.partial,
-            ties,
-            call.cu_seqlens_q,
-            *state.stride(),
+class Tensors(NamedTuple):
+    """What the passes read, as `foreshock::attention_backward` describes it (op.py)."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    residual: Tensor | None
+    """None in the benchmark's plain variant alone."""
+    lse: Tensor
+    row_max: Tensor
+    state: Tensor | None
+    modes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+
+
+def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The three passes under given configurations, and the statistics."""
+    rows = launch_rows(call, given)
+    launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
+    launch_grad_key(call, chosen.grad_key, given, rows, grads[1], grads[2])
+    if given.state is not None:
+        launch_count(call, given, rows, given.state)
+
+
+class Rows(NamedTuple):
+    """What one pass leaves for the others, of every row [B, H, Sq]."""
+
+    log2_lse: Tensor
+    delta: Tensor
+    bias: Tensor
+    """Delta's, fp32 as the two before it."""
+    factors: Tensor | None
+    """fp32 [B, H, Sq, 2]: what finds ties (ties.py); None where nothing is counted, as the next two."""
+    large: Tensor | None
+    """int8 [planes, blocks]: blocks of rows, a few of whose scores are too large for `factors`."""
+    codes: Tensor | None
+    """int16, from the dQ pass: how many scores tie (ties.py); 2^14 more where the paper's rule shifted."""
+    folded: Tensor | None
+    """bf16 [B * H, 1, Sq, 16]: -lse / unit and -delta as three summands each; None where they cannot be folded."""
+
+
+def launch_rows(call: Call, given: Tensors) -> Rows:
+    """delta, and what the other passes need of every row."""
+    grid = (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1)
+    lse, switches = given.lse, call.switches
+    log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    factors = large = codes = None
+    if given.state is not None:
+        factors = lse.new_empty((*lse.shape, 2))
+        large = torch.empty(grid[:2], dtype=torch.int8, device=lse.device)
+        codes = torch.empty_like(lse, dtype=torch.int16)
+    folded = None
+    if call.foldable:
+        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
+    launch(
+        row_kernel,
+        grid,
+        (
+            given.grad_out,
+            given.out,
+            given.residual,
+            lse,
+            given.row_max,
+            log2_lse,
+            delta,
+            folded,
+            bias,
+            factors,
+            large,
+            given.modes,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+        ),
+        (
+            *given.grad_out.stride()[:3],
+            *given.out.stride()[:3],
             call.heads,
-            call.sequences,
             call.total_q,
-            rows.partial.shape[2],
-            ties.shape[2],
-            PACKED=call.packed,
-            BLOCK=512,
-            num_warps=4,
-        )
+            call.total_k,
+            call.dim,
+            float(call.unit),
+            float(call.score_unit),
+        ),
+        {
+            "ROWS": call.row_block,
+            **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "PACKED")},
+            "HAS_MODES": given.modes is not None,
+            "RESIDUAL": given.residual is not None,
+            "COUNT": given.state is not None,
+            "FOLD": folded is not None,
+        },
+        {"num_warps": 4},
+    )
+    return Rows(log2_lse, delta, bias, factors, large, codes, folded)
 
 
 _COUNT_ROWS = 1024
 """Rows a program of the counting kernel."""
 
 
-class _Rows(NamedTuple):
-    """What the first pass leaves for the others, [B, H, Sq] fp32, and its statistics."""
-
-    log2_lse: Tensor
-    delta: Tensor
-    folded: Tensor | None
-    """bf16 [B * H, 1, Sq, 16]: -lse / unit and -delta as three summands each; None where they cannot be folded."""
-    partial: Tensor | None
-
-
-def _launch_rows(
-    call: Call,
-    grad_out: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    lse: Tensor,
-    row_max: Tensor,
-    state: Tensor | None,
-    modes: Tensor | None,
-) -> _Rows:
-    block = max(16, 4096 // call.block_d)
-    planes = call.sequences * call.heads
-    log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device)
-    folded = None
-    if call.foldable:
-        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
-    switches = call.switches
-    row_kernel[triton.cdiv(call.longest_q, block), planes](
-        grad_out,
-        out,
-        residual,
-        lse,
-        log2_lse,
-        delta,
-        folded,
-        bias,
-        modes,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        *grad_out.stride()[:3],
-        *out.stride()[:3],
-        call.heads,
-        call.total_q,
-        call.total_k,
-        call.dim,
-        float(call.unit),
-        ROWS=block,
-        **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "PACKED")},
-        HAS_MODES=modes is not None,
-        RESIDUAL=residual is not None,
-        COUNT=state is not None,
-        FOLD=folded is not None,
-        num_warps=4,
+def launch_count(call: Call, given: Tensors, rows: Rows, state: Tensor) -> None:
+    """Every statistic of every row, added to the state."""
+    query, key = given.query, given.key
+    switches = {name: value for name, value in call.switches.items() if name != "BLOCK_D"}
+    launch(
+        slow_ties_kernel,
+        (triton.cdiv(call.longest_q, 256), call.sequences * call.heads, 1),
+        (
+            query,
+            key,
+            given.row_max,
+            rows.large,
+            rows.codes,
+            given.modes,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+        ),
+        (*query.stride()[:3], *key.stride()[:3], call.longest_q, *call.sizes),
+        {
+            "BLOCK_D": call.block_d,
+            **switches,
+            "HAS_MODES": given.modes is not None,
+            "ROWS": call.row_block,
+            "BLOCK": 32 if call.capability == 0 else 64,
+            "BLOCKS": 8 if call.capability == 0 else 4,
+        },
+        {"num_warps": 4, "num_stages": 1},
     )
-    partial = None
-    if state is not None:
-        blocks = triton.cdiv(call.longest_q, _COUNT_ROWS)
-        partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=lse.device)
-        count_kernel[blocks, planes](
-            lse,
-            row_max,
-            delta,
-            bias,
+    blocks, planes = triton.cdiv(call.longest_q, _COUNT_ROWS), call.sequences * call.heads
+    partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=state.device)
+    launch(
+        count_kernel,
+        (blocks, planes, 1),
+        (
+            given.lse,
+            given.row_max,
+            rows.delta,
+            rows.bias,
+            rows.codes,
+            given.modes,
             partial,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+        ),
+        (
             call.heads,
             call.total_q,
             call.total_k,
             call.spec.window_left,
             call.right,
-            ROWS=_COUNT_ROWS,
-            **{name: switches[name] for name in ("TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
-            num_warps=4,
-        )
-    return _Rows(log2_lse, delta, folded, partial)
-
-
-def _launch_grad_query(
-    call: Call,
-    config: Config,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: _Rows,
-    lse: Tensor,
-    row_max: Tensor,
-    grad_query: Tensor,
-    state: Tensor | None,
-    modes: Tensor | None,
-    seed: Tensor | None,
-) -> Tensor | None:
-    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
-    grid = (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads)
-    ties = None
-    if state is not None:
-        ties = torch.empty((grid[1], 3, grid[0]), dtype=torch.int64, device=lse.device)
-    grad_query_kernel[grid](
-        call.rows(query, config.block_m, tma),
-        call.rows(key, config.block_n, tma),
-        call.rows(value, config.block_n, tma),
-        call.rows(grad_out, config.block_m, tma),
-        grad_query,
-        row_max,
-        rows.log2_lse,
-        rows.delta,
-        lse,
-        ties,
-        modes,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        seed,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *grad_out.stride()[:3],
-        *grad_query.stride()[:3],
-        *call.sizes,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **call.switches,
-        TMA=tma,
-        COUNT=1 if state is not None else 0,
-        HAS_MODES=modes is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        maxnreg=config.registers,
+            float(call.score_unit),
+            float(call.unit),
+        ),
+        {
+            "ROWS": _COUNT_ROWS,
+            **{name: call.switches[name] for name in ("TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
+            "HAS_MODES": given.modes is not None,
+            "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
+        },
+        {"num_warps": 4},
     )
-    return ties
+    launch(
+        merge_kernel,
+        (call.heads, SLOT_COUNT, 1),
+        (state, partial, given.cu_seqlens_q),
+        (*state.stride(), call.heads, call.sequences, call.total_q, blocks),
+        {"PACKED": call.packed, "BLOCK": 512},
+        {"num_warps": 4},
+    )
 
 
-def _launch_grad_key(
-    call: Call,
-    config: Config,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: _Rows,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    seed: Tensor | None,
-) -> None:
+def launch_grad_query(call: Call, config: Config, given: Tensors, rows: Rows, grad_query: Tensor) -> None:
+    """dQ, and the flags of every row."""
+    grad_out, query, key, value = given[:4]
     tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
-    grid = (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads)
-    grad_key_kernel[grid](
-        call.rows(query, config.block_m, tma),
-        call.rows(key, config.block_n, tma),
-        call.rows(value, config.block_n, tma),
-        call.rows(grad_out, config.block_m, tma),
-        grad_key,
-        grad_value,
-        call.rows(rows.folded, config.block_m, tma, 16) if rows.folded is not None else None,
-        rows.log2_lse,
-        rows.delta,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        seed,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *grad_out.stride()[:3],
-        *grad_key.stride()[:3],
-        *grad_value.stride()[:3],
-        *call.sizes,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **call.switches,
-        TMA=tma,
-        FOLD=rows.folded is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        maxnreg=config.registers,
+    launch(
+        grad_query_kernel,
+        (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
+        (
+            call.rows(query, config.block_m, tma),
+            call.rows(key, config.block_n, tma),
+            call.rows(value, config.block_n, tma),
+            call.rows(grad_out, config.block_m, tma),
+            grad_query,
+            rows.log2_lse,
+            rows.delta,
+            rows.factors,
+            rows.codes,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+            given.seed,
+        ),
+        (
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *grad_out.stride()[:3],
+            *grad_query.stride()[:3],
+            *call.sizes,
+        ),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            **call.switches,
+            "TMA": tma,
+            "COUNT": given.state is not None,
+            "IN_REGISTERS": config.operands_in_registers,
+        },
+        config.options,
+    )
+
+
+def launch_grad_key(
+    call: Call, config: Config, given: Tensors, rows: Rows, grad_key: Tensor, grad_value: Tensor
+) -> None:
+    """dK and dV."""
+    grad_out, query, key, value = given[:4]
+    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
+    launch(
+        grad_key_kernel,
+        (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads, 1),
+        (
+            call.rows(query, config.block_m, tma),
+            call.rows(key, config.block_n, tma),
+            call.rows(value, config.block_n, tma),
+            call.rows(grad_out, config.block_m, tma),
+            grad_key,
+            grad_value,
+            call.rows(rows.folded, config.block_m, tma, 16) if rows.folded is not None else None,
+            rows.log2_lse,
+            rows.delta,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+            given.seed,
+        ),
+        (
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *grad_out.stride()[:3],
+            *grad_key.stride()[:3],
+            *grad_value.stride()[:3],
+            *call.sizes,
+        ),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            **call.switches,
+            "TMA": tma,
+            "FOLD": rows.folded is not None,
+        },
+        config.options,
     )

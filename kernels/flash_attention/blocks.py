@@ -70,6 +70,15 @@ def load_tile(
 
 
 @triton.jit
+def in_registers(tile):
+    """`tile` of 16-bit numbers, which the matrix unit shall read from registers: where it comes from a load, Triton
+    leaves it in shared memory, whose bandwidth narrow tiles exhaust."""
+    if INTERPRET:
+        return tile
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, True, 2)
+
+
+@triton.jit
 def store_tile(
     pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr
 ):

@@ -4,11 +4,19 @@ import triton
 import triton.language as tl
 
 from foreshock.contract.slots import SLOT_COUNT, Slot
-from foreshock.kernels.flash_attention.blocks import EXACT_DELTA, LOG2E, diagonal, load_tile, sequence, to_operand
+from foreshock.kernels.flash_attention.blocks import (
+    EXACT_DELTA,
+    LOG2E,
+    STABLE_SOFTMAX,
+    diagonal,
+    load_tile,
+    sequence,
+    to_operand,
+)
+from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_BF16))
-_SHIFTED: tl.constexpr = tl.constexpr(int(Slot.ROWS_SHIFTED))
 _EMPTY: tl.constexpr = tl.constexpr(int(Slot.ROWS_EMPTY))
 _NONFINITE: tl.constexpr = tl.constexpr(int(Slot.ROWS_NONFINITE))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
@@ -39,8 +47,9 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, lse, log2_lses, deltas, folded, biases, modes, cu_seqlens_q, cu_seqlens_k,
-    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, heads, length_q, length_k, dim, unit,
+    grad_out, out, residual, lse, row_max, log2_lses, deltas, folded, biases, factors, large, modes, cu_seqlens_q,
+    cu_seqlens_k,
+    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, heads, length_q, length_k, dim, unit, score_unit,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr,
     RESIDUAL: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -88,14 +97,22 @@ def row_kernel(
         tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None])
     if COUNT:
         tl.store(biases + rows + queries, bias, mask=inside)
+        largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+        wide, narrow, _, _, _ = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
+        tl.store(factors + 2 * (rows + queries), wide, mask=inside)
+        tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
+        past = tl.max(tl.where(inside & finite(largest), tl.abs(largest), 0.0), 0) >= FAST_TIES_BELOW
+        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, past.to(tl.int8))
 
 
 @triton.jit
 def count_kernel(
-    lse, row_max, deltas, biases, partial, cu_seqlens_q, cu_seqlens_k, heads, length_q, length_k, left, right,
+    lse, row_max, deltas, biases, codes, modes, partial, cu_seqlens_q, cu_seqlens_k, heads, length_q, length_k, left,
+    right, score_unit, unit,
     ROWS: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr,
+    HAS_MODES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of a block of rows but for their ties, int64 [planes, SLOT_COUNT, blocks]."""
+    """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]."""
     block = tl.program_id(0)
     index = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -111,6 +128,7 @@ def count_kernel(
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
     bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
+    code = tl.load(codes + rows + queries, mask=inside, other=0).to(tl.int32)
     high = length_k + queries * 0
     low = queries * 0
     offset = diagonal(length_q, length_k, TOP_LEFT)
@@ -130,6 +148,14 @@ def count_kernel(
     blocks = tl.num_programs(0)
     partial += tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(partial, 0, blocks, tl.sum(counted.to(tl.int64), 0))
+    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(largest, log_sum * LOG2E, score_unit, unit, DTYPE)
+    tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
+    shifted = (code >> 14) != 0
+    if HAS_MODES:
+        shifted = shifted | ((tl.load(modes + head) & STABLE_SOFTMAX) != 0)
+    _put(partial, _TIED_BF16, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
+    _put(partial, _TIED_BF16 + 1, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
+    _put(partial, _TIED_BF16 + 2, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
     _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
@@ -143,26 +169,21 @@ def count_kernel(
 
 @triton.jit
 def merge_kernel(
-    state, partial, tie_counts, cu_seqlens_q, stride_head, stride_slot, heads, sequences, total_q, blocks, tie_blocks,
+    state, partial, cu_seqlens_q, stride_head, stride_slot, heads, sequences, total_q, blocks,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add every block's statistics to one slot of one head's state, in the order of sequences and blocks."""
     head = tl.program_id(0)
     slot = tl.program_id(1)
-    from_ties = (slot >= _TIED_BF16) & (slot <= _SHIFTED)
-    length = tl.where(from_ties, tie_blocks, blocks)
-    plane_stride = tl.where(from_ties, 3 * tie_blocks, _SLOTS * blocks)
     source = partial + slot * blocks
-    if from_ties:
-        source = tie_counts + (slot - _TIED_BF16) * tie_blocks
     count = tl.full((BLOCK,), 0, tl.int64)
     total = tl.full((BLOCK,), 0.0, tl.float64)
     largest = tl.full((BLOCK,), float("-inf"), tl.float64)
-    for start in range(0, sequences * length, BLOCK):
+    for start in range(0, sequences * blocks, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        mask = entry < sequences * length
-        plane = (entry // length) * heads + head
-        words = tl.load(source + plane.to(tl.int64) * plane_stride + entry % length, mask=mask, other=0)
+        mask = entry < sequences * blocks
+        plane = (entry // blocks) * heads + head
+        words = tl.load(source + plane.to(tl.int64) * (_SLOTS * blocks) + entry % blocks, mask=mask, other=0)
         values = words.to(tl.float64, bitcast=True)
         count += words
         total += values

@@ -16,6 +16,7 @@ from foreshock.kernels.flash_attention.blocks import (
     STABLE_SOFTMAX,
     cap_scores,
     diagonal,
+    in_registers,
     kept,
     key_ranges,
     load_tile,
@@ -24,7 +25,7 @@ from foreshock.kernels.flash_attention.blocks import (
     to_operand,
     visible,
 )
-from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.tuning import Config, configs
@@ -186,7 +187,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr, TMA: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -219,6 +220,8 @@ def forward_kernel(
         seed = tl.load(seeds)
     if first < length_q:
         q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
+        if IN_REGISTERS:
+            q = in_registers(q)
         # Two whole versions, chosen once: a branch inside a loop would stop its pipelining.
         mode = 0
         if HAS_MODES:
@@ -268,7 +271,7 @@ def attention_forward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
-    call = Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, spec)
+    call = call_of(query, key, value, cu_seqlens_q, max_seqlen_q, max_seqlen_k, spec)
     out, residual = torch.empty_like(query), torch.empty_like(query)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     row_max = torch.empty_like(lse)
@@ -277,9 +280,24 @@ def attention_forward(
         row_max.fill_(-math.inf)
         return out, residual, lse, row_max
     config = configs(call.capability, call.block_d, call.mean_keys).forward
-    launch_forward(call, config, query, key, value, out, residual, lse, row_max, modes, dropout_seed)
-    if call.packed:
-        call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf))
+    with torch.cuda.device_of(query):
+        launch_forward(
+            call,
+            config,
+            query,
+            key,
+            value,
+            out,
+            residual,
+            lse,
+            row_max,
+            modes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            dropout_seed,
+        )
+        if call.packed:
+            call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf))
     return out, residual, lse, row_max
 
 
@@ -294,35 +312,37 @@ def launch_forward(
     lse: Tensor,
     row_max: Tensor,
     modes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     seed: Tensor | None,
 ) -> None:
     """One launch under a given configuration; the benchmark calls it to compare configurations."""
     tma = config.tma and call.takes_descriptors(query, key, value)
-    grid = (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads)
-    forward_kernel[grid](
-        call.rows(query, config.block_m, tma),
-        call.rows(key, config.block_n, tma),
-        call.rows(value, config.block_n, tma),
-        out,
-        residual,
-        lse,
-        row_max,
-        modes,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        seed,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *out.stride()[:3],
-        *call.sizes,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **call.switches,
-        HAS_MODES=modes is not None,
-        TMA=tma,
-        RESIDUAL=residual is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        maxnreg=config.registers,
+    launch(
+        forward_kernel,
+        (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
+        (
+            call.rows(query, config.block_m, tma),
+            call.rows(key, config.block_n, tma),
+            call.rows(value, config.block_n, tma),
+            out,
+            residual,
+            lse,
+            row_max,
+            modes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seed,
+        ),
+        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *call.sizes),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            **call.switches,
+            "HAS_MODES": modes is not None,
+            "TMA": tma,
+            "RESIDUAL": residual is not None,
+            "IN_REGISTERS": config.operands_in_registers,
+        },
+        config.options,
     )

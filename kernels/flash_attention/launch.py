@@ -1,9 +1,11 @@
-"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout; and its tensors."""
+"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout; and its launch."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 import triton
@@ -14,6 +16,7 @@ from foreshock.kernels.flash_attention.blocks import blank_tail_kernel
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 
 _LOG2E = 1 / math.log(2)
+_GPU: Final = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -28,57 +31,19 @@ class Call:
     sequences: int
     longest_q: int
     longest_k: int
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
+    packed: bool
     capability: int
     spec: AttentionSpec
-
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        spec: AttentionSpec,
-    ) -> Self:
-        """Raises ValueError with a sentence for layouts that the kernels do not read."""
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.stride(-1) != 1 and tensor.numel():
-                raise ValueError(
-                    f"{name} has stride {tensor.stride(-1)} in its last dimension; the kernels read rows of adjacent "
-                    f"elements: call .contiguous() on it"
-                )
-        batch, heads, total_q, dim = query.shape
-        if dim % 8 or dim > 256:
-            raise ValueError(f"head dim {dim} is not served by the kernels; use a multiple of 8 up to 256")
-        packed = cu_seqlens_q is not None
-        return cls(
-            heads=heads,
-            kv_heads=key.shape[1],
-            total_q=total_q,
-            total_k=key.shape[2],
-            dim=dim,
-            sequences=cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else batch,
-            longest_q=min(max_seqlen_q, total_q) if packed else total_q,
-            longest_k=min(max_seqlen_k, key.shape[2]) if packed else key.shape[2],
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            capability=_capability(query.device),
-            spec=spec,
-        )
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
 
     @cached_property
     def block_d(self) -> int:
         """Head dim of a tile: the next power of two."""
         return max(16, 1 << (self.dim - 1).bit_length())
+
+    @cached_property
+    def row_block(self) -> int:
+        """Rows a program of the backward's first pass."""
+        return max(16, 4096 // self.block_d)
 
     @cached_property
     def right(self) -> int:
@@ -155,7 +120,7 @@ class Call:
 
     def takes_descriptors(self, *tensors: Tensor) -> bool:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
-        return self.capability >= 90 and not self.packed and all(_copyable(tensor) for tensor in tensors)
+        return self.capability >= 90 and not self.packed and all(map(_copyable, tensors))
 
     def rows(
         self, tensor: Tensor, rows: int, descriptor: bool, columns: int | None = None
@@ -163,17 +128,10 @@ class Call:
         """`tensor`, or its descriptor for tiles [1, 1, rows, columns], of block_d columns unless given."""
         if not descriptor:
             return tensor
-        known = self._descriptors.get((id(tensor), rows))
-        if known is None:
-            # The stride of a dimension of one element is never used, but must be aligned.
-            strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
-            known = TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns or self.block_d])
-            self._descriptors[id(tensor), rows] = known  # which keeps the tensor, and so its id, alive
-        return known
-
-    @cached_property
-    def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
-        return {}
+        shape = list(tensor.shape)
+        # The stride of a dimension of one element is never used, but must be aligned.
+        strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
+        return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, columns or self.block_d])
 
     def blank(self, *tensors: Tensor) -> bool:
         """Zero `tensors` and return True when there is nothing to attend to."""
@@ -187,18 +145,107 @@ class Call:
         """Fill the rows past the last packed sequence of [1, H, total(, D)] tensors."""
         for tensor, fill in fills:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
-            blank_tail_kernel[(tensor.shape[1],)](
-                tensor,
-                cu_seqlens,
-                self.sequences,
-                tensor.shape[2],
-                tensor.stride(1),
-                tensor.stride(2),
-                dim,
-                fill,
-                ROWS=64,
-                BLOCK_D=triton.next_power_of_2(dim),
+            launch(
+                blank_tail_kernel,
+                (tensor.shape[1], 1, 1),
+                (tensor, cu_seqlens),
+                (self.sequences, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill),
+                {"ROWS": 64, "BLOCK_D": triton.next_power_of_2(dim)},
             )
+
+
+_CALLS: Final[dict[Any, Call]] = {}
+_COMPILED: Final[dict[Any, Any]] = {}
+_MOST_KNOWN: Final = 4096
+"""Shapes, and launches, that are remembered; past so many all are forgotten, as lengths may differ at every step."""
+
+
+def call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    spec: AttentionSpec,
+) -> Call:
+    """The call, remembered by shape. Raises ValueError with a sentence for layouts that the kernels do not read."""
+    packed = cu_seqlens_q is not None
+    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else query.shape[0]
+    longest = (max_seqlen_q, max_seqlen_k) if packed else None
+    strides = query.stride(-1), key.stride(-1), value.stride(-1)
+    known = (query.shape, key.shape, strides, sequences, longest, query.device, spec)
+    call = _CALLS.get(known)
+    if call is None:
+        if len(_CALLS) >= _MOST_KNOWN:
+            _CALLS.clear()
+        call = _CALLS[known] = _new_call(query, key, value, sequences, longest, spec)
+    return call
+
+
+def _new_call(
+    query: Tensor, key: Tensor, value: Tensor, sequences: int, longest: tuple[int, int] | None, spec: AttentionSpec
+) -> Call:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.stride(-1) != 1 and tensor.numel():
+            raise ValueError(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension; the kernels read rows of adjacent "
+                f"elements: call .contiguous() on it"
+            )
+    _, heads, total_q, dim = query.shape
+    total_k = key.shape[2]
+    if dim % 8 or dim > 256:
+        raise ValueError(f"head dim {dim} is not served by the kernels; use a multiple of 8 up to 256")
+    return Call(
+        heads=heads,
+        kv_heads=key.shape[1],
+        total_q=total_q,
+        total_k=total_k,
+        dim=dim,
+        sequences=sequences,
+        longest_q=min(longest[0], total_q) if longest else total_q,
+        longest_k=min(longest[1], total_k) if longest else total_k,
+        packed=longest is not None,
+        capability=_capability(query.device),
+        spec=spec,
+    )
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor | TensorDescriptor | None],
+    numbers: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Launch `kernel(*tensors, *numbers, **constants)` with Triton's `options`.
+
+    Triton looks at every argument of every launch to find what it compiled for them, for longer than a small kernel
+    runs. All that it asks is kept here beside what it found: the numbers, and of a tensor its type and whether it is
+    aligned to 16 bytes.
+    """
+    known = (
+        kernel.fn, numbers, *constants.values(), *options.values(), *map(_kind, tensors),
+        torch.cuda.current_device() if _GPU else -1,
+    )  # fmt: skip
+    compiled = _COMPILED.get(known)
+    if compiled is not None:
+        compiled[grid](*tensors, *numbers, *constants.values())
+        return
+    compiled = kernel[grid](*tensors, *numbers, **constants, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_COMPILED) >= _MOST_KNOWN:
+            _COMPILED.clear()
+        _COMPILED[known] = compiled
+
+
+def _kind(tensor: Tensor | TensorDescriptor | None) -> Any:
+    if tensor is None:
+        return None
+    if isinstance(tensor, TensorDescriptor):
+        return tensor.base.dtype, tensor.block_shape[2]
+    return tensor.dtype, tensor.data_ptr() % 16 == 0
 
 
 def _capability(device: torch.device) -> int:
@@ -210,9 +257,7 @@ def _capability(device: torch.device) -> int:
 
 
 def _copyable(tensor: Tensor) -> bool:
-    strides = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
-    return (
-        tensor.element_size() == 2
-        and tensor.data_ptr() % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for stride, size in strides)
-    )
+    if tensor.data_ptr() % 16 or tensor.element_size() != 2:
+        return False
+    strides, sizes = tensor.stride(), tensor.shape
+    return all(sizes[i] == 1 or (strides[i] > 0 and strides[i] % 8 == 0) for i in range(3))

@@ -7,12 +7,14 @@ forward nor a pass without backward counts anything (house decision 1).
 import math
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Literal, overload
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import reference
@@ -25,6 +27,7 @@ from foreshock.kernels.flash_attention.spec import (
     compute_dtype,
     operand_dtype,
     residual_dtype,
+    spec_of,
 )
 
 
@@ -41,15 +44,13 @@ def _triton() -> Any:
     return SimpleNamespace(attention_forward=forward.attention_forward, attention_backward=backward.attention_backward)
 
 
-def _implementation(query: Tensor, spec: AttentionSpec) -> Any:
-    """Who computes: something with attention_forward and attention_backward, called as those of `reference` are."""
+def _kernels(query: Tensor, spec: AttentionSpec) -> Any:
+    """The Triton kernels where they serve, called as those of `reference` are; else None."""
     served = query.is_cuda and spec.numerics == "kernel" and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    kernels = _triton() if served else None
-    return reference if kernels is None else kernels
+    return _triton() if served else None
 
 
-@torch.library.custom_op("foreshock::attention_forward", mutates_args=())
-def attention_forward(
+def _attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,13 +61,7 @@ def attention_forward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
-    scale: float,
-    causal: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    numerics: str,
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
 
@@ -78,20 +73,18 @@ def attention_forward(
     Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`);
     log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
-    spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
-    implementation = _implementation(query, spec)
-    with torch.autocast(query.device.type, enabled=False):  # its products are rounded as the numerics say
-        out, residual, lse, row_max = implementation.attention_forward(
-            query, key, value, modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, spec
-        )
-    if implementation is not reference:  # the kernels write in the query's layout
-        return out, residual, lse, row_max
+    given = spec_of(spec)
+    sizes = (modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
+    if (kernels := _kernels(query, given)) is not None:  # which write in the query's layout
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.attention_forward(query, key, value, *sizes)
+        return result
+    with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
+        out, residual, lse, row_max = reference.attention_forward(query, key, value, *sizes)
     return _laid_out(out, query), _laid_out(residual, query), lse, row_max
 
 
-@attention_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    numerics: Numerics = arguments[-1]
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numerics = spec_of(arguments[-1]).numerics
     rows = query.shape[:-1]
     return (
         torch.empty_like(query),
@@ -101,8 +94,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tenso
     )
 
 
-@torch.library.custom_op("foreshock::attention_backward", mutates_args=("state",))
-def attention_backward(
+def _attention_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -118,46 +110,26 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
-    scale: float,
-    causal: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    numerics: str,
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
 
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     """
-    spec = _spec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)
-    implementation = _implementation(query, spec)
+    given = spec_of(spec)
+    saved = (out, out_residual, lse, row_max, state, modes)
+    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
+    if (kernels := _kernels(query, given)) is not None:
+        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, query, key, value, *saved, *sizes)
+        return result
     with torch.autocast(query.device.type, enabled=False):
-        grads: tuple[Tensor, Tensor, Tensor] = implementation.attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            out_residual,
-            lse,
-            row_max,
-            state,
-            modes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_seed,
-            spec,
-        )
-    if implementation is not reference:
-        return grads
+        grads = reference.attention_backward(grad_out, query, key, value, *saved, *sizes)
     return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 
 
-@attention_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -167,29 +139,16 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
 
-def _spec(
-    scale: float, causal: str, window_left: int, window_right: int, softcap: float, dropout_p: float, numerics: str
-) -> AttentionSpec:
-    return AttentionSpec(
-        scale=scale,
-        causal=causal,  # type: ignore[arg-type]  # checked at run time
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        numerics=numerics,  # type: ignore[arg-type]  # checked at run time
-    )
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
     # State and modes change between forward and backward by design, which save_for_backward would refuse.
     ctx.state, ctx.modes = state, modes
-    ctx.max_seqlens, ctx.options = inputs[7:9], inputs[10:]
+    ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
     ctx.mark_non_differentiable(*output[1:])
 
 
+@once_differentiable
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     grads = attention_backward(
@@ -204,13 +163,30 @@ def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         cu_seqlens_k,
         *ctx.max_seqlens,
         dropout_seed,
-        *ctx.options,
+        ctx.spec,
     )
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
-    return (*needed, *[None] * 14)
+    return (*needed, *[None] * 8)
 
 
-attention_forward.register_autograd(_backward, setup_context=_setup_context)
+_LIBRARY: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: tuple[str, ...]) -> Any:
+    """The operator foreshock::`function`. torch.library.custom_op defines the same, but at every call looks through all
+    arguments in Python and compares every output with every input, for longer than a small attention takes."""
+    name = function.__name__.removeprefix("_")
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    opaque = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, opaque, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"foreshock::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.foreshock, name).default
+
+
+attention_forward: Any = _operator(_attention_forward, _fake_forward, ())
+attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state",))
+torch.library.register_autograd("foreshock::attention_forward", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
 @overload
@@ -305,7 +281,7 @@ def flash_attention(
             )
         causal = "top_left" if causal else "none"
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
+    spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
     # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.
     seed = torch.randint(2**63 - 1, (), device=query.device) if dropout_p > 0 else None
     dtype = query.dtype
@@ -322,12 +298,7 @@ def flash_attention(
         query.shape[2] if max_seqlen_q is None else max_seqlen_q,
         key.shape[2] if max_seqlen_k is None else max_seqlen_k,
         seed,
-        scale,
-        causal,
-        *window,
-        softcap,
-        dropout_p,
-        numerics,
+        spec.text,
     )
     out = out.to(dtype)
     return (out, lse) if return_lse else out

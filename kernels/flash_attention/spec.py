@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from functools import lru_cache
+from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -62,6 +63,28 @@ class AttentionSpec:
             raise ValueError(f"softcap is {self.softcap}; give a positive number, or 0 for none")
         if not 0 <= self.dropout_p < 1:
             raise ValueError(f"dropout_p is {self.dropout_p}; give a probability from 0 up to, not including, 1")
+
+    @property
+    def text(self) -> str:
+        """The fields in order, parted by spaces, as the operators take them: one argument costs PyTorch's dispatcher
+        much less than seven."""
+        numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
+        return f"{numbers} {self.numerics}"
+
+
+@lru_cache(maxsize=1024)
+def spec_of(text: str) -> AttentionSpec:
+    """The spec whose `text` this is."""
+    scale, causal, left, right, softcap, dropout_p, numerics = text.split()
+    return AttentionSpec(
+        float(scale),
+        cast(CausalAlignment, causal),
+        int(left),
+        int(right),
+        float(softcap),
+        float(dropout_p),
+        cast(Numerics, numerics),
+    )
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,13 +3,28 @@
 import triton
 import triton.language as tl
 
-from foreshock.kernels.flash_attention.blocks import INTERPRET
+from foreshock.kernels.flash_attention.blocks import (
+    INTERPRET,
+    LOG2E,
+    PAPER_SOFTMAX,
+    PAPER_TOLERANCE,
+    cap_scores,
+    diagonal,
+    key_ranges,
+    load_tile,
+    sequence,
+    visible,
+)
 
 _STEEP: tl.constexpr = tl.constexpr(2.0**100)
 """Any two fp32 scores that differ, times this, differ by more than 1 (but for a difference under 2^-99)."""
 
 _HIGH: tl.constexpr = tl.constexpr(2.0**18)
 """Weight of the narrower definition in the packed count; rows of up to 2^18 keys are counted exactly."""
+
+
+FAST_TIES_BELOW: tl.constexpr = tl.constexpr(512.0)
+"""Row maxima, in size, from which on a bf16 step of scores is too many binades of P for `add_floors`."""
 
 
 @triton.jit
@@ -36,32 +51,46 @@ def bf16_tie_threshold(row_max):
 
 
 @triton.jit
-def one_tie_threshold(row_max, dtype: tl.constexpr):
-    """As `statistics.one_tie_threshold`: the least score whose exp(score - row_max) rounds to 1 in `dtype`."""
-    # log1p(-eps / 4): eps is 2^-7 in bf16 and 2^-10 in fp16.
-    step: tl.constexpr = -0.0019550348358033506 if dtype == tl.bfloat16 else -0.00024417043217477346
-    exact = row_max.to(tl.float64) + step
-    near = exact.to(tl.float32)
+def one_tie_threshold(row_max, MARGIN: tl.constexpr):
+    """The least score at most MARGIN below row_max, where fp32 is fine enough to tell."""
+    near = row_max - MARGIN
     bits = near.to(tl.int32, bitcast=True)
     above = tl.where(bits < 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
-    above = tl.where(near == 0.0, 1e-45, above)
-    return tl.where(near.to(tl.float64) < exact, above, near)
+    return tl.where(row_max - near > MARGIN, above, near)  # a difference of neighbours is exact
 
 
 @triton.jit
-def tie_levels(row_max, score_unit, log2_lse, unit, dtype: tl.constexpr):
-    """What the counting functions take of each row: thresholds, their factors, and whether bf16's is the wider one."""
-    bf16 = bf16_tie_threshold(row_max)
-    one = one_tie_threshold(row_max, dtype)
+def _thresholds(row_max, dtype: tl.constexpr):
+    # log1p(-eps / 4), rounded down: eps is 2^-7 in bf16 and 2^-10 in fp16.
+    margin: tl.constexpr = 0.001955034676939249 if dtype == tl.bfloat16 else 0.0002441704273223877
+    return bf16_tie_threshold(row_max), one_tie_threshold(row_max, margin)
+
+
+@triton.jit
+def tie_factors(row_max, log2_lse, score_unit, unit, dtype: tl.constexpr):
+    """Of each row: what P is multiplied by to reach 1 at the wider threshold and at the narrower one, what the integer
+    parts of the maximum's own products are, and whether bf16's threshold is the wider one."""
+    bf16, one = _thresholds(row_max, dtype)
+    top = tl.fma(row_max * (1.0 / score_unit), unit, -log2_lse)
+    # A shade more than 1, so that a score at the threshold counts.
+    wide = tl.exp2(tl.fma(row_max - tl.minimum(bf16, one), LOG2E, -top)) * (1.0 + 2.0**-21)
+    narrow = tl.exp2(tl.fma(row_max - tl.maximum(bf16, one), LOG2E, -top)) * (1.0 + 2.0**-21)
+    largest = tl.exp2(top)
+    wide_alone = tl.floor(tl.minimum(largest * wide, 100.0))  # below what `code_of_counts` says of large scores
+    narrow_alone = tl.floor(tl.minimum(largest * narrow, 100.0))
+    return wide, narrow, wide_alone, narrow_alone, bf16 <= one
+
+
+@triton.jit
+def tie_thresholds(row_max, dtype: tl.constexpr):
+    """What `count_ties` takes of each row."""
+    bf16, one = _thresholds(row_max, dtype)
     wide = tl.minimum(bf16, one)
     narrow = tl.maximum(bf16, one)
-    # P times its factor is 1 at the threshold, and a shade more, so that a score at the threshold counts.
-    wide_factor = tl.exp2(tl.fma(wide / score_unit, -unit, log2_lse)) * (1.0 + 2.0**-21)
-    narrow_factor = tl.exp2(tl.fma(narrow / score_unit, -unit, log2_lse)) * (1.0 + 2.0**-21)
     if not INTERPRET:
         wide = 2.0 - _next_below(wide) * _STEEP
         narrow = 2.0 - _next_below(narrow) * _STEEP
-    return wide, narrow, wide_factor, narrow_factor, bf16 <= one
+    return wide, narrow
 
 
 @triton.jit
@@ -125,16 +154,86 @@ def add_floors(total, tile, factor):
 
 
 @triton.jit
-def _several(exact, floors, alone):
-    """Whether a row has more than one entry at a threshold: `exact` counted one by one, `floors` the sum of the others'
-    integer parts, `alone` the integer part of the maximum's own."""
-    return (exact >= 2.0) | ((exact >= 1.0) & (floors >= 1.0)) | (floors > alone)
+def code_of_counts(ties):
+    """How many scores `count_ties` found, as `code_of_floors` says it: more than any maximum's own, or none."""
+    narrow = tl.floor(ties / _HIGH)
+    wide = ties - narrow * _HIGH
+    return tl.where(wide >= 2.0, 127, 0) + tl.where(narrow >= 2.0, 127 * 128, 0)
 
 
 @triton.jit
-def tied(count, wide_floors, narrow_floors, wide_alone, narrow_alone, bf16_is_wide):
-    """Rows with several bf16 maxima, and rows with several P that round to 1."""
-    narrow = tl.floor(count / _HIGH)
-    several_wide = _several(count - narrow * _HIGH, wide_floors, wide_alone) | (narrow >= 2.0)
-    several_narrow = _several(narrow, narrow_floors, narrow_alone)
-    return tl.where(bf16_is_wide, several_wide, several_narrow), tl.where(bf16_is_wide, several_narrow, several_wide)
+def code_of_floors(wide_floors, narrow_floors):
+    """The sums of a row's integer parts as one number below 2^14."""
+    wide = tl.sum(tl.sum(wide_floors - 8388608.0, 2), 1)
+    narrow = tl.sum(tl.sum(narrow_floors - 8388608.0, 2), 1)
+    return tl.minimum(wide, 127.0).to(tl.int32) + tl.minimum(narrow, 127.0).to(tl.int32) * 128
+
+
+@triton.jit
+def tied(code, wide_alone, narrow_alone, bf16_is_wide):
+    """Rows with several bf16 maxima, and rows with several P that round to 1: their integer parts sum to more than the
+    maximum's own."""
+    wide = (code & 127).to(tl.float32) > wide_alone
+    narrow = ((code >> 7) & 127).to(tl.float32) > narrow_alone
+    return tl.where(bf16_is_wide, wide, narrow), tl.where(bf16_is_wide, narrow, wide)
+
+
+@triton.jit
+def slow_ties_kernel(
+    query, key, row_max, large, codes, modes, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    longest_q, heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale,
+    threshold,
+    BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, HAS_MODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows past FAST_TIES_BELOW, and
+    with 2^14 for those that the paper's rule shifts, which asks for ties of its own.
+
+    In the dQ pass these loops would cost every head registers. Nearly always there is nothing to do here.
+    """
+    index = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    papers = 0
+    if HAS_MODES:
+        papers = tl.load(modes + head) & PAPER_SOFTMAX
+    begin = tl.program_id(0) * (BLOCK * BLOCKS)
+    part = begin // ROWS + tl.arange(0, (BLOCK * BLOCKS) // ROWS if BLOCK * BLOCKS > ROWS else 1)
+    parts = tl.cdiv(longest_q, ROWS)
+    past = tl.max(tl.load(large + tl.program_id(1) * parts + part, mask=part < parts, other=0).to(tl.int32), 0)
+    if (past != 0) | (papers != 0):
+        kv_head = head // group
+        total_q = length_q
+        batch = index
+        if PACKED:
+            batch = 0
+        start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+        rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
+        query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
+        query += tl.cast(start_q, tl.int64) * stride_qs
+        key += tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
+        key += tl.cast(start_k, tl.int64) * stride_ks
+        dtype: tl.constexpr = query.dtype.element_ty
+        offset = diagonal(length_q, length_k, TOP_LEFT)
+        for first in range(begin, tl.minimum(begin + BLOCK * BLOCKS, length_q), BLOCK):
+            queries = first + tl.arange(0, BLOCK)
+            inside = queries < length_q
+            q = load_tile(query, 0, 0, first, BLOCK, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, False)
+            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+            wide, narrow = tie_thresholds(largest, dtype)
+            ties = tl.zeros((BLOCK,), tl.float32)
+            near = tl.zeros((BLOCK,), tl.int32)
+            last = tl.minimum(first + BLOCK, length_q) - 1
+            low, _, _, high = key_ranges(first, last, offset, length_k, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
+            for start in tl.range(low, high, BLOCK):
+                k = load_tile(key, 0, 0, start, BLOCK, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, False)
+                scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
+                keys = start + tl.arange(0, BLOCK)
+                mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+                scores = tl.where(mask, scores, float("-inf"))
+                ties += count_ties(scores, score_unit, wide, narrow)
+                near += tl.sum((largest[:, None] - scores * score_unit <= PAPER_TOLERANCE).to(tl.int32), 1)
+            shifted = (near > 1) & (largest != 0.0) & (papers != 0)
+            code = code_of_counts(ties) + tl.where(shifted, 16384, 0)
+            tl.store(codes + rows + queries, code.to(tl.int16), mask=inside)

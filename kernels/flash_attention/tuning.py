@@ -13,6 +13,13 @@ class Config(NamedTuple):
     tma: bool
     registers: int | None = None
     """Most registers a thread may hold, so that one more program fits a multiprocessor."""
+    operands_in_registers: bool = False
+    """Forward and dQ: the block of queries stays in registers, which frees shared memory and its bandwidth."""
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """As Triton takes them."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 class Configs(NamedTuple):
@@ -26,12 +33,12 @@ class Configs(NamedTuple):
 _HOPPER: Final = {
     64: Configs(
         Config(64, 128, 4, 2, True),
-        Config(64, 128, 4, 3, True),
+        Config(64, 64, 4, 3, True, registers=168),
         Config(64, 64, 4, 3, True),
     ),
     128: Configs(
-        Config(64, 64, 4, 3, True),
-        Config(128, 64, 8, 3, True),
+        Config(64, 64, 4, 3, True, operands_in_registers=True),
+        Config(64, 64, 4, 3, True, operands_in_registers=True),
         Config(64, 64, 4, 2, True),
     ),
     256: Configs(

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import foreshock.kernels.flash_attention as flash_attention_package
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state, op
+from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state, op
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MODES = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
-OPTIONS = (9, 9, None, 0.3, "top_left", -1, -1, 0.0, 0.0)
+OPTIONS = (9, 9, None)
 
 
 def layer(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
@@ -104,10 +104,11 @@ def test_autocast_is_off_inside_the_operators() -> None:
 @pytest.mark.promise("K10")
 @pytest.mark.parametrize("numerics", ["kernel", "float32"])
 @pytest.mark.parametrize("with_state", [True, False])
-def test_opcheck_passes(numerics: str, with_state: bool) -> None:
+def test_opcheck_passes(numerics: Numerics, with_state: bool) -> None:
     query, key, value = tensors()
     state, modes = (new_state(4), MODES) if with_state else (None, None)
-    rest = (state, modes, None, None, *OPTIONS, numerics)
+    spec = AttentionSpec(0.3, "top_left", numerics=numerics)
+    rest = (state, modes, None, None, *OPTIONS, spec.text)
     torch.library.opcheck(attention_forward, (query, key, value, *rest))
     inputs = [x.detach() for x in (query, key, value)]
     outputs = attention_forward(*inputs, *rest)
@@ -118,7 +119,7 @@ def test_opcheck_passes(numerics: str, with_state: bool) -> None:
 def test_opcheck_passes_with_permuted_inputs_and_packed_sequences() -> None:
     query, key, value = (x.detach().transpose(1, 2).contiguous().transpose(1, 2)[:1] for x in tensors())
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
-    rest = (new_state(4), MODES, cu_seqlens, cu_seqlens, *OPTIONS, "kernel")
+    rest = (new_state(4), MODES, cu_seqlens, cu_seqlens, *OPTIONS, AttentionSpec(0.3, "top_left").text)
     torch.library.opcheck(attention_forward, (query.requires_grad_(), key, value, *rest))
 
 

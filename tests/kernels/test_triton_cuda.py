@@ -10,10 +10,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract.slots import Mode, Slot, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="needs a GPU; benchmarks/results/ keeps the last run's outcome")
+pytestmark = [
+    pytest.mark.skipif(not CUDA, reason="needs a GPU; benchmarks/results/ keeps the last run's outcome"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # inductor imports TorchScript
+]
 
 
 def leaves(length: int = 256, dim: int = 64, heads: int = 4, batch: int = 2) -> tuple[Tensor, ...]:
@@ -145,7 +150,7 @@ def test_the_operators_keep_their_promises_to_pytorch(layout: str) -> None:
     if layout == "heads of rows":
         query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
     state, modes = new_state(4, "cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
-    options = (None, None, 64, 64, None, 0.125, "top_left", -1, -1, 0.0, 0.0, "kernel")
+    options = (None, None, 64, 64, None, AttentionSpec(0.125, "top_left").text)
     inputs = tuple(x.requires_grad_() for x in (query, key, value))
     torch.library.opcheck(attention_forward, (*inputs, state, modes, *options))
     saved = attention_forward(*(x.detach() for x in inputs), state, modes, *options)
@@ -206,3 +211,18 @@ def test_a_switched_head_is_arrested_where_its_neighbours_are_untouched() -> Non
     for plain, exact in zip(*results, strict=True):
         assert torch.equal(plain[:, [0, 1, 3]], exact[:, [0, 1, 3]])
     assert not math.isclose(results[0][1][:, 2].double().sum().item(), results[1][1][:, 2].double().sum().item())
+
+
+def test_the_backward_needs_56_bytes_a_row_beside_its_gradients() -> None:
+    inputs = random_inputs(4096, 4096, 64, 16, 16)
+    attend(inputs, scaled(64, causal="top_left"))
+    query, key, value, grad = inputs
+    rest = (None, None, 4096, 4096, None, scaled(64, causal="top_left").text)
+    state = new_state(16, "cuda")
+    saved = attention_forward(query, key, value, state, None, *rest)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = attention_backward(grad, query, key, value, *saved, state, None, *rest)
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown <= sum(2 * x.numel() for x in grads) + 56 * 16 * 4096 + 2**16
