@@ -15,6 +15,7 @@ pytestmark = pytest.mark.promise("K12")
 
 def broken(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
     """Attention as it is, but for what `change` does to its output or its state."""
+
     def wrong(*tensors: Tensor, **options: Any) -> Tensor:
         return change(flash_attention(*tensors, **options), **options)
 
