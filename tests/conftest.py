@@ -117,5 +117,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Starts the recorder when it is asked for."""
     path = config.getoption("--record")
     if path is not None:
-        arguments = shlex.join(str(argument) for argument in config.invocation_params.args)
+        given = (str(argument) for argument in config.invocation_params.args)
+        arguments = shlex.join(path.name if argument == str(path) else argument for argument in given)
         config.pluginmanager.register(Recorder(path, f"pytest {arguments}"), "foreshock-recorder")
