@@ -15,6 +15,7 @@ from foreshock.server.rollups import COARSE, FINE, built_spans, columns_by_layer
 from foreshock.server.schema import boots, rollups, samples
 from foreshock.server.series import edges, number
 
+_NOW_AND_THEN: Final = frozenset({"query_norm", "key_norm", "query_key_norm"})
 _LOOK_BACK: Final = 128
 """Samples looked through for a metric that is measured now and then; older ones are found in the roll-ups."""
 
@@ -52,11 +53,13 @@ async def matrix(
 async def _measured(
     connection: AsyncConnection, axis: Axis, run_id: int, metric: Metric, step: int
 ) -> tuple[int | None, Floats]:
-    """The metric as it was last measured at or before `step`, and when that was; what is measured rarely holds on."""
+    """The metric at `step`; a spectral norm, measured now and then, as it was by then; and when it was measured."""
     own = LIVE_SAMPLES.where(samples.c.run_id == run_id)
     values = _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
     if not np.isnan(values).all():
         return step, values
+    if not arrays_of(metric) <= _NOW_AND_THEN:
+        return None, values
     built = await built_spans(connection, run_id, 0, step // COARSE * COARSE + COARSE)
     bucket = step // FINE * FINE
     steps = select(samples.c.step).join(boots, samples.c.boot_id == boots.c.id).where(samples.c.run_id == run_id)

@@ -203,7 +203,7 @@ class Curves(Response):
 class Matrix(Response):
     """One per-head metric at the newest step that is not after the one asked for.
 
-    What is measured now and then, as spectral norms are, is shown as it was last measured.
+    Spectral norms, which are measured now and then, are shown as they were last measured.
     """
 
     run: str

@@ -21,7 +21,8 @@ from foreshock.dashboards.provisioning import alertmanager_config, prometheus_co
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"
 SEED = 7
-MOST_SECONDS = 280.0
+MOST_SECONDS = 900.0
+"""Until the warning; it comes after some 4000 steps, and a machine with other work takes them slowly."""
 
 TRAIN = """
 import sys, torch
@@ -119,7 +120,7 @@ def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Pop
 
 
 @pytest.mark.servers
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_silent(
     stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
