@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -14,12 +14,19 @@ from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent, Instruments
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.discovery import Found, find_attention
-from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, logger, sdpa_rebinding, watch_module
+from foreshock.monitor.interception import (
+    LAYER_ATTRIBUTE,
+    WatchedLayer,
+    head_dim_problem,
+    logger,
+    sdpa_rebinding,
+    watch_module,
+)
 from foreshock.monitor.keeping import Keeper
 
 _NO_ATTENTION: Final = (
-    "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention or "
-    "transformers' attention interface; write it with one of them"
+    "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention, "
+    "torch.nn.attention.varlen.varlen_attn or transformers' attention interface; write it with one of them"
 )
 
 
@@ -32,7 +39,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     """
     settings = make_config(config, {**_place(config), **overrides})
     _refuse_unfit(model)
-    found = find_attention(model, settings.heads)
+    found = [_fit(f, model, settings) for f in find_attention(model, settings.heads)]
     watched = [f for f in found if f.problem is None]
     if not found:
         raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
@@ -71,6 +78,13 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
+
+
+def _fit(found: Found, model: nn.Module, settings: AgentConfig) -> Found:
+    """The same, with the problem that only the device makes one."""
+    if found.problem is not None or settings.attention == "keep":
+        return found
+    return replace(found, problem=head_dim_problem(found.head_dim, _device(found.module, model), settings.numerics))
 
 
 def _device(module: nn.Module, model: nn.Module) -> torch.device:
@@ -147,6 +161,9 @@ def _instruments(
     for f in found:
         if f.problem is not None:
             logger.warning("foreshock: %s computes attention but is not watched: %s", f.name or "the model", f.problem)
+        elif f.also:
+            same = ", ".join(f.also)
+            logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
     report = _table(found, served_by if keeper is None else "kept, sampled", settings.numerics)
     if keeper is not None:
         report += f"\n{keeper.describe()}"

@@ -27,7 +27,13 @@ VARLEN_NAME: Final = "varlen_attn"
 VARLEN: Final[Any] = getattr(varlen, VARLEN_NAME, None)
 """PyTorch's function for packed sequences; None in a version that has none."""
 
-_UNSERVED: Final = ("flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention")
+_UNSERVED: Final = (
+    "flex_attention",
+    "compiled_flex_attn",  # torchtitan
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "memory_efficient_attention",
+)
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
@@ -52,6 +58,8 @@ class Found:
     """Global number of the first of them (tensor parallelism)."""
     projection: Projection | None = None
     problem: str | None = None
+    also: tuple[str, ...] = ()
+    """Other names of the very same module: the layers of a model may share one."""
 
 
 def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
@@ -59,13 +67,17 @@ def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
 
     `told_heads` gives the number of heads, by module name, where no attribute of the module tells it.
     """
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
     parents = {f"{name}.{child}" if name else child: m for name, m in model.named_modules() for child in m._modules}
     found = []
     for name, module in model.named_modules():
         route = _route(module)
         if route is not None:
             described = _describe(name, module, parents.get(name), route, told_heads.get(name))
-            found.append(_share(described, model))
+            also = tuple(alias for alias in aliases[id(module)] if alias != name)
+            found.append(replace(_share(described, model), also=also))
     return found
 
 

@@ -39,6 +39,13 @@ def numerics_for(query: Tensor, asked: str) -> str:
     return "kernel" if dtype in (torch.bfloat16, torch.float16) else "float32"
 
 
+def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str | None:
+    """Why no kernel serves this head dim; None if one does. Asked before torch.compile makes a graph that would fail."""
+    if device.type == "cpu" or numerics not in ("auto", "kernel") or (head_dim % 8 == 0 and head_dim <= 256):
+        return None
+    return f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
+
+
 class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
@@ -87,7 +94,7 @@ class WatchedLayer:
                 f"its operands are {str(query.dtype).removeprefix('torch.')}; the kernels are for 16 bits. Train under "
                 "autocast, or ask for numerics='float32', which is slow"
             )
-        return None
+        return head_dim_problem(query.shape[3], query.device, numerics_for(query, self.numerics))
 
     def _misfit(self, query: Tensor) -> str | None:
         if query.dim() != 4:

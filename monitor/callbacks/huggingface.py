@@ -47,7 +47,12 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._end("failed")  # a training that raised never reached on_train_end
         if args.n_gpu > 1:
             raise ValueError("the Trainer would use nn.DataParallel, which cannot be watched; start it with torchrun")
-        model: nn.Module = kwargs["model"]
+        model: nn.Module | None = kwargs.get("model")
+        if model is None:
+            raise ValueError(
+                "this version of transformers hands its callbacks no model; transformers 5 does. Use attach(model) "
+                "before the training and agent.step(loss) after every step"
+            )
         self.agent = attach(model, **self._overrides)
         saved = _saved_in(state, type(self).__name__) or self.saved
         if saved is not None and saved["step"] == state.global_step:

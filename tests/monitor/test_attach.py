@@ -387,3 +387,28 @@ def test_an_attention_of_another_make_is_named_and_the_others_are_watched(caplog
     assert any("blocks.0 computes attention but is not watched: it calls an attention of another" in t for t in told)
     with pytest.raises(ValueError, match=r"blocks\.0 cannot be watched: it calls an attention of another make"):
         attach(tiny_gpt(FlexAttention(16, 2)), **EVERY_STEP)
+
+
+def test_layers_that_share_one_module_are_named_and_count_together(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    shared = CausalSelfAttention(16, 2)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        _, listener = watch(tiny_gpt(shared, shared), steps=1)
+    assert rows_of(listener) == [2 * 24] * 2
+    told = [r.message for r in caplog.records]
+    assert "foreshock: blocks.1 is the same module as blocks.0; their rows count into one layer" in told
+
+
+@pytest.mark.parametrize(("head_dim", "numerics"), [(12, "auto"), (264, "auto"), (12, "kernel")])
+def test_a_head_dim_that_no_kernel_serves_is_named_before_step_1_and_the_others_are_watched(
+    head_dim: int, numerics: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ "meta" stands in for the accelerator."""
+    model = tiny_gpt(CausalSelfAttention(2 * head_dim, 2), CausalSelfAttention(16, 2)).to("meta")
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent = attach(model, **EVERY_STEP, numerics=numerics)
+        agent.close()
+    assert list(agent.modes()) == [(0, 0), (0, 1)]
+    assert f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256" in caplog.text
+    if numerics == "auto":
+        attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any

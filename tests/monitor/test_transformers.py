@@ -22,6 +22,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Trainer,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -296,3 +298,9 @@ def test_a_training_that_failed_can_be_started_again(tmp_path: Path) -> None:
         trainer.train()
     trainer.train()
     assert [e.status for e in callback.listener.of(wire.Finished)] == ["failed", "completed"]
+
+
+def test_a_version_of_transformers_that_hands_callbacks_no_model_is_a_sentence() -> None:
+    args = TrainingArguments("unused", report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
+        ForeshockCallback(**QUICK).on_train_begin(args, TrainerState(), TrainerControl())
