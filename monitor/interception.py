@@ -40,7 +40,7 @@ def numerics_for(query: Tensor, asked: str) -> str:
 
 
 def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str | None:
-    """Why no kernel serves this head dim; None if one does. Asked before torch.compile makes a graph that would fail."""
+    """Why no kernel serves this head dim, or None. Asked before torch.compile makes a graph that would fail."""
     if device.type == "cpu" or numerics not in ("auto", "kernel") or (head_dim % 8 == 0 and head_dim <= 256):
         return None
     return f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
