@@ -98,8 +98,13 @@ class Detectors:
             self._rate[:] = readings.learning_rate, readings.step
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             self._weigh_bias(readings)
-            tripped = self._nonfinite(readings)
-            if self._add(readings):
+            values = np.empty((3, len(self.heads)))
+            values[0] = readings.offset
+            np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
+            np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
+            whole = math.isfinite(values.sum()) and bool(readings.rows.min(initial=1.0) > 0)
+            tripped = self._nonfinite(readings, whole)
+            if self._add(readings, values, whole):
                 self._close_loss()
                 growth = self._growth = self._measure()
                 if growth is not None:
@@ -124,32 +129,25 @@ class Detectors:
     def _bias_z(self, index: int) -> float:
         return float(self._bias[0, index] / math.sqrt(self._bias[1, index])) if self._bias[1, index] > 0 else math.nan
 
-    def _nonfinite(self, readings: Readings) -> dict[int, str]:
+    def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
         broken = readings.nonfinite_rows > 0
-        if not math.isfinite(readings.offset.sum()):
-            broken |= np.isinf(readings.offset)
-        if not math.isfinite(readings.row_max_abs.sum()):
-            broken |= readings.row_max_abs == np.inf  # the largest of no rows is -inf
+        if not whole:  # the largest of no rows is -inf
+            broken |= np.isinf(readings.offset) | (readings.row_max_abs == np.inf)
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, readings.grad_norm):
             if value is not None and not math.isfinite(value):
                 tripped[_RUN] = "nonfinite"
         return tripped
 
-    def _add(self, readings: Readings) -> bool:
-        values = np.empty((3, len(self.heads)))
-        values[0] = readings.offset
-        np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
-        np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
-        if not math.isfinite(values.sum()):
-            np.copyto(values, np.nan, where=~np.isfinite(values))
+    def _add(self, readings: Readings, values: Floats, whole: bool) -> bool:
+        rows = readings.rows
+        if not whole:
+            values[~np.isfinite(values)] = np.nan
+            rows = np.where(np.isfinite(rows), np.maximum(rows, 0.0), 1.0)
         if readings.loss is not None and math.isfinite(readings.loss):
             steps = max(readings.step - readings.since_step, 1)
             self._loss[:2] += readings.loss * steps, steps
-        weight = readings.rows
-        if not math.isfinite(weight.sum()):
-            weight = np.where(np.isfinite(weight), weight, 1.0)
-        return self._history.add(readings.step, readings.since_step, weight, values, readings.query_norm)
+        return self._history.add(readings.step, readings.since_step, rows, values, readings.query_norm, whole=whole)
 
     def _close_loss(self) -> None:
         total, steps, last, lowest = self._loss

@@ -16,7 +16,6 @@ _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
 """A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
-_TINY: Final = 1e-300
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
@@ -72,60 +71,59 @@ class History:
         self.closed = 0
         """Blocks closed in all."""
         self._jitter = np.full((len(SIGNALS), heads), np.nan)
-        self._open = np.full((len(SIGNALS), heads), np.nan)
+        self._sums = np.zeros((2, heads))
+        """of the open block: rows times offset, rows times ties"""
         self._weight = np.zeros(heads)
+        self._peak = np.full(heads, np.nan)
+        self._norm = np.full(heads, np.nan)
         self._open_steps = 0
 
-    def add(self, step: int, since_step: int, weight: Floats, values: Floats, norm: Floats | None) -> bool:
+    def add(
+        self, step: int, since_step: int, rows: Floats, values: Floats, norm: Floats | None, *, whole: bool
+    ) -> bool:
         """Add one sample, offset, score and ties [3, N] and, when it was measured, the norm [N]; true closes a block.
 
-        Within a block the offset and the ties are means weighted by `weight` [N], the score is a maximum, the norm
-        the last one measured. A head that recorded nothing leaves the block as it was.
+        Within a block the offset and the ties are means weighted by `rows` [N], the score is a maximum, the norm the
+        last one measured. whole: no value is NaN, and every head counted rows; a head that recorded nothing leaves the
+        block as it was.
         """
-        if self._open_steps:
-            self._join(weight, values)
-        else:
-            self._open[:3] = values
-            self._weight[:] = weight
-        if math.isnan(values[0].sum()):
-            self._weight -= np.where(np.isnan(values[0]), weight, 0.0)
+        if not whole:
+            known = ~np.isnan(values[0])
+            rows = np.where(known, rows, 0.0)
+            values = np.where(known, values, [[0.0], [np.nan], [0.0]])
+        self._weight += rows
+        self._sums[0] += rows * values[0]
+        self._sums[1] += rows * values[2]
+        np.fmax(self._peak, values[1], out=self._peak)
         if norm is not None:
-            np.copyto(self._open[3], norm, where=np.isfinite(norm))
+            np.copyto(self._norm, norm, where=np.isfinite(norm))
         self._open_steps += step - since_step
         if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
         self._close(step)
         return True
 
-    def _join(self, weight: Floats, values: Floats) -> None:
-        self._weight += weight
-        share = weight / np.maximum(self._weight, _TINY)
-        for mean, value in ((self._open[0], values[0]), (self._open[2], values[2])):
-            step = value - mean
-            step *= share
-            if math.isnan(step.sum()):  # a head that was not known before, or is not now
-                np.copyto(mean, value, where=np.isnan(mean))
-                np.copyto(step, 0.0, where=np.isnan(step))
-            mean += step
-        np.fmax(self._open[1], values[1], out=self._open[1])
-
     def _close(self, step: int) -> None:
         place = self.closed % len(self._steps)
+        block = self._values[place]
+        np.divide(self._sums, self._weight, out=block[::2])
+        block[1], block[3] = self._peak, self._norm
         if self.closed:
-            square = self._open - self._values[place - 1]
+            square = block - self._values[place - 1]
             square *= square
             square *= (1 - _JITTER_MEMORY) / 2
-            fresh, unknown = np.isnan(self._jitter), np.isnan(square)
-            if fresh.any() or unknown.any():
+            if math.isnan(self._jitter.sum()) or math.isnan(square.sum()):
+                fresh, unknown = np.isnan(self._jitter), np.isnan(square)
                 first = np.where(unknown, self._jitter, square / (1 - _JITTER_MEMORY))
                 self._jitter = np.where(fresh | unknown, first, _JITTER_MEMORY * self._jitter + square)
             else:
                 self._jitter *= _JITTER_MEMORY
                 self._jitter += square
-        self._values[place] = self._open
         self._steps[place] = step
         self.closed += 1
         self._open_steps = 0
+        self._sums[:] = self._weight[:] = 0.0
+        self._peak[:] = np.nan
 
     @property
     def last_step(self) -> int:
@@ -172,7 +170,7 @@ class History:
             setattr(self, name, saved)
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
-    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight")
+    _ARRAYS = ("_values", "_steps", "_jitter", "_sums", "_weight", "_peak", "_norm")
 
 
 def lower_median(values: Floats) -> Floats:
