@@ -2,7 +2,8 @@
 
 Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
 detectors with their shipped thresholds, the switch from the agent's own policy. What a CPU can show in five minutes is
-the drift, its warning and its arrest; the explosion itself takes a GPU (`foreshock replay` plays a recorded one).
+the drift, its warning and its arrest. The explosion itself takes a GPU: where there is one, the demo runs a recipe in
+which a head runs away on the project's own kernels (`foreshock replay` plays a recorded one).
 """
 
 import json
@@ -130,7 +131,7 @@ def main(
 def _default_recipe() -> Recipe:
     import torch
 
-    return find_recipe("key-bias" if torch.cuda.is_available() else "key-bias-small")
+    return find_recipe("shared-values" if torch.cuda.is_available() else "key-bias-small")
 
 
 def _train(order: Callable[[Arm], Order], console: Console) -> _Story:
@@ -168,6 +169,7 @@ def _result(story: _Story, recipe: Recipe, seed: int, page: str, seconds: float)
     first = story.warning
     return {
         "recipe": recipe.name,
+        "on_gpu": recipe.on_gpu,
         "seed": seed,
         "planned_steps": recipe.steps,
         "seconds": round(seconds, 1),
@@ -232,8 +234,9 @@ def comparison(result: dict[str, Any]) -> str:
     losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
     scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
-    lines.append(
-        "Such a drift comes before a loss explosion. The explosion itself takes a larger model and a GPU; to see a "
-        "recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
-    )
+    if not result.get("on_gpu"):
+        lines.append(
+            "Such a drift comes before a loss explosion. That takes a larger model and a GPU, where the demo shows it; to "
+            "see a recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
+        )
     return "\n".join(lines)
