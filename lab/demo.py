@@ -236,7 +236,7 @@ def comparison(result: dict[str, Any]) -> str:
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
     if not result.get("on_gpu"):
         lines.append(
-            "Such a drift comes before a loss explosion. That takes a larger model and a GPU, where the demo shows it; to "
-            "see a recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
+            "Such a drift comes before a loss explosion. That takes a larger model and a GPU, where the demo shows it; "
+            "to see a recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
         )
     return "\n".join(lines)
