@@ -128,7 +128,8 @@ def main() -> None:
             if not runs:
                 runs = tuple(run["run"] for run in httpx.get(f"{url}/v1/runs").raise_for_status().json()["runs"][:3])
         else:
-            arms = sorted((ROOT / "lab" / "traces").glob("key-bias-small_*_seed8.jsonl.gz"), reverse=True)  # untreated comes first
+            # untreated comes first
+            arms = sorted((ROOT / "lab" / "traces").glob("key-bias-small_*_seed8.jsonl.gz"), reverse=True)
             traces = [Path(name) for name in given.what] or arms
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
             url = stack.enter_context(local_service(Path(directory), 0))
