@@ -94,6 +94,7 @@ class Agent:
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
+            instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None

@@ -1,5 +1,6 @@
 """`attention="keep"`: the model's own attention stays, a sample of it is measured, and a switch moves single layers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -46,6 +47,8 @@ class Keeper:
         self._every_steps = settings.probe_every_steps
         self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
         self._measured = 0
+        self.faults: Counter[str] = Counter()
+        """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
         """The sampling error of the last sample that measured some rows, as a line for people."""
         self._number = start_sampling(self._sampling)
@@ -56,6 +59,8 @@ class Keeper:
 
     def plan(self, step: int, watch_until: int) -> None:
         """After optimizer step `step`: whether the next one is measured."""
+        if self._sampling.fault and not self.faults["probe"]:
+            self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
         self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until

@@ -292,6 +292,7 @@ def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             losses.append([train_step(each, optimizer, step) for step in range(3)])
         agent.step()
+    assert agent.faults == {"probe": 1}
     assert same_bits(*losses)
     assert sum("the probe is off from now on" in record.message for record in caplog.records) == 1
     assert rows(listener) == [[0] * 4]
