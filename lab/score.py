@@ -1,7 +1,7 @@
 """Scores detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
 
-Every monitor is a signal that rises with the danger and a threshold. What it says of one run are alarms: a crossing of
-the threshold that no other preceded by less than `quiet_steps` steps. The first alarm before the first harm (harm.py)
+Every monitor is a signal that rises with the danger and a threshold. What it says of one run are alarms, at most one in
+2000 steps for as long as the signal is at the threshold. The first alarm before the first harm (harm.py)
 is the warning, and the steps between them its lead; alarms of healthy runs are false. Our own verdict is scored at the
 shipped thresholds; a baseline at the published one, where there is one, and at one calibrated on the tuning set.
 """
@@ -160,14 +160,18 @@ def _dangerous_step(trace: Trace, verdict: wire.Verdict | None) -> int | None:
     return None
 
 
-def alarms(signal: Signal, threshold: float, quiet_steps: int = QUIET_STEPS) -> list[int]:
-    """The steps at which a signal reaches a threshold after at least `quiet_steps` below it."""
+def alarms(signal: Signal, threshold: float, spacing_steps: int = QUIET_STEPS) -> list[int]:
+    """The steps of the alarms: where the signal is at the threshold, not again within `spacing_steps` of an alarm.
+
+    A monitor that stays beyond its threshold alarms again and again; one that hovers about it is not counted for more.
+    """
     with np.errstate(invalid="ignore"):
-        crossed = signal.step[signal.value >= threshold].astype(np.int64)
-    if not len(crossed):
-        return []
-    fresh = np.concatenate([[True], np.diff(crossed) >= quiet_steps])
-    return [int(step) for step in crossed[fresh]]
+        beyond = signal.step[signal.value >= threshold]
+    found: list[int] = []
+    while len(beyond):
+        found.append(int(beyond[0]))
+        beyond = beyond[np.searchsorted(beyond, found[-1] + spacing_steps) :]
+    return found
 
 
 def _first(steps: Sequence[int]) -> int | None:

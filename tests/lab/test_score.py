@@ -79,9 +79,10 @@ def test_the_upper_bound_is_that_of_the_tables_of_the_poisson_distribution(count
     assert poisson_upper_bound(count) == pytest.approx(bound, abs=1e-3)
 
 
-def test_crossings_that_follow_each_other_are_one_alarm() -> None:
+def test_a_signal_that_stays_beyond_its_threshold_alarms_again_and_one_that_hovers_does_not() -> None:
     signal = Signal(np.arange(100, 1100, 100), np.array([0, 2, 0, 2, 2, math.nan, 0, 0, 0, 3.0]))
-    assert alarms(signal, 2.0, quiet_steps=300) == [200, 1000]
+    assert alarms(signal, 2.0, spacing_steps=300) == [200, 500, 1000]
+    assert alarms(signal, 2.0, spacing_steps=500) == [200, 1000]
     assert alarms(signal, 9.0) == []
 
 
