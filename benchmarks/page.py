@@ -70,7 +70,7 @@ def main(json_path: Path | None = None, *, folder: Path | None = None) -> dict[s
         service = stack.enter_context(LiveService(place, {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}))
         client = stack.enter_context(service.client(timeout=120.0))
         for run in (DEEP, WIDE):
-            _fill(client, run, place)
+            fill(client, run, place)
         report = _device()
         report["runs"] = {
             run.name: {
@@ -78,7 +78,7 @@ def main(json_path: Path | None = None, *, folder: Path | None = None) -> dict[s
                 "samples": STEPS // run.every,
                 "layers": run.layers,
                 "heads": run.heads,
-                **_queries(client, run),
+                **queries(client, run),
             }
             for run in (DEEP, WIDE)
         }
@@ -107,7 +107,7 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _fill(client: httpx.Client, run: LongRun, folder: Path) -> None:
+def fill(client: httpx.Client, run: LongRun, folder: Path) -> None:
     """Send the run unless the store has it, and wait until it is rolled up."""
     if client.get(f"/v1/runs/{run.name}").status_code == 404:
         run.send(client)
@@ -134,7 +134,7 @@ def _seconds(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
     return {"median_seconds": round(median(took), 4), "slowest_seconds": round(max(took), 4), "bytes": size}
 
 
-def _page_lines(run: LongRun) -> list[str]:
+def page_lines(run: LongRun) -> list[str]:
     """What the page asks for when it opens: eight charts, of one head and of the worst heads of four layers."""
     whole = ["run.loss", "run.grad_norm"]
     names = ("score_offset", "score_max", "tied_rows_bf16", "delta_bias", "query_norm", "risk")
@@ -142,7 +142,7 @@ def _page_lines(run: LongRun) -> list[str]:
     return whole + [f"head.{name}:{place}" for name in names for place in places]
 
 
-def _queries(client: httpx.Client, run: LongRun) -> dict[str, Any]:
+def queries(client: httpx.Client, run: LongRun) -> dict[str, Any]:
     at = f"/v1/runs/{run.name}"
     points = {"max_points": 600}
     return {
@@ -152,7 +152,7 @@ def _queries(client: httpx.Client, run: LongRun) -> dict[str, Any]:
                 client, f"{at}/series", metric="head.score_max", layer=0, head=run.heads // 2, **points
             ),
             "worst head of every layer": _seconds(client, f"{at}/series", metric="head.score_max", **points),
-            "every curve of the page": _seconds(client, f"{at}/curves", line=_page_lines(run), **points),
+            "every curve of the page": _seconds(client, f"{at}/curves", line=page_lines(run), **points),
             "head matrix at a step": _seconds(
                 client, f"{at}/matrix", metric="head.score_max", step=STEPS // 3, max_steps=0
             ),
