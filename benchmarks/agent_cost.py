@@ -22,8 +22,8 @@ from foreshock.monitor import attach
 from foreshock.monitor.interception import LAYER_ATTRIBUTE
 
 LAYERS, HEADS, ROWS = 12, 12, 32 * 1024
-SAMPLE_EVERY, BLOCK = 10, 100
-"""Steps from sample to sample, and from one block of the detectors to the next (DetectorConfig.block_steps)."""
+WARM_UP = 100
+"""Steps that start threads and fill caches, and are not counted."""
 
 
 class Attention(nn.Module):
@@ -64,10 +64,10 @@ class Timings:
 
 
 def measure(steps: int, *, listening: bool, pause_seconds: float) -> dict[str, Timings]:
-    """Timings by kind of step: plain, sample, sample that closes a block, and all of them."""
+    """Timings by kind of step: plain, with a sample, and all of them."""
     generator = np.random.default_rng(0)
     model = nn.Sequential(*(Attention() for _ in range(LAYERS)))
-    kinds = {name: Timings() for name in ("plain step", "sample", "sample that closes a block", "all steps")}
+    kinds = {name: Timings() for name in ("plain step", "step with a sample", "all steps")}
     with socket.create_server(("127.0.0.1", 0)) as unused, tempfile.TemporaryDirectory() as spool:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         unused.close()
@@ -84,10 +84,9 @@ def measure(steps: int, *, listening: bool, pause_seconds: float) -> dict[str, T
             took = time.thread_time() - processor, time.perf_counter() - wall
             if pause_seconds:
                 time.sleep(pause_seconds)
-            if step <= BLOCK:
-                continue  # the first steps start threads and warm caches
-            sampled = step % SAMPLE_EVERY == 1
-            kind = "plain step" if not sampled else "sample that closes a block" if step % BLOCK == 1 else "sample"
+            if step <= WARM_UP:
+                continue
+            kind = "step with a sample" if agent._collector.since_step == step else "plain step"
             for name in (kind, "all steps"):
                 kinds[name].processor.append(took[0])
                 kinds[name].wall.append(took[1])
