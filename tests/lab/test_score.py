@@ -42,6 +42,15 @@ def test_a_run_is_harmed_from_the_first_of_three_blocks_in_a_row_above_its_contr
     assert first_harm(steps(control), steps(control)) is None
 
 
+def test_an_excess_that_comes_back_is_harm_only_when_it_was_large() -> None:
+    control = noisy(2.0)
+    for excess, harmed in ((0.08, False), (0.3, True)):
+        loss = control.copy()
+        loss[1000:1600] += excess
+        harm = first_harm(steps(loss), steps(control))
+        assert (harm is not None) == harmed
+
+
 def test_a_gradient_norm_that_doubles_is_harm_and_what_the_control_did_not_reach_is_not_judged() -> None:
     control = noisy(2.0)
     norm = np.full(STEPS, 0.5)
