@@ -27,8 +27,8 @@ def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | N
             continue
         line = (target - end) / newer * half
         curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
-        likely = curve if older > 0 and newer >= 1.2 * older else line
-        found.append((likely, 0.7 * min(line, curve), 1.5 * max(line, curve)))
+        likely = curve if older > 0 and newer >= 1.2 * older else math.sqrt(line * curve)  # between, where it may turn
+        found.append((likely, 0.5 * min(line, curve), 1.5 * max(line, curve)))
     return min(found, key=lambda steps: steps[0]) if found else (None, None, None)
 
 
