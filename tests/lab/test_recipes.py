@@ -1,0 +1,143 @@
+"""What recipes may say of a run: shapes of the model, optimizers, text, and harm that is done on purpose."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot
+from foreshock.lab.corpus import Corpus, standard_library
+from foreshock.lab.model import GPT, ModelConfig, Rotary
+from foreshock.lab.published import published
+from foreshock.lab.recipes import ARMS, CONTROL, RECIPES, UNTREATED, Arm, Injection, Recipe, find_recipe
+from foreshock.lab.run import Training
+
+SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
+TINY = replace(find_recipe("key-bias-small"), model=SHAPE, batch=4, sample_every_steps=5)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return standard_library()
+
+
+def losses(recipe: Recipe, corpus: Corpus, steps: int, arm: Arm = UNTREATED) -> list[float]:
+    training = Training(recipe, arm, 1, corpus=corpus)
+    with training.agent:
+        return [float(training.advance()) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_heads": 2, "rotary": True, "qkv_bias": False},
+        {"qk_norm": True},
+        {"kv_heads": 1, "qk_norm": True, "rotary": True, "matmul_dtype": "bfloat16"},
+        {"value_offset": 2.0, "qkv_bias": False},
+    ],
+)
+def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: dict[str, Any], corpus: Corpus) -> None:
+    recipe = replace(TINY, model=replace(SHAPE, **changes))
+    training = Training(recipe, UNTREATED, 1, corpus=corpus)
+    samples: list[wire.Event] = []
+    training.agent.subscribe(samples.append)
+    with training.agent:
+        course = [float(training.advance()) for _ in range(12)]
+    assert course[-1] < course[0]
+    words = [event.words() for event in samples if isinstance(event, wire.Sample)]
+    rows = sum(each[:, Slot.ROWS] for each in words if each is not None)
+    assert rows.tolist() == [12 * 4 * 16] * 8  # type: ignore[union-attr]
+
+
+def test_query_heads_must_share_key_heads_evenly() -> None:
+    with pytest.raises(ValueError, match="4 heads cannot share 3 key heads"):
+        replace(SHAPE, kv_heads=3)
+
+
+def test_values_start_with_what_they_share_in_a_bias_of_their_own_or_in_that_of_all_three() -> None:
+    torch.manual_seed(0)
+    shared = dict(GPT(replace(SHAPE, value_offset=3.0)).named_parameters())
+    alone = dict(GPT(replace(SHAPE, value_offset=3.0, qkv_bias=False)).named_parameters())
+    for layer in range(2):
+        bias = shared[f"h.{layer}.attn.c_attn.bias"].detach()
+        assert float(bias[:64].abs().max()) == 0.0
+        assert 1.5 < float(bias[64:].std()) < 4.5
+        assert f"h.{layer}.attn.c_attn.bias" not in alone
+        assert 1.5 < float(alone[f"h.{layer}.attn.value_bias"].detach().std()) < 4.5
+
+
+def test_rotary_positions_turn_queries_and_keys_so_that_only_distance_counts() -> None:
+    rotary = Rotary(16, 8)
+    vector = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    turned = rotary(vector)
+    assert torch.allclose(turned.norm(dim=-1), vector.norm(dim=-1), atol=1e-5)
+    products = turned[0, 0] @ turned[0, 0].T
+    assert torch.allclose(products.diagonal(3), products[0, 3].expand(13), atol=1e-4)
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(corpus: Corpus) -> None:
+    training = Training(replace(TINY, optimizer="muon"), UNTREATED, 1, corpus=corpus)
+    with training.agent:
+        adamw, muon = training.optimizers
+        matrices = [p for group in muon.param_groups for p in group["params"]]
+        assert len(matrices) == 8
+        others = sum(len(group["params"]) for group in adamw.param_groups)
+        assert others + 8 == len(list(training.model.parameters()))
+        course = [float(training.advance()) for _ in range(9)]
+    assert course[-1] < course[0]
+
+
+def test_text_may_repeat_its_tokens_and_lead_with_one(corpus: Corpus) -> None:
+    training = Training(replace(TINY, repeats=3, leading=5), UNTREATED, 1, corpus=corpus)
+    with training.agent:
+        windows = training._next_windows()
+    assert windows.shape == (4, 17)
+    assert set(windows[:, :5].flatten().tolist()) == {10}
+    assert torch.equal(windows[:, 6], windows[:, 7])
+    assert torch.equal(windows[:, 7], windows[:, 8])
+
+
+def test_noise_is_injected_in_its_steps_alone(corpus: Corpus) -> None:
+    noisy = replace(TINY, injection=Injection(kind="noise", first_step=4, steps=1))
+    clean, harmed = losses(TINY, corpus, 4), losses(noisy, corpus, 4)
+    assert harmed[:3] == clean[:3]
+    assert harmed[3] > clean[3]
+
+
+def test_a_dead_loss_scale_ends_the_run_as_no_number(corpus: Corpus) -> None:
+    dead = replace(TINY, injection=Injection(kind="half", first_step=3, steps=10**9, loss_scale=2.0**30))
+    course = losses(dead, corpus, 5)
+    assert all(math.isfinite(loss) for loss in course[:3])
+    assert math.isnan(course[4])
+
+
+def test_a_trace_says_what_its_run_was_made_to_show() -> None:
+    key_bias, noise = find_recipe("key-bias-small"), find_recipe("injected-noise")
+    assert key_bias.truth_of(UNTREATED) == "rounding"
+    assert key_bias.truth_of(CONTROL) == key_bias.truth_of(ARMS["exact-delta"]) == "healthy"
+    assert find_recipe("high-rate").truth_of(CONTROL) == "score growth"
+    header = noise.header(UNTREATED, 2, "run")
+    assert (header["truth"], header["nature"], header["seed"]) == ("other", "injected", 2)
+    assert key_bias.header(UNTREATED, 2, "run")["nature"] == "natural"
+
+
+def test_injected_recipes_say_so_in_their_name() -> None:
+    assert {name for name, each in RECIPES.items() if each.injection} == {
+        name for name in RECIPES if name.startswith("injected")
+    }
+
+
+def test_the_published_sets_hold_three_seeds_of_every_arm_that_fails_and_no_run_twice() -> None:
+    for entries in published().values():
+        names = [entry.name for entry in entries]
+        assert len(set(names)) == len(names)
+    sets = published()
+    assert sum(len(sets[name]) for name in ("cpu", "healthy", "gpu")) >= 40
+    arms: dict[tuple[str, str], set[int]] = {}
+    for entry in (*sets["cpu"], *sets["gpu"]):
+        if entry.recipe.truth != "healthy":
+            arms.setdefault((entry.recipe.name, entry.arm.name), set()).add(entry.seed)
+    assert {len(seeds) for seeds in arms.values()} == {3}
