@@ -168,8 +168,19 @@ class Agent:
         since = self.current_step - self._collector.since_step
         if not self._sampled or self.current_step <= self._watch_until or self._collector.crowded:
             return since > 0
-        late = time.monotonic() - self._last_sample_at >= self.config.sample_every_seconds
-        return since >= self.config.sample_every_steps and late
+        return since > 0 and self.current_step % self._stride(since) == 0
+
+    def _stride(self, since: int) -> int:
+        """Samples are due at multiples of it: sample_every_steps, doubled until they take sample_every_seconds.
+
+        Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
+        samples of all ranks at the same steps, without a word between them.
+        """
+        stride = self.config.sample_every_steps
+        step_seconds = (time.monotonic() - self._last_sample_at) / since
+        while 0 < stride * step_seconds < self.config.sample_every_seconds:
+            stride *= 2
+        return stride
 
     def _snapshot(self) -> None:
         every = self.config.norms_every_steps

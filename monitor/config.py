@@ -73,9 +73,9 @@ class AgentConfig(BaseSettings):
     """With attention="keep": heads of each layer that are measured in such a step, in turn; 0 means all."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """A sample is taken after this many steps, or after `sample_every_seconds`, whichever is later."""
+    """A sample is taken at multiples of this many steps, doubled as often as `sample_every_seconds` asks."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
-    """See `sample_every_steps`."""
+    """Least time between two samples. By doubling the steps ranks sample the same steps without talking."""
     close_watch_steps: int = Field(default=200, ge=0, le=10**6)
     """After a warning is raised every step is sampled for this many steps."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)

@@ -65,7 +65,7 @@ def test_every_row_of_every_head_is_counted_and_samples_tile_the_steps() -> None
 
 def test_the_loss_of_each_sample_is_the_mean_of_its_steps() -> None:
     model, losses = tiny_gpt(), []
-    agent = attach(model, **{**EVERY_STEP, "sample_every_steps": 3})
+    agent = attach(model, **{**EVERY_STEP, "sample_every_steps": 4})
     listener = Listener()
     agent.subscribe(listener)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
