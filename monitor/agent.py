@@ -25,6 +25,7 @@ from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
+from foreshock.monitor.judging import Judge, Judged
 from foreshock.monitor.keeping import Keeper
 from foreshock.monitor.layers import Projection
 from foreshock.monitor.norms import ModelNorms
@@ -96,6 +97,7 @@ class Agent:
             self._switchboard.on_change = instruments.keeper.follow
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
+        self._judging = Judge(self._judge)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
         self._guards = {
@@ -212,21 +214,26 @@ class Agent:
         counted: list[Counted] = []
         with self._guards["collector"] as guard:
             if guard.on:
-                counted = self._collector.landed(wait=wait)
+                if wait:  # makes room for one more
+                    counted = self._collector.landed(wait=True)
                 if sample:
-                    self._snapshot()  # read at a later boundary, on every device: no step pays for both
-                if wait:
-                    counted = counted + self._collector.landed(wait=True)
+                    self._snapshot()
+                counted = counted + self._collector.landed(wait=wait)
         return counted
 
     def _collect_the_rest(self) -> None:
-        """Sample what was counted since the last sample, and wait for it."""
-        self._settle(self._collect(sample=self.current_step > self._collector.since_step, wait=True))
+        """Sample what was counted since the last sample, wait for it and judge it."""
+        rest = self._collect(sample=self.current_step > self._collector.since_step, wait=True)
+        self._settle([])
+        for counted in rest:
+            self._tell(self._judge(counted))
 
     def _settle(self, counted: list[Counted]) -> None:
-        """Everything that follows from samples that have arrived and commands that came in."""
+        """Tell of the samples that have been judged, hand those over that have arrived, obey commands that came in."""
+        for judged in self._judging.take():
+            self._tell(judged)
         for sample in counted:
-            self._digest(sample)
+            self._judging.put(sample)
         with self._guards["switch"] as guard:
             if guard.on and self._sender is not None:
                 for command in self._sender.commands():
@@ -234,17 +241,24 @@ class Agent:
                     if done is not None:
                         self._emit(done)
 
-    def _digest(self, counted: Counted) -> None:
-        if not self._checked:
-            self._checked = True
-            self._check_that_every_layer_was_hit(counted)
+    def _judge(self, counted: Counted) -> Judged:
+        """What the detectors say; in the judge's thread, but for the last sample."""
         verdicts: list[wire.Verdict] = []
         risk = None
         with self._guards["detectors"] as guard:
             if guard.on:
                 verdicts = self.detectors.update(_readings(counted, self._rounds()))
                 risk = self.detectors.risk
-                if self._instruments.keeper is not None:
+        return Judged(counted, verdicts, risk)
+
+    def _tell(self, judged: Judged) -> None:
+        counted, verdicts, risk = judged
+        if not self._checked:
+            self._checked = True
+            self._check_that_every_layer_was_hit(counted)
+        if verdicts and self._instruments.keeper is not None:
+            with self._guards["detectors"] as guard:
+                if guard.on:
                     verdicts = self._instruments.keeper.with_errors(verdicts, counted.words, self._heads)
         with self._guards["sample"] as guard:
             if guard.on:
