@@ -232,7 +232,7 @@ async def read(
         rollups.c.span.between(min(spans), max(spans)),
     )
     found: dict[tuple[str, int], dict[int, tuple[int, bytes]]] = defaultdict(dict)
-    for metric, layer, span, own, data in await connection.execute(query):
+    for metric, layer, span, own, data in (await connection.execute(query)).all():
         rows = found[metric, layer]
         if span in spans and (span not in rows or own < rows[span][0]):
             rows[span] = own, data

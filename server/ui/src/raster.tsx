@@ -1,6 +1,6 @@
 /** Heads through time: one row a head, one column a step, the same colours as the heat map beside it. */
 
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import type { Ink } from "./colour";
 import { tick } from "./format";
@@ -23,17 +23,17 @@ interface Props {
 const LEFT = 46;
 const BOTTOM = 24;
 
-export function Raster({ frames, rows, at, paint, chosen, ink, onPick }: Props) {
+export function Raster({ frames, version, rows, at, paint, chosen, ink, onPick }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [box, width] = useWidth();
   const columns = frames.steps.length;
   const rowHeight = Math.max(7, Math.min(22, 340 / Math.max(1, rows.length)));
   const plotted = Math.max(1, width - LEFT);
+  const found = useMemo(() => frames.steps.map((step) => frames.at(step)?.values), [frames, version]);
 
   useEffect(() => {
     const height = rows.length * rowHeight;
     const ctx = prepare(canvas.current!, width, height + BOTTOM);
-    const found = frames.steps.map((step) => frames.at(step)?.values);
     const places = rows.map(
       ({ layer, head }) => frames.layers.indexOf(layer) * frames.heads.length + frames.heads.indexOf(head),
     );
