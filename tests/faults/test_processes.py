@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.hostile_server import HostileServer, acknowledge, hang, hostile_server
+from tests.faults.hostile_server import HostileServer, acknowledge, answer, hang, hostile_server
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract import wire
@@ -33,12 +34,20 @@ QUICK: dict[str, Any] = {
 
 
 @contextmanager
-def training(url: str, spool: Path, ending: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The training script after its tenth step, and its boot."""
+def training(
+    url: str, spool: Path, ending: str, *, file_bytes: int = resource.RLIM_INFINITY
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The training script after its tenth step, and its boot. No file of it may grow beyond `file_bytes`."""
     command = [sys.executable, "-P", str(SCRIPT), url, str(spool), ending]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
     ) as process:
         try:
             assert process.stdout is not None
@@ -103,6 +112,23 @@ def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(tmp_path: 
         gaps = [b - a for a, b in zip(server.requests_at[before + 1 :], server.requests_at[before + 2 :], strict=False)]
         assert max(gaps) < 5
         assert_no_burst(server, at + seconds, 0.05)
+
+
+@pytest.mark.promise("A5")
+def test_a_spool_that_the_kernel_lets_grow_no_further_costs_no_sample(tmp_path: Path) -> None:
+    limit = 2**16
+    with (
+        hostile_server(answer(503)) as server,
+        training(server.url, tmp_path, "never", file_bytes=limit) as (process, _),
+    ):
+        eventually("a full spool", lambda: sum(p.stat().st_size for p in tmp_path.rglob("*.spool")) > limit - 2**14)
+        time.sleep(0.5)
+        server.behaviour = acknowledge
+        server.batches.clear()
+        eventually("more than the spool holds", lambda: sum(len(str(batch)) for batch in server.batches) > 2 * limit)
+        assert process.poll() is None
+        samples = [(event["since_step"], event["step"]) for event in server.events("sample")]
+    assert samples == [(step, step + 1) for step in range(len(samples))]
 
 
 def assert_no_burst(server: HostileServer, since: float, send_every_seconds: float) -> None:
