@@ -92,6 +92,13 @@ class HeadRows:
         held = {head for heads in placed for head in heads} if placed is not None else set(range(len(self.starts)))
         return [head for head in range(len(self.starts)) if head not in held]
 
+    def spread_inputs(self) -> bool:
+        """Whether a process holds only some of the inputs of each row: Gram matrices of all would have to be added."""
+        weight = getattr(self.holder, self.weight, None)
+        if not is_sharded(weight):
+            return False
+        return len({_turned(part, self.holder).columns for part in parts_of(weight)}) > 1
+
     def _within(self, rows: tuple[int, int]) -> list[int]:
         return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + self.head_dim <= rows[1]]
 
@@ -144,6 +151,8 @@ class Projection:
 
     def gaps(self, first_head: int = 0) -> str:
         """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
+        if self.query.spread_inputs() or self.key.spread_inputs():
+            return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
         told = ""
         for heads, why in (
             (self.unmeasured, "norms of heads {} not measured: they straddle processes"),

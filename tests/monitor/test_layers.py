@@ -218,6 +218,7 @@ def test_a_weight_whose_inputs_are_spread_over_processes_is_left_unmeasured() ->
         assert (held.heads, held.inputs, held.weights.shape) == (range(HEADS), (16, 32), (HEADS, DIM, 16))
         assert ModelNorms([layer_of(HEADS)], [found]).measure() == {}
         assert found.unmeasured == []
+        assert "the inputs of W_Q or W_K are spread over processes" in found.gaps()
 
 
 def test_a_weight_cut_over_two_dimensions_of_the_mesh_is_told_apart_into_storage_and_computation() -> None:
