@@ -4,6 +4,7 @@ On CUDA the copy is asynchronous and is read steps later, when its event has pas
 gradient norms that are tensors ride along, so that reading them costs no synchronisation either.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Words, identity_row
+from foreshock.monitor.sharding import is_sharded
+
+logger: Final = logging.getLogger("foreshock")
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,6 +71,7 @@ class Collector:
         self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
         self._flights: deque[_Flight] = deque()
+        self._told_of_parts = False
         self.since_step = step
         """Last step of the last sample; the next one starts after it."""
 
@@ -79,10 +84,25 @@ class Collector:
         """Keep one step's numbers; tensors stay on their device. Raises ValueError unless each is one number."""
         if loss is not None:
             self._losses.append(self._scalar(loss, "loss"))
+        grad_norm = self._whole(grad_norm)
         if grad_norm is not None:
             self._grad_norms.append(self._scalar(grad_norm, "grad_norm"))
         if learning_rate is not None:
             self._learning_rate = float(learning_rate)
+
+    def _whole(self, norm: Any) -> Any:
+        """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
+        if not is_sharded(norm):
+            return norm
+        if all(placement.is_replicate() for placement in norm.placements):
+            return norm.to_local()
+        if not self._told_of_parts:
+            self._told_of_parts = True
+            logger.warning(
+                "foreshock: grad_norm is spread over processes and is not recorded; give grad_norm.full_tensor(): that "
+                "is a collective, and the agent calls none by itself"
+            )
+        return None
 
     def _scalar(self, value: Any, name: str) -> Tensor | float:
         if not isinstance(value, Tensor):

@@ -11,6 +11,9 @@ import pytest
 import torch
 from tests.monitor.doubles import Listener, ScriptedDetectors
 from tests.monitor.tiny_models import tiny_gpt, train_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foreshock.contract import wire
 from foreshock.monitor import attach, interception
@@ -229,3 +232,26 @@ def test_a_wall_clock_that_jumps_or_stands_still_changes_no_duration(
         assert 0 <= s.step_seconds < 60
         assert s.agent_seconds is not None
         assert 0 <= s.agent_seconds < 60
+
+
+def test_a_gradient_norm_that_is_spread_over_ranks_is_named_once_and_costs_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        part, whole = (DTensor.from_local(torch.tensor(2.0), mesh, [kind]) for kind in (Partial(), Replicate()))
+        agent = attach(tiny_gpt(), **{**QUICK, "strict": True, "run": "ranks"})
+        seen = Listener()
+        agent.subscribe(seen)
+        with caplog.at_level("WARNING", "foreshock"):
+            for norm in (part, part, whole):
+                agent.step(1.0, grad_norm=norm)
+        agent.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [s.grad_norm for s in seen.of(wire.Sample)] == [None, None, 2.0]
+    assert [s.loss for s in seen.of(wire.Sample)] == [1.0] * 3
+    assert caplog.text.count("give grad_norm.full_tensor()") == 1
+    assert agent.faults == {}
+    assert (agent.config.rank, agent.config.world_size) == (0, 2)  # as torch.distributed says
