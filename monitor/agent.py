@@ -450,6 +450,7 @@ class Agent:
                 self._collect_the_rest()
                 self._emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
         self._closed = True
+        self._judging.close()
         atexit.unregister(self.close)
         with self._guards["sender"]:
             if self._sender is not None:

@@ -28,7 +28,7 @@ class Judge:
 
     def __init__(self, judge: Callable[[Counted], Judged]) -> None:
         self._judge = judge
-        self._waiting: queue.SimpleQueue[Counted] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Counted | None] = queue.SimpleQueue()
         self._judged: queue.SimpleQueue[Judged | BaseException] = queue.SimpleQueue()
         self._under_way = 0
         self._thread: threading.Thread | None = None
@@ -55,9 +55,12 @@ class Judge:
             taken.append(judged)
         return taken
 
+    def close(self) -> None:
+        """End the thread once it has judged what waits."""
+        self._waiting.put(None)
+
     def _work(self) -> None:
-        while True:
-            counted = self._waiting.get()
+        while (counted := self._waiting.get()) is not None:
             try:
                 self._judged.put(self._judge(counted))
             except BaseException as fault:  # nothing may end this thread while a boundary counts on it

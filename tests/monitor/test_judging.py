@@ -35,6 +35,11 @@ def test_what_was_handed_over_is_taken_judged_and_in_order() -> None:
         judge.put(counted(step))
     assert steps(judge.take()) == [1, 2, 3]
     assert judge.take() == []
+    thread = judge._thread
+    assert thread is not None
+    judge.close()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.promise("A10")
