@@ -30,6 +30,13 @@ _PAPER_BRANCHES = (
     Branch(name="paper-exact-all-500", heads="all", delay_steps=500),
     Branch(name="paper-removed-and-exact-all-500", heads="all", delay_steps=500, remove_offset=True),
 )
+_REMOVAL = (
+    None,
+    Branch(name="exact-all-0", heads="all"),
+    Branch(name="offset-removed", mode="plain", heads="all", remove_offset=True),
+    Branch(name="offset-removed-exact", heads="all", remove_offset=True),
+)
+"""What taking an offset out does by itself and beside exact delta."""
 _PAPER_ARMS = ("paper", "control", "paper-exact-delta", "paper-rescued")
 _KERNEL_ARMS = ("untreated", "control", "rescued", "exact-delta", "paper")
 
@@ -44,7 +51,8 @@ def _healthy(*, on_gpu: bool, seeds: Sequence[int]) -> list[Entry]:
 
 
 def published() -> dict[str, list[Entry]]:
-    """The sets by name: `cpu`, `healthy` and `gpu` (which arms of which recipe and seed), and `rescue` (what helps)."""
+    """The sets by name: `cpu`, `healthy` and `gpu` (which arms of which recipe and seed), `rescue` (what helps) and
+    `removal` (the same of an offset that is taken out, on a CPU)."""
     shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     return {
         "cpu": [
@@ -58,6 +66,11 @@ def published() -> dict[str, list[Entry]]:
             *_arms("shared-values", _KERNEL_ARMS, (1, 2, 3)),
             *_arms("paper-values", _PAPER_ARMS, (1, 2, 3)),
             *_healthy(on_gpu=True, seeds=(1,)),
+        ],
+        "removal": [
+            Entry(recipe=find_recipe("key-bias-small"), arm=UNTREATED, seed=seed, branch=branch)
+            for seed in (41, 42, 43)
+            for branch in _REMOVAL
         ],
         "rescue": [
             *(Entry(recipe=shared, arm=UNTREATED, seed=1, branch=branch) for branch in (None, *_BRANCHES)),
