@@ -3,11 +3,13 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[ForeshockCallback(run="my-run")])
 
 It attaches when training begins, steps at every optimizer step, and closes when training ends. Modes and detector state
-are saved in every checkpoint's trainer_state.json and are back when training resumes from it.
+are saved in every checkpoint, the first process's in trainer_state.json and the others' beside it, and are back when
+training resumes from it.
 """
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from transformers.training_args import TrainingArguments
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
+
+_FILE: Final = "foreshock_{}.json"
 
 
 class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -54,7 +58,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "before the training and agent.step(loss) after every step"
             )
         self.agent = attach(model, **self._overrides)
-        saved = _saved_in(state, type(self).__name__) or self.saved
+        saved = _own_state(args, state) or _saved_in(state, type(self).__name__) or self.saved
         if saved is not None and saved["step"] == state.global_step:
             self.agent.load_state_dict(saved)
         else:
@@ -123,12 +127,31 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save this process's state beside the first one's, which is all that the Trainer itself saves."""
+        folder = _checkpoint(args, state)
+        if self.agent is not None and args.process_index > 0 and folder.is_dir():
+            (folder / _FILE.format(args.process_index)).write_text(json.dumps(self.agent.state_dict()))
+
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into trainer_state.json with a checkpoint."""
         if self.agent is not None:
             self.saved = self.agent.state_dict()
         settings = {name: value for name, value in self._overrides.items() if name != "token" and _is_json(value)}
         return {"args": settings, "attributes": {"saved": self.saved}}
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _own_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+    """What a process other than the first saved at this step; None for the first, and where there is nothing."""
+    path = _checkpoint(args, state) / _FILE.format(args.process_index)
+    if args.process_index == 0 or not path.is_file():
+        return None
+    saved: dict[str, Any] = json.loads(path.read_text())
+    return saved
 
 
 def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:

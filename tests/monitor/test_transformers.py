@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,3 +305,20 @@ def test_a_version_of_transformers_that_hands_callbacks_no_model_is_a_sentence()
     args = TrainingArguments("unused", report_to=[], use_cpu=True)
     with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
         ForeshockCallback(**QUICK).on_train_begin(args, TrainerState(), TrainerControl())
+
+
+def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-0").mkdir()
+    args, state = SimpleNamespace(n_gpu=0, process_index=1, output_dir=str(tmp_path)), TrainerState()
+    control: Any = TrainerControl()
+    saving, again = Observed(**QUICK), Observed(**QUICK)
+    saving.on_train_begin(args, state, control, model=gpt2())
+    assert saving.agent is not None
+    saving.agent.set_mode([(0, 1)], "exact_delta", "a test")
+    saving.on_save(args, state, control)
+    saving.on_train_end(args, state, control)
+    again.on_train_begin(args, state, control, model=gpt2())
+    assert again.agent is not None
+    assert again.agent.modes()[(0, 1)] == "exact_delta"
+    assert again.agent.run == saving.agent.run
+    again.on_train_end(args, state, control)
