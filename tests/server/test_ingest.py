@@ -219,8 +219,12 @@ def test_the_largest_batch_is_taken(play: Any) -> None:
 def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(play: Any) -> None:
     async def story(service: Any) -> None:
         good, bad = FakeRank(rank=0), FakeRank(rank=1)
-        huge = bad.sample(1).model_copy(update={"loss_nonfinite_steps": 10**30})
-        answers = await asyncio.gather(service.post(bad.batch(huge)), service.post(good.batch(good.sample(1))))
+        huge = [
+            Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss_nonfinite_steps=2**53)
+            for step in range(1, MAX_EVENTS + 1)
+        ]
+        await service.store(bad, *huge)  # 2**62 by now; twice as much is no 64-bit number
+        answers = await asyncio.gather(service.post(bad.batch(*huge)), service.post(good.batch(good.sample(1))))
         assert [answer.status_code for answer in answers] == [422, 200]
         assert "too large" in answers[0].json()["detail"]
 
