@@ -19,6 +19,8 @@ class Arm:
     policy: Policy = "observe"
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
+    centred_keys: bool = False
+    """Attention is given keys without their mean (foreshock.lab.offset_removal.centred)."""
 
 
 UNTREATED = Arm(name="untreated")
@@ -34,6 +36,8 @@ ARMS = {
         Arm(name="exact-delta", mode="exact_delta"),
         Arm(name="paper-exact-delta", numerics="paper", mode="exact_delta"),
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
+        Arm(name="centred", centred_keys=True),
+        Arm(name="paper-centred", numerics="paper", centred_keys=True),
     )
 }
 
@@ -83,7 +87,7 @@ class Recipe:
 
     def truth_of(self, arm: Arm) -> Truth:
         """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
-        cured = arm.numerics == "float32" or arm.mode != "plain"
+        cured = arm.numerics == "float32" or arm.mode != "plain" or arm.centred_keys
         return "healthy" if self.truth == "rounding" and cured else self.truth
 
     def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
@@ -99,8 +103,12 @@ class Recipe:
         }
 
     def shaped(self, arm: Arm) -> ModelConfig:
-        """The model of one arm: the control's attention is given float32 operands."""
-        return replace(self.model, attention_dtype="float32" if arm.numerics == "float32" else "bfloat16")
+        """The model of one arm: the control's attention is given float32 operands, and keys are centred where asked."""
+        return replace(
+            self.model,
+            attention_dtype="float32" if arm.numerics == "float32" else "bfloat16",
+            centred_keys=self.model.centred_keys or arm.centred_keys,
+        )
 
 
 _SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)

@@ -13,7 +13,7 @@ from foreshock.lab.capture import Capture
 from foreshock.lab.corpus import standard_library
 from foreshock.lab.model import CausalSelfAttention, ModelConfig
 from foreshock.lab.offset_removal import Removed, centred, remove_offset
-from foreshock.lab.recipes import CONTROL, find_recipe
+from foreshock.lab.recipes import CONTROL, find_arm, find_recipe
 from foreshock.lab.run import Training
 from foreshock.monitor import Agent, attach
 
@@ -201,3 +201,10 @@ def test_a_model_with_centred_keys_computes_what_one_without_does(drifted: Train
     assert drifted.peek_loss().item() == pytest.approx(before, rel=1e-5)
     assert plain.abs().max() > 1
     torch.testing.assert_close(offsets(drifted), torch.zeros(2, 2), rtol=0, atol=1e-4)
+
+
+def test_an_arm_with_centred_keys_shapes_such_a_model_and_counts_as_cured() -> None:
+    assert TINY.shaped(find_arm("paper-centred")).centred_keys
+    assert TINY.truth_of(find_arm("paper-centred")) == "healthy"
+    assert not TINY.shaped(find_arm("paper")).centred_keys
+    assert TINY.truth_of(find_arm("paper")) == "rounding"
