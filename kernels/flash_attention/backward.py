@@ -4,7 +4,7 @@ No pass uses atomics: every block of rows writes its own partial statistics, and
 fixed order, so that equal inputs give equal bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -368,10 +368,34 @@ class Tensors(NamedTuple):
 def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
     """The three passes under given configurations, and the statistics."""
     rows = launch_rows(call, given)
-    launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
-    launch_grad_key(call, chosen.grad_key, given, rows, grads[1], grads[2])
+    tiles = tiles_of(call, chosen.grad_query, given)
+    launch_grad_query(call, chosen.grad_query, given, rows, grads[0], tiles)
+    same = chosen.grad_query[:2] == chosen.grad_key[:2] and chosen.grad_query.tma == chosen.grad_key.tma
+    launch_grad_key(call, chosen.grad_key, given, rows, grads[1], grads[2], tiles if same else None)
     if given.state is not None:
         launch_count(call, given, rows, given.state)
+
+
+class Tiles(NamedTuple):
+    """The tensors that a pass takes tile by tile, or their descriptors, which cost the host as much as a launch."""
+
+    tma: bool
+    query: Any
+    key: Any
+    value: Any
+    grad_out: Any
+
+
+def tiles_of(call: Call, config: Config, given: Tensors) -> Tiles:
+    """As one configuration cuts them."""
+    tma = config.tma and call.takes_descriptors(given.query, given.key, given.value, given.grad_out)
+    return Tiles(
+        tma,
+        call.rows(given.query, config.block_m, tma),
+        call.rows(given.key, config.block_n, tma),
+        call.rows(given.value, config.block_n, tma),
+        call.rows(given.grad_out, config.block_m, tma),
+    )
 
 
 class Rows(NamedTuple):
@@ -521,18 +545,17 @@ def launch_count(call: Call, given: Tensors, rows: Rows, state: Tensor) -> None:
     )
 
 
-def launch_grad_query(call: Call, config: Config, given: Tensors, rows: Rows, grad_query: Tensor) -> None:
+def launch_grad_query(
+    call: Call, config: Config, given: Tensors, rows: Rows, grad_query: Tensor, tiles: Tiles | None = None
+) -> None:
     """dQ, and the flags of every row."""
     grad_out, query, key, value = given[:4]
-    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
+    tiles = tiles or tiles_of(call, config, given)
     launch(
         grad_query_kernel,
         (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
         (
-            call.rows(query, config.block_m, tma),
-            call.rows(key, config.block_n, tma),
-            call.rows(value, config.block_n, tma),
-            call.rows(grad_out, config.block_m, tma),
+            *tiles[1:],
             grad_query,
             rows.log2_lse,
             rows.delta,
@@ -554,7 +577,7 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: Rows, gr
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             **call.switches,
-            "TMA": tma,
+            "TMA": tiles.tma,
             "COUNT": given.state is not None,
             "IN_REGISTERS": config.operands_in_registers,
         },
@@ -563,22 +586,25 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: Rows, gr
 
 
 def launch_grad_key(
-    call: Call, config: Config, given: Tensors, rows: Rows, grad_key: Tensor, grad_value: Tensor
+    call: Call,
+    config: Config,
+    given: Tensors,
+    rows: Rows,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    tiles: Tiles | None = None,
 ) -> None:
     """dK and dV."""
     grad_out, query, key, value = given[:4]
-    tma = config.tma and call.takes_descriptors(query, key, value, grad_out)
+    tiles = tiles or tiles_of(call, config, given)
     launch(
         grad_key_kernel,
         (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads, 1),
         (
-            call.rows(query, config.block_m, tma),
-            call.rows(key, config.block_n, tma),
-            call.rows(value, config.block_n, tma),
-            call.rows(grad_out, config.block_m, tma),
+            *tiles[1:],
             grad_key,
             grad_value,
-            call.rows(rows.folded, config.block_m, tma, 16) if rows.folded is not None else None,
+            call.rows(rows.folded, config.block_m, tiles.tma, 16) if rows.folded is not None else None,
             rows.log2_lse,
             rows.delta,
             given.cu_seqlens_q,
@@ -598,7 +624,7 @@ def launch_grad_key(
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             **call.switches,
-            "TMA": tma,
+            "TMA": tiles.tma,
             "FOLD": rows.folded is not None,
         },
         config.options,

@@ -195,6 +195,11 @@ def slow_ties_kernel(
     """
     index = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
+    total_q = length_q
+    batch = index
+    if PACKED:
+        batch = 0
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
     papers = 0
     if HAS_MODES:
         papers = tl.load(modes + head) & PAPER_SOFTMAX
@@ -204,11 +209,6 @@ def slow_ties_kernel(
     past = tl.max(tl.load(large + tl.program_id(1) * parts + part, mask=part < parts, other=0).to(tl.int32), 0)
     if (past != 0) | (papers != 0):
         kv_head = head // group
-        total_q = length_q
-        batch = index
-        if PACKED:
-            batch = 0
-        start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
         rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
         query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
         query += tl.cast(start_q, tl.int64) * stride_qs
