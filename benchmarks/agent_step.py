@@ -273,7 +273,7 @@ class Bench:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step(arm, self.ids[0])
             self._wait()
-        marks = ("flash", "fmha", "attention", "_forward", "_backward", "sdpa")
+        marks = ("flash", "fmha", "sdpa", "forward_kernel", "grad_query_kernel", "grad_key_kernel", "row_statistics")
         names = {event.key[:80] for event in profile.key_averages() if any(mark in event.key for mark in marks)}
         return sorted(names)
 
@@ -353,20 +353,22 @@ def main(json_path: Path | None = None, rounds: int = 12, only: str | None = Non
     for shape in SHAPES:
         if only in (None, shape.name):
             torch.compiler.reset()
-            shapes.append(measured := measure(shape, max(1, rounds // shape.share)))
+            measured = measure(shape, max(1, rounds // shape.share))
+            measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}"
+            measured["date"] = datetime.now(UTC).date().isoformat()
+            shapes.append(measured)
             print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
             if json_path is not None:
-                _write(json_path, rounds, shapes)
+                _write(json_path, shapes)
             gc.collect()
             torch.cuda.empty_cache()
 
 
-def _write(path: Path, rounds: int, shapes: list[dict[str, Any]]) -> None:
+def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
+    """Write the figures; those of other shapes that stand in the file stay, if the same machine made them."""
     import triton
 
-    result = {
-        "command": f"foreshock bench agent --rounds {rounds} --json {path.name}",
-        "date": datetime.now(UTC).date().isoformat(),
+    here = {
         "device": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,
@@ -375,6 +377,28 @@ def _write(path: Path, rounds: int, shapes: list[dict[str, Any]]) -> None:
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         },
         "unit": "milliseconds a training step, median over rounds of a block's mean",
-        "shapes": shapes,
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    fresh = {measured["shape"]["name"] for measured in shapes}
+    same = all(known.get(name) == value for name, value in here.items())
+    others = [m for m in known.get("shapes", ()) if same and m["shape"]["name"] not in fresh]
+    path.write_text(json.dumps({**here, "shapes": others + shapes}, indent=1) + "\n")
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """The table of docs/agent.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
+    pairs = ("kernels_agent / kernels", "kernels_agent / none", "keep_agent / none")
+    arms = ("none", "kernels", "kernels_agent", "keep_agent")
+    lines = [
+        f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",
+        "|---" * (3 + len(arms + pairs)) + "|",
+    ]
+    for measured in figures["shapes"]:
+        shape = measured["shape"]
+        cells = [shape["name"], f"{shape['length']}, {shape['batch']}", measured["best_backend"]]
+        cells += [f"{measured[arm]:.2f}" for arm in arms]
+        cells += [f"{measured['ratios'][pair]:.3f} ({measured['ratios_of_means'][pair]:.3f})" for pair in pairs]
+        lines.append(f"| {' | '.join(cells)} |")
+    commands = "; ".join(f"`{m['command']}` ({m['date']})" for m in figures["shapes"])
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    return "\n".join([*lines, "", f"{commands}, on one {figures['device']} ({versions})."])

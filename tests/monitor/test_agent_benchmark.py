@@ -1,9 +1,12 @@
 """The benchmark of a training step, at a size for a CPU: its arms train the same weights, and each is what it says."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAttention, measure
+from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAttention, markdown, measure
 
 TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
 
@@ -32,3 +35,9 @@ def test_the_shapes_are_those_that_are_promised() -> None:
     small, large = SHAPES
     assert (small.layers, small.width, small.length, small.batch) == (12, 768, 1024, 32)
     assert (large.length, large.gated) == (4096, True)
+
+
+def test_the_page_shows_the_recorded_step_times() -> None:
+    root = Path(__file__).parents[2]
+    figures = json.loads((root / "benchmarks" / "results" / "agent_h200.json").read_text())
+    assert markdown(figures) in (root / "docs" / "agent.md").read_text(), "run scripts/agent_figures.py"
