@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -16,26 +17,49 @@ from foreshock.server.retention import delete_old_runs
 from foreshock.server.testing import FakeRank, LiveService
 
 STEPS_A_SECOND = 10
+SINCE, STEP, SEQUENCE = 900_000_000_001, 900_000_000_002, 900_000_000_003
 RUN_SECONDS = 20.0
 """A rank goes over to a new run after so long, and the old one is old enough to be deleted soon after."""
 
 
-async def one_rank(client: httpx.AsyncClient, number: int, until: float, sent: list[int]) -> None:
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def post(connection: Connection, body: bytes) -> int:
+    """Send a batch; the status. Nothing but the standard library: the processors are the service's."""
+    reader, writer = connection
+    head = (
+        b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    writer.write(head % len(body) + body)
+    answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(answer.partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+    return int(answer[9:12])
+
+
+async def one_rank(url: str, number: int, until: float, sent: list[int]) -> None:
     """10 samples a second, each in its own batch, as the agent sends them on a close watch."""
     began, generation = time.monotonic(), 0
-    rank = FakeRank(run="soak-0", rank=number)
+    address = urlsplit(url)
+    connection = await asyncio.open_connection(address.hostname, address.port)
+    rank, sequence, shape = FakeRank(rank=number), 0, ""
     next_at = began + number / 64 / STEPS_A_SECOND
     while (now := time.monotonic()) < until:
-        if int((now - began) / RUN_SECONDS) > generation:
+        if not shape or int((now - began) / RUN_SECONDS) > generation:
             generation = int((now - began) / RUN_SECONDS)
-            rank = FakeRank(run=f"soak-{generation}", rank=number)
-        events = (rank.started(),) if rank.sequence == 0 else (rank.sample(rank.sequence),)
-        body = rank.batch(*events).model_dump_json()
-        answer = await client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 200, answer.text
+            rank, sequence = FakeRank(run=f"soak-{generation}", rank=number), 1
+            shape = rank.batch(rank.sample(STEP, since=SINCE), sequence=SEQUENCE).model_dump_json()
+            body = rank.batch(rank.started(), sequence=1).model_dump_json()
+        else:  # made once and filled in: the load is to come from few processors
+            sequence += 1
+            body = shape.replace(str(SEQUENCE), str(sequence)).replace(str(STEP), str(sequence - 1))
+            body = body.replace(str(SINCE), str(sequence - 2))
+        assert await post(connection, body.encode()) == 200
         sent[0] += 1
         next_at += 1 / STEPS_A_SECOND
         await asyncio.sleep(max(0.0, next_at - time.monotonic()))
+    connection[1].close()
+    await connection[1].wait_closed()
 
 
 def test_roll_ups_of_a_run_that_was_deleted_meanwhile_are_let_go(play: Any) -> None:
@@ -80,10 +104,9 @@ def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_ru
 
     async def load(service: LiveService) -> None:
         process = psutil.Process(service.pid)
-        limits = httpx.Limits(max_connections=ranks + 4)
-        async with httpx.AsyncClient(base_url=service.url, timeout=30.0, trust_env=False, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=service.url, timeout=30.0, trust_env=False) as client:
             until = time.monotonic() + seconds
-            tasks = [asyncio.create_task(one_rank(client, number, until, sent)) for number in range(ranks)]
+            tasks = [asyncio.create_task(one_rank(service.url, number, until, sent)) for number in range(ranks)]
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(min(1.0, seconds / 40))
                 seen.look(process, tmp_path / "foreshock.db")
