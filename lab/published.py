@@ -6,18 +6,19 @@ from foreshock.lab.many import Branch, Entry
 from foreshock.lab.recipes import RECIPES, UNTREATED, find_arm, find_recipe
 
 _BRANCHES = (
-    Branch(name="exact-head-0"),
-    Branch(name="exact-head-500", delay_steps=500),
     Branch(name="exact-head-2000", delay_steps=2000),
     Branch(name="exact-head-4000", delay_steps=4000),
-    Branch(name="exact-layer-2000", delay_steps=2000, heads="layer"),
+    Branch(name="exact-all-0", heads="all"),
     Branch(name="exact-all-2000", delay_steps=2000, heads="all"),
-    Branch(name="stable-head-2000", delay_steps=2000, mode="stable_softmax"),
+    Branch(name="exact-all-4000", delay_steps=4000, heads="all"),
+    Branch(name="exact-all-5000", delay_steps=5000, heads="all"),
+    Branch(name="exact-layer-2000", delay_steps=2000, heads="layer"),
+    Branch(name="stable-all-2000", delay_steps=2000, heads="all", mode="stable_softmax"),
     Branch(name="both-head-2000", delay_steps=2000, mode="exact_delta+stable_softmax"),
-    Branch(name="removed-head-2000", delay_steps=2000, mode="plain", remove_offset=True),
-    Branch(name="removed-and-exact-head-2000", delay_steps=2000, remove_offset=True),
+    Branch(name="removed-all-4000", delay_steps=4000, heads="all", mode="plain", remove_offset=True),
     Branch(name="removed-and-exact-head-4000", delay_steps=4000, remove_offset=True),
     Branch(name="removed-and-exact-all-4000", delay_steps=4000, heads="all", remove_offset=True),
+    Branch(name="removed-and-exact-all-5000", delay_steps=5000, heads="all", remove_offset=True),
 )
 """What is done, after the first warning, to the warned head alone, its layer or all heads."""
 _PAPER_BRANCHES = (
@@ -67,13 +68,17 @@ def published() -> dict[str, list[Entry]]:
             *_arms("paper-values", _PAPER_ARMS, (1, 2, 3)),
             *_healthy(on_gpu=True, seeds=(1,)),
         ],
+        "other": [  # one seed: another optimizer, a larger model
+            *_arms("shared-values-muon", ("untreated", "control"), (1,)),
+            *_arms("shared-values-large", ("untreated", "control", "exact-delta"), (1,)),
+        ],
         "removal": [
             Entry(recipe=find_recipe("key-bias-small"), arm=UNTREATED, seed=seed, branch=branch)
             for seed in (41, 42, 43)
             for branch in _REMOVAL
         ],
         "rescue": [
-            *(Entry(recipe=shared, arm=UNTREATED, seed=1, branch=branch) for branch in (None, *_BRANCHES)),
+            *(Entry(recipe=shared, arm=UNTREATED, seed=2, branch=branch) for branch in (None, *_BRANCHES)),
             *(Entry(recipe=paper, arm=find_arm("paper"), seed=1, branch=branch) for branch in (None, *_PAPER_BRANCHES)),
         ],
     }

@@ -146,6 +146,21 @@ _PAPER_VALUES = replace(
     betas=(0.9, 0.95),
     steps=4000,
 )
+_SHARED_VALUES_MUON = replace(
+    _SHARED_VALUES,
+    name="shared-values-muon",
+    summary="The same with Muon for the matrices inside the blocks.",
+    optimizer="muon",
+    steps=6000,
+)
+_SHARED_VALUES_LARGE = replace(
+    _SHARED_VALUES,
+    name="shared-values-large",
+    summary="Six layers, four heads, width 256, half the batch.",
+    model=replace(_MIDDLE, layers=6, heads=4, width=256, value_offset=4.0),
+    batch=64,
+    steps=8000,
+)
 _HEALTHY_SMALL = replace(
     _KEY_BIAS_SMALL,
     name="healthy-small",
@@ -189,6 +204,8 @@ _ALL = (
     ),
     _SHARED_VALUES,
     _PAPER_VALUES,
+    _SHARED_VALUES_MUON,
+    _SHARED_VALUES_LARGE,
     replace(
         _HEALTHY_SMALL,
         name="high-rate",

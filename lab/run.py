@@ -57,7 +57,7 @@ class Training:
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._capturable = recipe.optimizer == "adamw" and recipe.injection is None
+        self._steady_from = recipe.warmup_steps if recipe.optimizer == "muon" else 0  # its rate is a plain number
         self._eager_steps = 0
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
@@ -108,6 +108,11 @@ class Training:
         return loss
 
     @property
+    def _steady(self) -> bool:
+        """Whether every further step does the same, but for its batch."""
+        return self.recipe.injection is None and self.step >= self._steady_from
+
+    @property
     def busy(self) -> bool:
         """Whether the device is still at this run's last step."""
         return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
@@ -140,7 +145,7 @@ class Training:
         """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
         if self._graph is not None:
             self._graph.replay()
-        elif self._stream is None or self._eager_steps < _EAGER_STEPS or not self._capturable:
+        elif self._stream is None or self._eager_steps < _EAGER_STEPS or not self._steady:
             self._eager_steps += 1
             self._loss, self._norm = self._compute()
         else:
@@ -240,15 +245,14 @@ def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
     rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
     matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    graphed = on_gpu and not matrices
     adamw = torch.optim.AdamW(
         others,
-        lr=torch.tensor(rate, device="cuda") if graphed else rate,
+        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,
         betas=recipe.betas,
         eps=recipe.epsilon,
         weight_decay=recipe.weight_decay,
         fused=True,
-        capturable=graphed,
+        capturable=on_gpu,
     )
     made: list[torch.optim.Optimizer] = [adamw]
     if matrices:
