@@ -329,8 +329,12 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
     if not torch.cuda.is_available():
         raise SystemExit("foreshock bench attention needs a CUDA GPU, and this machine has none that PyTorch sees")
     began, stopwatch = time.monotonic(), Stopwatch(repeats)
-    cells = [cell for shape in grid(lengths) for cell in measure(shape, stopwatch)]
-    print(table(cells))
+    cells: list[dict[str, Any]] = []
+    for shape in grid(lengths):
+        found = measure(shape, stopwatch)
+        header, *lines = table(found).splitlines()
+        print("\n".join(lines if cells else [header, *lines]), flush=True)
+        cells += found
     varlen = [cell for head_dim, heads in ((64, 32), (128, 16)) for cell in measure_varlen(head_dim, heads, stopwatch)]
     for cell in varlen:
         print(

@@ -1,5 +1,8 @@
 """Spectral norms per head against singular values."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +127,12 @@ def test_wrong_weights_get_a_sentence() -> None:
         norms(random(1, 2, 4, 16), random(1, 2, 4, 16))
     with pytest.raises(ValueError, match="each must be 1 or more"):
         SpectralNorms(warm_iterations=0)
+
+
+def test_on_an_h200_a_model_of_32_layers_pays_less_than_a_millisecond_a_step() -> None:
+    """`foreshock bench spectral`, whose random weights have no value that stands out."""
+    result = json.loads((Path(__file__).parents[2] / "benchmarks/results/spectral_h200.json").read_text())
+    assert (result["layers"], result["heads"], result["d_model"]) == (32, 32, 4096)
+    for model in result["models"]:
+        assert model["milliseconds_a_step"] < 1.0
+        assert model["worst_relative_error"] < 0.03
