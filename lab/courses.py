@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.lab.harm import first_harm
@@ -29,7 +30,7 @@ class Course:
     loss: float
     """mean over the last steps"""
     excess: float | None
-    """share by which that lies above the control's loss in the same steps; None without a control that got so far"""
+    """share by which the loss lies above the control's, over the last steps that both made; None without a control"""
     harm_step: int | None
     largest_score: float
     offset: float
@@ -50,17 +51,18 @@ def courses(paths: Iterable[Path]) -> list[Course]:
 
 def _course(trace: Trace, control: Trace | None) -> Course:
     record = recorded(trace)
-    last = int(trace.steps.step[-1])
-    loss = _mean_loss(trace.steps, last)
-    other = None if control is None or control is trace else _mean_loss(control.steps, last)
+    excess = None
+    if control is not None and control is not trace:
+        both = np.intersect1d(trace.steps.step, control.steps.step)[-LAST_STEPS:]
+        excess = _mean_loss(trace.steps, both) / _mean_loss(control.steps, both) - 1
     harm = first_harm(trace.steps, None if control is None or control is trace else control.steps)
     return Course(
         recipe=str(trace.header.get("recipe", trace.path.name)),
         arm=str(trace.header.get("arm", "")),
         seed=int(trace.header.get("seed", 0)),
-        steps=last,
-        loss=loss,
-        excess=None if other is None or np.isnan(other) else loss / other - 1,
+        steps=int(trace.steps.step[-1]),
+        loss=_mean_loss(trace.steps, trace.steps.step[-LAST_STEPS:]),
+        excess=excess,
         harm_step=None if harm is None else harm.step,
         largest_score=record.largest_score,
         offset=float(np.max(np.abs(record.offsets[-1]))) if record.offsets else float("nan"),
@@ -69,10 +71,10 @@ def _course(trace: Trace, control: Trace | None) -> Course:
     )
 
 
-def _mean_loss(steps: Steps, last: int) -> float:
-    """NaN when the run ended before `last`."""
-    chosen = (steps.step > last - LAST_STEPS) & (steps.step <= last)
-    return float(np.mean(steps.loss[chosen])) if steps.step[-1] >= last else float("nan")
+def _mean_loss(steps: Steps, chosen: npt.NDArray[np.int64]) -> float:
+    """Over the steps `chosen`; NaN without any."""
+    losses = steps.loss[np.isin(steps.step, chosen)]
+    return float(np.mean(losses)) if len(losses) else float("nan")
 
 
 def recorded(trace: Trace) -> Record:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from foreshock.lab.record import Record
 
 _COLOURS = {
@@ -13,6 +15,8 @@ _COLOURS = {
     "paper": "#cc79a7",
 }
 """Told apart by colour-blind eyes as well (Okabe and Ito)."""
+_STEEP = 1000.0
+"""Offsets and scores beyond it are drawn on a logarithmic axis."""
 
 
 def draw(
@@ -35,6 +39,8 @@ def draw(
         for name, record in records.items():
             steps, values = record.series(quantity, head)
             axis.plot(steps, values, label=name, color=_COLOURS.get(name), linewidth=1.3)
+            if quantity != "loss" and np.nanmax(np.abs(values), initial=0.0) > _STEEP:
+                axis.set_yscale("symlog", linthresh=10.0)
         for row, (text, step) in enumerate(marks.items()):
             if step is not None:
                 axis.axvline(step, color="black", linewidth=0.8, linestyle=":")
