@@ -75,7 +75,8 @@ def first_harm(steps: Steps, control: Steps | None = None) -> Harm | None:
             ("gradient norm", grad_norm / base_norm - 1.0, limits.grad_norm_factor - 1.0),
         )
     for by, excess, limit in tests:
-        start = _first_in_a_row(_lasting(excess, limit), BLOCKS_IN_A_ROW)
+        beyond = excess > limit if control is None else _lasting(excess, limit)
+        start = _first_in_a_row(beyond, BLOCKS_IN_A_ROW)
         if start is not None:
             found.append(Harm(int(blocks[start]) * BLOCK_STEPS + 1, by, against))
     return min(found, key=lambda harm: harm.step, default=None)

@@ -42,7 +42,7 @@ class Score:
     split: str
     """tuning, held-out or unassigned"""
     truth: str
-    """what the run was made to show: healthy, rounding, score growth or other"""
+    """what the run was made to show: healthy, rounding, score growth, other or treated"""
     nature: str
     """natural or injected"""
     steps: int
@@ -128,11 +128,16 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
 
 
 def truth(trace: Trace) -> str:
-    """What a run was made to show; a trace that does not say is healthy in float32 and rounding otherwise."""
+    """What a run was made to show; a trace that does not say is healthy in float32 and rounding otherwise.
+
+    A run of a failing recipe under exact delta from the start is "treated": neither healthy nor a failure to warn of,
+    since treatment may come short.
+    """
     said = trace.header.get("truth")
-    if said is not None:
-        return str(said)
-    return "healthy" if trace.started.numerics == "float32" or trace.header.get("arm") == "control" else "rounding"
+    if said is None:
+        exact = trace.started.numerics == "float32" or trace.header.get("arm") == "control"
+        return "healthy" if exact else "rounding"
+    return "treated" if said == "healthy" and "exact-delta" in str(trace.header.get("arm")) else str(said)
 
 
 def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:

@@ -85,7 +85,7 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
                 len(alarms(each.signals[monitor], threshold)), each.warnings * (kind == "shipped" and monitor == OURS)
             )
             healthy_steps += each.steps
-        if each.truth == "healthy":
+        if each.truth in ("healthy", "treated"):
             continue
         if monitor == OURS and each.first_warning_step is not None:
             causes += 1

@@ -202,7 +202,7 @@ def _by_slot(words: Words) -> dict[str, Any]:
         if slot in _UNREAD or bool((values == info.identity).all()):
             continue
         named[slot.name.lower()] = values.astype(np.int64).tolist() if info.dtype == "int64" else _rounded(values)
-    if named.get("score_max") == named.get("row_max_abs"):
+    if "row_max_abs" in named and named.get("score_max") == named["row_max_abs"]:
         named["score_max"] = "row_max_abs"
     return named
 
@@ -213,7 +213,9 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     floats[:, list(_UNREAD)] = np.nan
     for name, given in named.items():
         slot = Slot[name.upper()]
-        values = named[given] if isinstance(given, str) else given  # the same as another slot
+        values = named.get(given) if isinstance(given, str) else given  # the same as another slot
+        if values is None:  # ...which is its identity everywhere
+            continue
         if len(values) != heads:
             raise ValueError(f"slot {name} speaks of {len(values)} heads in a trace of {heads}")
         if SLOTS[slot].dtype == "int64":

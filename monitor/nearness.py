@@ -15,6 +15,10 @@ _WORTH_A_LOOK: Final = 0.6
 """Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 
 
+_MANY_HEADS: Final = 4
+"""A layer of fewer heads has no typical head."""
+
+
 class Nearness:
     """The conditions of a warning, for heads whose layers are `layers`."""
 
@@ -25,6 +29,7 @@ class Nearness:
         self._grid = np.full((len(names), max(map(len, members), default=0)), len(layers), dtype=np.int64)
         for place, rows in enumerate(members):
             self._grid[place, : len(rows)] = rows
+        self._many = np.array([len(rows) >= _MANY_HEADS for rows in members], dtype=np.bool_)
 
     def __call__(self, growth: Growth, *, young: bool, ripe: bool, push: Floats) -> Floats:
         """The least ratio of all conditions of a signal, [len(SIGNALS), N]; 0 where one is unknown.
@@ -64,26 +69,32 @@ class Nearness:
         return near
 
     def _lasting(self, growth: Growth, row: int, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
-        """Whether growth goes on, is more than noise and more than that of the other layers, for some `heads`."""
+        """Whether growth goes on, is more than noise and more than that of the peers, for some `heads`."""
         config, of = self._config, (row, heads)
         end = growth.end[of]
+        others, own = (peers[heads] for peers in self._peers(factor))
+        if SIGNALS[row] == "offset":  # heads of a layer may drift together by a little; together and far is no comfort
+            others = np.where(np.abs(end) < config.unsupported_level, np.fmax(others, own), others)
         parts = [
             growth.sigmas(of) / config.noise_multiple,
-            factor[heads] / (np.fmax(self._other_layers(factor)[heads], 1.0) * config.peer_excess),
+            factor[heads] / (np.fmax(others, 1.0) * config.peer_excess),
         ]
         if SIGNALS[row] != "ties":  # a share cannot grow for ever
             parts.append((end - growth.middle(of)) / (end - growth.start[of]) / config.share_of_newer_half)
         least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
         return least
 
-    def _other_layers(self, factor: Floats) -> Floats:
-        """The typical growth of the heads of the other layers, [N]: failure begins in one layer (section 3.2).
+    def _peers(self, factor: Floats) -> tuple[Floats, Floats]:
+        """The typical growth of a head's peers in the other layers and in its own, [N] each; NaN without peers.
 
-        The lower median of the layers' lower medians, NaN without another layer.
+        Failure begins in one layer, in few of its heads (section 3.2). A layer's typical head is its lower median, the
+        typical other layer the lower median of these. The own layer counts where it has at least four heads that were
+        recorded one by one.
         """
-        known = np.append(factor, np.nan)
-        typical: Floats = median_of_others(lower_median(known[self._grid]))[self._layer_place]
-        return typical
+        grid = np.append(factor, np.nan)[self._grid]
+        layers = lower_median(grid)
+        many = self._many & (np.fmax.reduce(grid, axis=1) > np.fmin.reduce(grid, axis=1))
+        return median_of_others(layers)[self._layer_place], np.where(many, layers, np.nan)[self._layer_place]
 
 
 def any_at_least(values: Floats, limit: float) -> bool:

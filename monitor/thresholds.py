@@ -23,7 +23,7 @@ class DetectorConfig(BaseModel):
     quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
     offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
     support_z: float = Field(
-        default=2.0,
+        default=2.5,
         gt=0,
         description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
     )
@@ -34,7 +34,7 @@ class DetectorConfig(BaseModel):
     score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
     score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
-    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow the other layers by this factor")
+    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow its peers by this factor")
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")

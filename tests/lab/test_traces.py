@@ -266,3 +266,13 @@ def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) 
 def test_a_replay_to_a_service_that_is_not_there_says_how_to_start_one() -> None:
     with pytest.raises(ValueError, match="start one: foreshock serve"):
         replay(FAILS, url="http://127.0.0.1:9")
+
+
+def test_heads_that_counted_no_row_are_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl.gz"
+    with TraceWriter(path, {}) as writer:
+        writer(started(2))
+        writer(sample(10, 0, np.tile(identity_row(), (2, 1))))
+    seen = next(readings(read_trace(path)))
+    assert seen.rows.tolist() == [0.0, 0.0]
+    assert np.isnan(seen.row_max_abs).all()

@@ -165,6 +165,18 @@ def test_growth_after_the_loss_has_left_its_track_has_another_cause() -> None:
     assert burst(since=9999) == "rounding"
 
 
+def test_heads_of_a_layer_that_drift_together_by_a_little_are_not_warned_about_and_far_ones_are() -> None:
+    def together(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        offset[:4], score[:4] = offset[SICK] * np.array([1.0, 0.98, 1.02, 0.99]), score[SICK]
+        return offset, score
+
+    pushed = np.where(np.arange(N) < 4, 1e-4, 0.0)
+    _, told = play(together, until=7000, delta_sum=pushed)
+    assert set(raised(told)) == set(HEADS[:4])
+    assert min(abs(verdict.evidence["offset"]) for verdict in told) >= 10
+
+
 def fast(step: int) -> tuple[Floats, Floats]:
     """Healthy heads do in 150 steps what takes others 900; one head doubles every 100 steps from step 500 on."""
     offset, score = healthy(step * 6)
@@ -363,7 +375,7 @@ def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
         detectors = Detectors(HEADS)
         warned = None
         for step in range(every, 6000, every):
-            if detectors.update(reading(step, line, since_step=step - every, bias=0.6)):
+            if detectors.update(reading(step, line, since_step=step - every, bias=1.5)):
                 warned = warned or step
         steps.append(warned)
     assert None not in steps
