@@ -104,7 +104,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         recipe=str(header.get("recipe", "")),
         arm=str(header.get("arm", "")),
         seed=header.get("seed"),
-        split=str(header.get("split", "unassigned")),
+        split=split(trace),
         truth=truth(trace),
         nature=str(header.get("nature", "natural")),
         steps=trace.samples[-1].step,
@@ -127,17 +127,27 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
     )
 
 
+_LOOKED_AT: Final = (("healthy-small-many-heads", None), ("shared-values", 1), ("paper-values", 1))
+"""Recipes that were meant to be held out, and the seed (None: any) whose runs thresholds were changed after."""
+
+
+def split(trace: Trace) -> str:
+    """The set a run belongs to: as its recipe says, but tuning where thresholds were changed after a look at it."""
+    recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
+    looked_at = any(recipe == name and number in (None, seed) for name, number in _LOOKED_AT)
+    return "tuning" if looked_at else str(trace.header.get("split", "unassigned"))
+
+
 def truth(trace: Trace) -> str:
     """What a run was made to show; a trace that does not say is healthy in float32 and rounding otherwise.
 
-    A run of a failing recipe under exact delta from the start is "treated": neither healthy nor a failure to warn of,
-    since treatment may come short.
+    A run of a failing recipe that was treated from the start (exact delta, say) is "treated": neither healthy nor a
+    failure to warn of, since treatment may come short.
     """
-    said = trace.header.get("truth")
+    said, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
     if said is None:
-        exact = trace.started.numerics == "float32" or trace.header.get("arm") == "control"
-        return "healthy" if exact else "rounding"
-    return "treated" if said == "healthy" and "exact-delta" in str(trace.header.get("arm")) else str(said)
+        return "healthy" if not trace.rounds or arm == "control" else "rounding"
+    return "treated" if said == "healthy" and trace.rounds and arm not in ("untreated", "control") else str(said)
 
 
 def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:

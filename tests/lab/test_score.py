@@ -13,7 +13,7 @@ from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.lab.baselines import BASELINES, Signal
 from foreshock.lab.harm import first_harm
 from foreshock.lab.report import lab_score
-from foreshock.lab.score import NOT_RECORDED, alarms
+from foreshock.lab.score import NOT_RECORDED, alarms, split, truth
 from foreshock.lab.table import as_json, calibrated, poisson_upper_bound, row, table
 from foreshock.lab.trace import Floats, Steps, TraceWriter, read_trace
 
@@ -180,6 +180,19 @@ def test_baselines_are_calibrated_on_the_healthy_runs_of_the_tuning_set_alone(tm
     leads = result["lead_at_our_false_alarms"]
     assert leads["stable rank"] == 5001 - 4000
     assert leads["foreshock"] >= rows["foreshock", "shipped", "held-out"].median_lead_steps
+
+
+def test_runs_that_thresholds_were_changed_after_are_tuning_and_treated_ones_are_neither_healthy_nor_failures(
+    tmp_path: Path,
+) -> None:
+    def seen(name: str, **header: Any) -> tuple[str, str]:
+        trace = read_trace(record(tmp_path / f"{name}.jsonl.gz", fails=False, **header))
+        return split(trace), truth(trace)
+
+    assert seen("a", recipe="shared-values", seed=1) == ("tuning", "healthy")
+    assert seen("b", recipe="shared-values", seed=2) == ("held-out", "healthy")
+    assert seen("c", recipe="healthy-small-many-heads", seed=3) == ("tuning", "healthy")
+    assert seen("d", recipe="shared-values", seed=2, arm="exact-delta") == ("held-out", "treated")
 
 
 def test_a_lower_threshold_never_warns_later(tmp_path: Path) -> None:
