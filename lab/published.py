@@ -62,7 +62,7 @@ def published() -> dict[str, list[Entry]]:
             *_arms("injected-noise", ["untreated"], (1, 2, 3)),
             *_arms("injected-half", ["untreated"], (1, 2, 3)),
         ],
-        "healthy": _healthy(on_gpu=False, seeds=(1, 2, 3)),
+        "healthy": _healthy(on_gpu=False, seeds=(1, 2, 3, 4)),
         "gpu": [
             *_arms("shared-values", _KERNEL_ARMS, (1, 2, 3)),
             *_arms("paper-values", _PAPER_ARMS, (1, 2, 3)),
