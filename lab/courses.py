@@ -54,7 +54,8 @@ def _course(trace: Trace, control: Trace | None) -> Course:
     excess = None
     if control is not None and control is not trace:
         both = np.intersect1d(trace.steps.step, control.steps.step)[-LAST_STEPS:]
-        excess = _mean_loss(trace.steps, both) / _mean_loss(control.steps, both) - 1
+        if len(both):
+            excess = _mean_loss(trace.steps, both) / _mean_loss(control.steps, both) - 1
     harm = first_harm(trace.steps, None if control is None or control is trace else control.steps)
     return Course(
         recipe=str(trace.header.get("recipe", trace.path.name)),

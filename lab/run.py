@@ -303,7 +303,7 @@ def train(
             if on_warning and warned:
                 on_warning(warned[0], before)
                 on_warning = None
-            elif on_warning and sampled and sampled[-1] == training.step:
+            elif on_warning and sampled and sampled[-1] > before["step"]:  # it is judged a step after it is taken
                 before = training.checkpoint()
         if recorder is not None:
             recorder.flush()
