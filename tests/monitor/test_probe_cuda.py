@@ -65,7 +65,6 @@ def test_torch_compile_makes_its_graphs_anew_for_a_switch_and_a_capture_by_hand_
 
     got = watched(model(), reduce_overhead, during=switch, **KEEP)
     assert got.rows == [STEPS * 8] * 2 + [6 * 8 + 4 * ROWS * LENGTH] * 2
-    assert "capture it again" in caplog.text
     caplog.clear()
     got = watched(model(), captured, during=switch, **KEEP)
     assert got.rows == [STEPS * 8] * 4
