@@ -127,7 +127,7 @@ def run(
     checkpoint: Path | None,
     url: str | None,
 ) -> None:
-    """Train one arm of a recipe and write its trace."""
+    """Train one arm of a recipe, write its trace and say how it ended."""
     from foreshock.lab.run import lab_run
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
@@ -139,6 +139,7 @@ def run(
                 progress.update(bar, completed=step, loss=float(loss))
 
         lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, checkpoint=checkpoint, url=url, on_step=stepped)
+    compare([trace], console, picture=None)
     console.print(f"trace: {trace}")
 
 

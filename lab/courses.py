@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.lab.harm import first_harm
@@ -51,18 +50,18 @@ def courses(paths: Iterable[Path]) -> list[Course]:
 
 def _course(trace: Trace, control: Trace | None) -> Course:
     record = recorded(trace)
-    excess = None
+    steps, excess = trace.steps, None
     if control is not None and control is not trace:
-        both = np.intersect1d(trace.steps.step, control.steps.step)[-LAST_STEPS:]
-        if len(both):
-            excess = _mean_loss(trace.steps, both) / _mean_loss(control.steps, both) - 1
+        first, last = (end(steps.step[i], control.steps.step[i]) for end, i in ((max, 0), (min, -1)))
+        if first <= last:
+            excess = _mean_loss(steps, first, last) / _mean_loss(control.steps, first, last) - 1
     harm = first_harm(trace.steps, None if control is None or control is trace else control.steps)
     return Course(
         recipe=str(trace.header.get("recipe", trace.path.name)),
         arm=str(trace.header.get("arm", "")),
         seed=int(trace.header.get("seed", 0)),
         steps=int(trace.steps.step[-1]),
-        loss=_mean_loss(trace.steps, trace.steps.step[-LAST_STEPS:]),
+        loss=_mean_loss(steps, steps.step[0], steps.step[-1]),
         excess=excess,
         harm_step=None if harm is None else harm.step,
         largest_score=record.largest_score,
@@ -72,10 +71,10 @@ def _course(trace: Trace, control: Trace | None) -> Course:
     )
 
 
-def _mean_loss(steps: Steps, chosen: npt.NDArray[np.int64]) -> float:
-    """Over the steps `chosen`; NaN without any."""
-    losses = steps.loss[np.isin(steps.step, chosen)]
-    return float(np.mean(losses)) if len(losses) else float("nan")
+def _mean_loss(steps: Steps, first: int, last: int) -> float:
+    """Over the last steps of [first, last]; where samples alone were recorded, each counts for its length; NaN if none."""
+    chosen = (steps.step >= max(first, last - LAST_STEPS + 1)) & (steps.step <= last)
+    return float(np.average(steps.loss[chosen], weights=steps.span[chosen])) if chosen.any() else float("nan")
 
 
 def recorded(trace: Trace) -> Record:
