@@ -98,9 +98,9 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("recipe", "seed", "arm"):
-        table.add_column(name)
-    for name in ("steps", "loss", "above control", "harm", "largest score", "offset", "warned", "head", "cause"):
-        table.add_column(name, justify="right")
+        table.add_column(name, overflow="fold")
+    for name in ("steps", "loss", "excess", "harm", "score", "offset", "warned", "head", "cause"):
+        table.add_column(name, justify="right", overflow="fold")
     for each in courses(traces):
         warning = each.first_warning
         table.add_row(
@@ -111,6 +111,7 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
             _cell(warning and warning.cause),
         )
     console.print(table)
+    console.print("loss: mean of the last 1000 steps. excess: over the control's. score, offset: largest of any head.")
     if picture is not None:
         draw_courses(picture, traces)
         console.print(f"picture: {picture}")
