@@ -72,7 +72,7 @@ def _course(trace: Trace, control: Trace | None) -> Course:
 
 
 def _mean_loss(steps: Steps, first: int, last: int) -> float:
-    """Over the last steps of [first, last], NaN without any; a sample in place of single steps counts for its length."""
+    """Over the last steps of [first, last], NaN without any; a sample in place of steps counts for its length."""
     chosen = (steps.step >= max(first, last - LAST_STEPS + 1)) & (steps.step <= last)
     return float(np.average(steps.loss[chosen], weights=steps.span[chosen])) if chosen.any() else float("nan")
 
