@@ -278,10 +278,10 @@ class Agent:
     def _act(self, verdicts: list[wire.Verdict]) -> None:
         outcome: wire.Outcome = "applied" if self.config.policy == "auto" else "proposed"
         self._switchboard.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
-        free = [verdict for verdict in verdicts if (verdict.layer, verdict.head) not in self._switchboard.held]
-        for decision in decide(free, self.config.mitigation, self._switchboard.modes()):
+        modes = {head: mode for head, mode in self._switchboard.modes().items() if head not in self._switchboard.held}
+        for decision in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
             switched = self._switchboard.switch(
-                [decision.head],
+                decision.heads,
                 mode_name(decision.mode),
                 step=self.current_step,
                 reason=f"policy {self.config.policy}: {decision.verdict.sentence}",

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detectors import DetectorConfig
+from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
 
@@ -57,6 +58,10 @@ class AgentConfig(BaseSettings):
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
     mitigation: ModeName = "exact_delta"
     """The mode that a head is switched to."""
+    switch_scope: SwitchScope = "head"
+    """What a warning switches under approve and auto: the head that it names, its layer, or all heads of this process.
+    In the laboratory (lab/README.md) one head alone held a run for as long as each later warning switched the next one;
+    all heads at the first warning left less drift behind."""
     numerics: Numerics = "auto"
     """How attention is rounded. auto never rounds more than the model asks for: kernel where its operands have 16 bits
     (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real

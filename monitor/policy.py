@@ -1,7 +1,7 @@
 """Which verdicts lead to a switch, and to which mode. Observing, proposing or acting is the user's policy."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.slots import MODE_NAMES, Mode
@@ -9,33 +9,41 @@ from foreshock.contract.slots import MODE_NAMES, Mode
 _SOFTMAX_MODES: Final = Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX
 
 
+SwitchScope = Literal["head", "layer", "model"]
+
+
 class Decision(NamedTuple):
     """A switch that a verdict calls for."""
 
     verdict: wire.Verdict
-    head: tuple[int, int]
+    heads: tuple[tuple[int, int], ...]
     mode: Mode
 
 
-def decide(verdicts: Sequence[wire.Verdict], mitigation: str, modes: dict[tuple[int, int], int]) -> list[Decision]:
-    """The switches that `verdicts` call for; `modes` holds the present mode of every (layer, head).
+def decide(
+    verdicts: Sequence[wire.Verdict], mitigation: str, modes: dict[tuple[int, int], int], scope: SwitchScope = "head"
+) -> list[Decision]:
+    """The switches that `verdicts` call for; `modes` holds the present mode of every (layer, head) that may change.
 
-    A mitigation changes rounding alone, so only a warning whose cause is rounding calls for one, and only on a head
-    that does not have it yet.
+    A mitigation changes rounding alone, so only a warning whose cause is rounding calls for one, and only on heads
+    that do not have it yet: the one that was warned about, those of its layer, or all.
     """
+    modes = dict(modes)
     decisions = []
     for verdict in verdicts:
         if verdict.state == "cleared" or verdict.severity == "info" or verdict.cause != "rounding":
             continue
-        if verdict.layer is None or verdict.head is None:
+        if verdict.layer is None or verdict.head is None or (verdict.layer, verdict.head) not in modes:
             continue
-        head = (verdict.layer, verdict.head)
-        now = modes.get(head)
-        if now is None:
-            continue
-        mode = with_mitigation(now, MODE_NAMES[mitigation])
-        if mode != now:
-            decisions.append(Decision(verdict, head, mode))
+        wanted: dict[Mode, list[tuple[int, int]]] = {}
+        for head, now in modes.items():
+            near = {"head": head == (verdict.layer, verdict.head), "layer": head[0] == verdict.layer, "model": True}
+            mode = with_mitigation(now, MODE_NAMES[mitigation])
+            if near[scope] and mode != now:
+                wanted.setdefault(mode, []).append(head)
+        for mode, heads in wanted.items():
+            decisions.append(Decision(verdict, tuple(heads), mode))
+            modes.update(dict.fromkeys(heads, int(mode)))
     return decisions
 
 

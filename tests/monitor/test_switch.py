@@ -129,6 +129,32 @@ def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
     assert decision.mode == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
 
 
+def test_one_warning_may_switch_the_head_its_layer_or_every_head_that_lacks_the_mitigation() -> None:
+    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.EXACT_DELTA)}
+    for scope, heads in (
+        ("head", [(1, 0)]),
+        ("layer", [(1, 0), (1, 1)]),
+        ("model", [(0, 0), (1, 0), (1, 1)]),
+    ):
+        (decision,) = decide([verdict(1, 0), verdict(1, 0)], "exact_delta", modes, scope)  # type: ignore[arg-type]
+        assert (decision.heads, decision.mode) == (tuple(heads), Mode.EXACT_DELTA)
+
+
+def test_heads_of_other_modes_keep_them_beside_the_mitigation_of_the_model() -> None:
+    modes = dict.fromkeys(HEADS, 0) | {(0, 1): int(Mode.STABLE_SOFTMAX)}
+    plain, stable = decide([verdict(1, 0)], "exact_delta", modes, "model")
+    assert (plain.heads, plain.mode) == (((0, 0), (1, 0), (1, 1)), Mode.EXACT_DELTA)
+    assert (stable.heads, stable.mode) == (((0, 1),), Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX)
+
+
+def test_auto_switches_all_heads_at_the_first_warning_where_the_scope_is_the_model() -> None:
+    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)], 3: [verdict(0, 1)]}, 5, policy="auto", switch_scope="model")
+    agent.close()
+    (switched,) = listener.of(wire.Switched)
+    assert switched.heads == tuple(HEADS)
+    assert set(agent.modes().values()) == {"exact_delta"}
+
+
 def test_a_mitigation_keeps_other_flags_and_replaces_a_softmax_rule() -> None:
     assert with_mitigation(Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA) == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
     assert with_mitigation(Mode.PAPER_SOFTMAX, Mode.STABLE_SOFTMAX) == Mode.STABLE_SOFTMAX
