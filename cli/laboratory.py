@@ -96,21 +96,26 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
     """How the arms of a recipe ended beside their control, and a picture of their courses."""
     from foreshock.lab.courses import courses, draw_courses
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("recipe", "seed", "arm"):
-        table.add_column(name, overflow="fold")
-    for name in ("steps", "loss", "excess", "harm", "score", "offset", "warned", "head", "cause"):
-        table.add_column(name, justify="right", overflow="fold")
-    for each in courses(traces):
-        warning = each.first_warning
-        table.add_row(
-            *(each.recipe, str(each.seed), each.arm, str(each.steps), f"{each.loss:.3f}"),
-            "-" if each.excess is None else f"{each.excess:+.1%}",
-            *map(_cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
-            *map(_cell, (warning and warning.step, warning and f"{warning.layer}/{warning.head}")),
-            _cell(warning and warning.cause),
-        )
-    console.print(table)
+    ended = courses(traces)
+    for recipe in dict.fromkeys(each.recipe for each in ended):
+        table = Table(box=None, pad_edge=False, header_style="bold", title=recipe, title_justify="left")
+        table.add_column("seed", no_wrap=True)
+        table.add_column("arm", overflow="fold", min_width=11)
+        for name in ("steps", "loss", "excess", "harm", "score", "offset", "warned"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("head, cause", overflow="fold")
+        for each in (each for each in ended if each.recipe == recipe):
+            warning = each.first_warning
+            table.add_row(
+                *(str(each.seed), each.arm, str(each.steps), f"{each.loss:.3f}"),
+                "-" if each.excess is None else f"{each.excess:+.1%}",
+                *map(_cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
+                *(
+                    _cell(warning and warning.step),
+                    f"{warning.layer}/{warning.head} {warning.cause}" if warning else "",
+                ),
+            )
+        console.print(table)
     console.print("loss: mean of the last 1000 steps. excess: over the control's. score, offset: largest of any head.")
     if picture is not None:
         draw_courses(picture, traces)
