@@ -6,7 +6,7 @@ BIN := .venv/bin
 PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check format docs servers screenshots clean
+.PHONY: help demo test faults-long check format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, fro
 test: .venv/.dev servers ## every test, with the real servers
 	@$(PY) -m pytest $(ARGS)
 
+faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours
+	@$(PY) -m pytest tests/faults tests/server --tier long --record long.json $(ARGS)
+
 check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -42,6 +45,7 @@ check: .venv/.dev ## formatter, linter, strict types, import contracts, generate
 	@$(BIN)/lint-imports
 	@$(PY) -m foreshock dashboards check
 	@$(PY) scripts/generate_docs.py --check
+	@$(PY) scripts/reliability_page.py --check
 
 format: .venv/.dev ## let the formatter write
 	@$(BIN)/ruff check --fix --exit-zero --quiet . && $(BIN)/ruff format .
