@@ -66,6 +66,7 @@ def test_the_sign_share_is_one_when_every_input_lies_on_one_side() -> None:
     assert ((first >= 0.5) & (first <= 1.0)).all()
     with torch.no_grad():
         model.wte.weight[:] = torch.randn(32)
+        assert model.wpe is not None
         model.wpe.weight[:] = 0.0
     assert probe.measure()["sign_share"].tolist() == [1.0] * 6
 
