@@ -33,7 +33,7 @@ log = structlog.get_logger()
 PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 router = APIRouter(dependencies=[Depends(_may_ingest)])
-RESERVED: Final = ("series", "matrix", "events", "commands")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
