@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -15,6 +16,10 @@ from foreshock.server.rollups import COARSE, Roller
 from foreshock.server.schema import samples
 
 Ends = tuple[int | None, int | None]
+_VALUES: Final = 2**24
+_VALUES_OF_POINT: Final = 32
+"""An answer takes so many numbers at most: those of the heads that it is read from, and for each point what its four
+Python numbers take. Beyond, lines have fewer points: many lines of a wide model would fill the memory."""
 
 
 def number(value: float) -> float | None:
@@ -104,7 +109,9 @@ async def _lines(
     if first > last:
         return [None] * len(wanted)
     reach = 0 if first == lowest else first, last // COARSE * COARSE + COARSE - 1 if last == highest else last
-    return await draw(connection, roller, axis, wanted, Window(run_id, first, last, max_points, reach))
+    values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in wanted)
+    points = max(1, min(max_points, _VALUES // values))
+    return await draw(connection, roller, axis, wanted, Window(run_id, first, last, points, reach))
 
 
 def _check_on_axis(axis: Axis, run: str, layer: int | None, head: int | None) -> None:

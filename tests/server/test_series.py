@@ -106,6 +106,20 @@ def test_many_curves_at_once_say_what_each_says_alone(play: Any) -> None:
     play(story)
 
 
+def test_what_would_fill_the_memory_is_drawn_in_fewer_points(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(service: Any) -> None:
+        await store_run(service, range(1, 101))
+        query = {"line": ["run.loss", "head.score_max:0", "head.score_max:1:2"], "max_points": 50}
+        whole = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
+        monkeypatch.setattr("foreshock.server.series._VALUES", 10 * (3 * 32 + 3 + 1))
+        some = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
+        assert [len(line["steps"]) for line in whole] == [50] * 3
+        assert [len(line["steps"]) for line in some] == [10] * 3
+        assert [max(line["high"]) for line in some] == [max(line["high"]) for line in whole]
+
+    play(story)
+
+
 def test_a_wide_runs_few_samples_are_drawn_from_its_roll_ups(play: Any) -> None:
     async def story(service: Any) -> None:
         await store_run(service, range(1000, 9000, 1000))
