@@ -6,7 +6,7 @@
 
 The agent steps with the trainer's optimizers. Its state lies in every checkpoint's folder, each rank's own, and is back
 before the first step when training resumes. Written against torchtitan 0.3.0, of which it uses `model_parts`,
-`optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `step` and `close`.
+`optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `config`, `step` and `close`.
 """
 
 import json
@@ -25,7 +25,7 @@ from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.discovery import find_attention
 
-_USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
+_USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "config", "step", "close")
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
@@ -88,7 +88,7 @@ class _Hooks:
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the loss of each micro-batch, on its device; a captured step writes it into the same memory again."""
         loss = self._forward_backward_step(*args, **kwargs)
-        if isinstance(loss, Tensor) and getattr(self._trainer, "pp_has_last_stage", True):
+        if isinstance(loss, Tensor) and loss.numel() == 1 and getattr(self._trainer, "pp_has_last_stage", True):
             self._losses.append(loss.detach().reshape(()).clone())
         return loss
 
