@@ -1,0 +1,97 @@
+"""The service as a child process, for runs that bring their own and for tests of the real thing."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class ServiceProcess:
+    """`with ServiceProcess(folder) as service:` serves on a free port of 127.0.0.1; `service.url` is its address.
+
+    The store is a file in `folder` unless `environment` names another, so that a service started again finds it. Of
+    the settings of this process (FORESHOCK_...) it inherits none.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.url = ""
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("FORESHOCK_")},
+            "FORESHOCK_PORT": "0",
+            "FORESHOCK_DATABASE_URL": f"sqlite:///{folder / 'foreshock.db'}",
+            **(environment or {}),
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, timeout_seconds: float = 60.0) -> Self:
+        """Start the process and wait until it listens. Raises OSError with its own words when it does not."""
+        path = self.folder / "service.log"
+        with path.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "foreshock.server"],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(self._process, lines), daemon=True).start()
+        try:
+            said = lines.get(timeout=timeout_seconds)
+        except queue.Empty:
+            said = ""
+        if "listening on " not in said:
+            self.kill()
+            port = self._environment["FORESHOCK_PORT"]
+            raise OSError(f"the service did not start on port {port}: {(said + path.read_text()).strip()[-500:]}")
+        self.url = said.rpartition("listening on ")[2].strip()
+        return self
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+        if process.stdout is not None:
+            with process.stdout as stdout:
+                for line in stdout:
+                    lines.put(line)
+        lines.put("")
+
+    @property
+    def pid(self) -> int:
+        """The service's process. Raises RuntimeError when it was not started."""
+        if self._process is None:
+            raise RuntimeError("the service was not started; call start()")
+        return self._process.pid
+
+    def stop(self, timeout_seconds: float = 20.0) -> int:
+        """Ask it to go (SIGTERM); its exit status."""
+        return self._end(signal.SIGTERM, timeout_seconds)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL, 20.0)
+
+    def _end(self, number: signal.Signals, timeout_seconds: float) -> int:
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            return self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
