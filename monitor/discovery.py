@@ -1,5 +1,6 @@
 """Finds the attention modules of a model, and says what each one is and what can serve it."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +25,12 @@ SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 """PyTorch's own function, whatever the name is bound to later."""
 
 VARLEN_NAME: Final = "varlen_attn"
-VARLEN: Final[Any] = getattr(varlen, VARLEN_NAME, None)
-"""PyTorch's function for packed sequences; None in a version that has none."""
+_varlen: Final[Any] = getattr(varlen, VARLEN_NAME, None)
+VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
+"""PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
 
 _UNSERVED: Final = (
+    *(() if VARLEN else (VARLEN_NAME,)),
     "flex_attention",
     "compiled_flex_attn",  # torchtitan
     "flash_attn_func",
@@ -87,7 +90,7 @@ def _route(module: nn.Module) -> Route | None:
     names = {name for function in _functions(type(module)) for name in _called_names(function)}
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
-    if SDPA_NAME in names or VARLEN_NAME in names:
+    if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names):
         return "scaled_dot_product_attention"
     return "unserved" if names.intersection(_UNSERVED) else None
 

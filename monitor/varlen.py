@@ -53,7 +53,9 @@ def varlen_attn(
         )
         if served is not None:
             return served[0].transpose(0, 1)
-    options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, **more}
-    if num_splits is not None:  # not every version takes it
+    options = {"scale": scale, "window_size": window_size, **more}
+    if enable_gqa:  # not every version takes these two
+        options["enable_gqa"] = True
+    if num_splits is not None:
         options["num_splits"] = num_splits
     return cast(Any, VARLEN)(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
