@@ -1,0 +1,41 @@
+"""The published runs give the tables of lab/README.md, with no GPU: whoever moves a threshold moves the page."""
+
+from pathlib import Path
+
+import pytest
+
+from foreshock.lab.score import score_all
+from foreshock.lab.table import Row, table
+
+LAB = Path(__file__).parents[2] / "lab"
+
+
+def line(row: Row) -> str:
+    """One row as the page has it."""
+
+    def number(value: float | None, form: str = "{:,.0f}") -> str:
+        return "-" if value is None else form.format(value)
+
+    cells = (
+        row.monitor,
+        row.kind,
+        f"{row.warned} of {row.failures}",
+        f"{row.in_time} of {row.failures}",
+        number(row.median_lead_steps),
+        number(row.median_lead_to_dangerous_steps),
+        str(row.false_alarms),
+        number(row.upper_bound_per_10k, "{:.2f}"),
+        f"{row.causes_right} of {row.causes}" if row.causes else "-",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.timeout(600)
+def test_the_page_holds_what_the_published_runs_give() -> None:
+    scores = score_all(sorted((LAB / "traces").glob("*.gz")))
+    assert len(scores) >= 40
+    page = (LAB / "README.md").read_text()
+    for split in ("held-out", "tuning"):
+        rows = [row for row in table(scores) if row.split == split and ":" not in row.monitor]
+        assert f"{split}, {rows[0].healthy_steps:,} healthy steps" in page
+        assert "\n".join(map(line, rows)) in page
