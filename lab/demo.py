@@ -26,6 +26,8 @@ from foreshock.lab.recipes import CONTROL, RESCUED, UNTREATED, Arm, Recipe, find
 from foreshock.lab.record import Record
 from foreshock.lab.service import local_service
 
+SEEDS = {"key-bias-small": 8, "shared-values": 2}
+"""What is shown unless a seed is named: 8 was not used for tuning, 2 is the one whose loss explodes."""
 SECONDS = 270.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
 
@@ -69,7 +71,7 @@ class _Story:
 
 def main(
     report: Path | None = None,
-    seed: int = 8,
+    seed: int | None = None,
     port: int = 8765,
     picture: Path = Path("foreshock-demo.png"),
     *,
@@ -81,12 +83,13 @@ def main(
 ) -> dict[str, Any]:
     """Run the demo; what `report` gets as JSON.
 
-    recipe: by default the CPU's, or the GPU's where there is one. seconds: most that training takes. agent_settings: of
-    `attach`, for all arms. traces: a folder where every arm is recorded. Raises OSError when the service does not
-    start, RuntimeError when a worker fails.
+    recipe: by default the CPU's, or the GPU's where there is one. seed: by default the one shown for it. seconds: most
+    that training takes. agent_settings: of `attach`, for all arms. traces: a folder where every arm is recorded.
+    Raises OSError when the service does not start, RuntimeError when a worker fails.
     """
     console = console or Console()
     recipe = recipe or _default_recipe()
+    seed = SEEDS.get(recipe.name, 0) if seed is None else seed
     began = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-")))
