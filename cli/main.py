@@ -61,8 +61,7 @@ def demo(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed of weights and batches.",
-            show_default="8 on a CPU, not used for tuning; 2 on a GPU, whose loss explodes",
+            help="Seed of weights and batches. By default 8 on a CPU, which no tuning saw; 2 on a GPU, which explodes."
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
