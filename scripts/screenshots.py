@@ -6,20 +6,18 @@ scripts/screenshots.py --url URL RUN...       photographs runs of a service that
 """
 
 import argparse
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service as Chromedriver
+from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
+from foreshock.benchmarks.page import chromium
 from foreshock.lab.replay import replay
 from foreshock.lab.service import local_service
 
@@ -51,29 +49,6 @@ def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
     yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
     yield Picture("switches", runs[1:2], "light", part="section[aria-label='Switches']", expect=".verification")
     yield Picture("phone", alone, "dark", width=PHONE, height=1600)
-
-
-@contextmanager
-def chromium() -> Iterator[Chrome]:
-    """A headless Chromium with a fresh profile. Ends the program with a sentence where there is none."""
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not binary or not driver:
-        sys.exit(
-            "screenshots need Debian's packages chromium and chromium-driver; scripts/install-servers installs them"
-        )
-    with tempfile.TemporaryDirectory(prefix="foreshock-chromium-") as profile:
-        options = ChromeOptions()
-        options.binary_location = binary
-        for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "no-proxy-server"):
-            options.add_argument(f"--{flag}")
-        for flag in ("disable-background-networking", "disable-component-update", "disable-sync", "hide-scrollbars"):
-            options.add_argument(f"--{flag}")
-        options.add_argument(f"--user-data-dir={profile}")
-        browser = Chrome(options=options, service=Chromedriver(driver))
-        try:
-            yield browser
-        finally:
-            browser.quit()
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
@@ -134,7 +109,10 @@ def main() -> None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
             url = stack.enter_context(local_service(Path(directory), 0))
             runs = tuple(replay(trace, url=url) for trace in traces)
-        browser = stack.enter_context(chromium())
+        try:
+            browser = stack.enter_context(chromium())
+        except FileNotFoundError as missing:
+            sys.exit(str(missing))
         for picture in pictures(runs):
             print(take(browser, url, picture, given.out))
 
