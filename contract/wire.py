@@ -22,6 +22,8 @@ MAX_LAYERS: Final = 1024
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
 MAX_BATCH_BYTES: Final = 32 * 2**20
+MAX_GRAM_DIM: Final = 256
+"""Widest head whose Gram matrices travel."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -220,6 +222,39 @@ class AgentHealth(Message):
     oldest_unsent_seconds: float = Field(default=0.0, ge=0)
 
 
+class Grams(Message):
+    """W_Q W_Q^T and W_K W_K^T of a layer's heads, over those inputs of the weights that one process holds.
+
+    Where a shard cuts the inputs the matrices of the shards add up to those of the whole weights: the service adds
+    them, and stores the spectral norms. Each part of the inputs is sent by one process.
+    """
+
+    kind: Literal["grams"] = "grams"
+    step: Step
+    began_step: Step = Field(description="where the boot began; only parts of boots that began together are added up")
+    layer: int = Field(ge=0, lt=100_000)
+    heads: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=MAX_HEADS)
+    head_dim: int = Field(ge=1, le=MAX_GRAM_DIM)
+    inputs: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = Field(description="[start, stop)")
+    all_inputs: int = Field(ge=1, le=2**31 - 1)
+    query: Array = Field(description="float32 [heads, D (D + 1) / 2], upper triangles row by row")
+    key: Array = Field(description="the same of the key heads, [kv_heads, D (D + 1) / 2]")
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if not self.inputs[0] < self.inputs[1] <= self.all_inputs:
+            raise ValueError(f"inputs {self.inputs} are no part of [0, {self.all_inputs})")
+        size = self.head_dim * (self.head_dim + 1) // 2
+        shapes = self.query.shape, self.key.shape
+        fits = all(len(shape) == 2 and shape[1] == size for shape in shapes) and shapes[0][0] == len(self.heads)
+        if {self.query.dtype, self.key.dtype} != {"<f4"} or not fits or not shapes[1][0] or shapes[0][0] % shapes[1][0]:
+            raise ValueError(
+                f"query and key must be float32 [{len(self.heads)}, {size}] and [kv_heads, {size}], kv_heads a divisor "
+                f"of {len(self.heads)}; got {self.query.dtype} {shapes[0]} and {self.key.dtype} {shapes[1]}"
+            )
+        return self
+
+
 class Finished(Message):
     """Last event of a boot that ended in order."""
 
@@ -230,7 +265,7 @@ class Finished(Message):
 
 
 Event = Annotated[
-    Started | Sample | Verdict | Switched | AgentHealth | Finished,
+    Started | Sample | Verdict | Switched | AgentHealth | Grams | Finished,
     Field(discriminator="kind"),
 ]
 

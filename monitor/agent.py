@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,9 +28,9 @@ from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, curren
 from foreshock.monitor.judging import Judge, Judged
 from foreshock.monitor.keeping import Keeper
 from foreshock.monitor.layers import Projection
-from foreshock.monitor.norms import ModelNorms
+from foreshock.monitor.norms import Measured, ModelNorms
 from foreshock.monitor.policy import decide
-from foreshock.monitor.sample import SampleDraft
+from foreshock.monitor.sample import Draft, GramsDraft, SampleDraft
 from foreshock.monitor.sender import Sender
 from foreshock.monitor.switch import Switchboard
 
@@ -121,6 +121,9 @@ class Agent:
         self._step_times: list[float] = []
         self._agent_seconds = 0.0
         self._norms_at: int | None = None
+        self._adds_up = False
+        self._began_at = 0
+        self._parts: deque[GramsDraft] = deque()
         atexit.register(self.close, "stopped")
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ class Agent:
 
     def _snapshot(self) -> None:
         every = self.config.norms_every_steps
-        due = every and (self._norms_at is None or self.current_step - self._norms_at >= every)
+        due = every and (self._norms_at is None or self._norms_due())
         steps = max(len(self._step_times), 1)
         taken = self._collector.snapshot(
             self.current_step,
@@ -201,11 +204,21 @@ class Agent:
             self._step_times.clear()
             self._agent_seconds = 0.0
 
-    def _measure_norms(self) -> dict[str, Tensor]:
-        measured: dict[str, Tensor] = {}
+    def _norms_due(self) -> bool:
+        every = self.config.norms_every_steps
+        if not self._adds_up:
+            return self.current_step - (self._norms_at or 0) >= every
+        stride = self.config.sample_every_steps  # parts add up only if all ranks measure at the same step: `_stride`
+        while stride < every:
+            stride *= 2
+        return self.current_step % stride == 0
+
+    def _measure_norms(self) -> Measured:
+        measured = Measured({})
         with self._guards["norms"] as guard:
             if guard.on:
                 measured = self._norms.measure()
+                self._adds_up |= bool(measured.parts)
                 self._norms_at = self.current_step
         return measured
 
@@ -234,6 +247,10 @@ class Agent:
             self._tell(judged)
         for sample in counted:
             self._judging.put(sample)
+        if self._parts:
+            with self._guards["sample"] as guard:
+                if guard.on:
+                    self._send_parts()
         with self._guards["switch"] as guard:
             if guard.on and self._sender is not None:
                 for command in self._sender.commands():
@@ -262,7 +279,11 @@ class Agent:
                     verdicts = self._instruments.keeper.with_errors(verdicts, counted.words, self._heads)
         with self._guards["sample"] as guard:
             if guard.on:
-                self._emit_sample(SampleDraft(counted, risk))
+                self._emit_draft(SampleDraft(counted, risk))
+                if counted.parts:
+                    self._send_parts(every=True)  # an older measurement's; what finds no room is dropped and counted
+                    self._parts.extend(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
+                    self._send_parts()
         for verdict in verdicts:
             self._emit(verdict)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
@@ -270,6 +291,11 @@ class Agent:
         with self._guards["policy"] as guard:
             if guard.on and self.config.policy != "observe":
                 self._act(verdicts)
+
+    def _send_parts(self, *, every: bool = False) -> None:
+        """Hand over as many parts of Gram matrices as the queue has room for: together they may be larger than it."""
+        while self._parts and (every or self._sender is None or self._sender.has_room()):
+            self._emit_draft(self._parts.popleft())
 
     def _rounds(self) -> bool:
         layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self._instruments.watched)
@@ -319,7 +345,7 @@ class Agent:
         """Hand every event from now on to `sink`, in this thread, before it is sent."""
         self._sinks.append(sink)
 
-    def _emit_sample(self, draft: SampleDraft) -> None:
+    def _emit_draft(self, draft: Draft) -> None:
         if self._sinks:  # somebody in this thread wants the message now
             self._emit(draft.build())
         else:
@@ -332,7 +358,7 @@ class Agent:
                     sink(event)
         self._send(event)
 
-    def _send(self, event: wire.Event | SampleDraft) -> None:
+    def _send(self, event: wire.Event | Draft) -> None:
         if self._sender is not None:
             with self._guards["sender"] as guard:
                 if guard.on:
@@ -342,6 +368,7 @@ class Agent:
         if self._started:
             return
         self._started = True
+        self._began_at = self.current_step
         with self._guards["sender"]:
             if self.config.url is not None:
                 self._sender = Sender(self.config, run=self.run, boot=self.boot, health=self._health)
@@ -448,6 +475,7 @@ class Agent:
         with self._guards["agent"]:
             if self._started:
                 self._collect_the_rest()
+                self._send_parts(every=True)
                 self._emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
         self._closed = True
         self._judging.close()

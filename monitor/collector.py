@@ -7,7 +7,7 @@ gradient norms that are tensors ride along, so that reading them costs no synchr
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Words, identity_row
+from foreshock.monitor.grams import GramPart
+from foreshock.monitor.norms import Measured
 from foreshock.monitor.sharding import is_sharded
 
 logger: Final = logging.getLogger("foreshock")
@@ -45,6 +47,8 @@ class Counted:
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
+    parts: tuple[GramPart, ...] = ()
+    """Of Gram matrices, on the host."""
 
 
 @dataclass(slots=True)
@@ -52,8 +56,9 @@ class _Flight:
     step: int
     since_step: int
     tensors: list[Tensor]
-    """state, losses, gradient norms, then norms if any; on the host once `landed`."""
+    """state, losses, gradient norms, then norms and triangles if any; on the host once `landed`."""
     norm_names: tuple[str, ...]
+    parts: tuple[GramPart, ...]
     modes: npt.NDArray[np.int32]
     learning_rate: float | None
     step_seconds: float | None
@@ -117,18 +122,19 @@ class Collector:
         step: int,
         modes: npt.NDArray[np.int32],
         *,
-        norms: Callable[[], dict[str, Tensor]] | None = None,
+        norms: Callable[[], Measured] | None = None,
         step_seconds: float | None = None,
         agent_seconds: float | None = None,
     ) -> bool:
         """Start copying everything counted up to `step`, and zero the state behind the copy.
 
-        `norms` gives spectral norms, float32 [N] on the device. False when too many copies are still under way.
+        `norms` gives what the weights say, on their device. False when too many copies are still under way.
         """
         if len(self._flights) >= MAX_FLIGHTS:
             return False
-        measured = norms() if norms is not None else {}
-        tensors = [self._state, _stack(self._losses), _stack(self._grad_norms), *measured.values()]
+        measured = norms() if norms is not None else Measured({})
+        tensors = [self._state, _stack(self._losses), _stack(self._grad_norms), *measured.norms.values()]
+        tensors += [part.triangles for part in measured.parts]
         host = [_start_copy(t) for t in tensors]
         self._state.copy_(self._identity)
         event = None
@@ -139,7 +145,8 @@ class Collector:
             step,
             self.since_step,
             host,
-            tuple(measured),
+            tuple(measured.norms),
+            measured.parts,
             modes.copy(),
             self._learning_rate,
             step_seconds,
@@ -184,7 +191,8 @@ def _start_copy(source: Tensor) -> Tensor:
 
 
 def _counted(flight: _Flight) -> Counted:
-    state, losses, grad_norms, *norms = (t.numpy() for t in flight.tensors)
+    state, losses, grad_norms, *norms = (t.numpy() for t in flight.tensors[: 3 + len(flight.norm_names)])
+    triangles = flight.tensors[3 + len(flight.norm_names) :]
     return Counted(
         step=flight.step,
         since_step=flight.since_step,
@@ -196,6 +204,7 @@ def _counted(flight: _Flight) -> Counted:
         learning_rate=flight.learning_rate,
         step_seconds=flight.step_seconds,
         agent_seconds=flight.agent_seconds,
+        parts=tuple(replace(part, triangles=t) for part, t in zip(flight.parts, triangles, strict=True)),
     )
 
 

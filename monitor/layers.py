@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from foreshock.contract.wire import MAX_GRAM_DIM
 from foreshock.monitor.adapters import adapted, base_of, has_adapters, is_conv1d
-from foreshock.monitor.sharding import Part, is_sharded, local_tensor, part_of, parts_of
+from foreshock.monitor.sharding import Part, is_first_replica, is_sharded, local_tensor, part_of, parts_of
 
 _SEPARATE: Final = (
     ("q_proj", "k_proj"),
@@ -99,6 +100,15 @@ class HeadRows:
             return False
         return len({_turned(part, self.holder).columns for part in parts_of(weight)}) > 1
 
+    def cuts(self) -> list[tuple[int, int] | None]:
+        """Which inputs [start, stop) each process of the mesh holds; None where it holds not all heads whole."""
+        parts = [_turned(part, self.holder) for part in parts_of(getattr(self.holder, self.weight))]
+        return [part.columns if len(self._within(part.rows)) == len(self.starts) else None for part in parts]
+
+    def is_first_replica(self) -> bool:
+        """Whether no process before this one holds the same part of a sharded weight."""
+        return is_first_replica(getattr(self.holder, self.weight))
+
     def _within(self, rows: tuple[int, int]) -> list[int]:
         return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + self.head_dim <= rows[1]]
 
@@ -149,10 +159,19 @@ class Projection:
         together = {head for q, k in zip(query, key, strict=True) for head in set(q) & self._readers(k)}
         return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether Gram matrices of the parts of the inputs add up to those of every head, where they are spread."""
+        if not self.query.spread_inputs() or not self.key.spread_inputs() or self.query.head_dim > MAX_GRAM_DIM:
+            return False
+        cuts = self.query.cuts()
+        return None not in cuts and cuts == self.key.cuts()
+
     def gaps(self, first_head: int = 0) -> str:
         """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
         if self.query.spread_inputs() or self.key.spread_inputs():
-            return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
+            spread = "the inputs of W_Q or W_K are spread over processes"
+            return f", norms {'added up by the service' if self.adds_up else 'not measured'}: {spread}"
         told = ""
         for heads, why in (
             (self.unmeasured, "norms of heads {} not measured: they straddle processes"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foreshock.contract.wire import Layer
 from foreshock.kernels.spectral import SpectralNorms, head_grams
+from foreshock.monitor.grams import GramPart, gram_part
 from foreshock.monitor.layers import Held, Projection, ShardedWeightError
 
 NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
@@ -25,6 +26,15 @@ class _Shape(NamedTuple):
     kv_held: range
 
 
+class Measured(NamedTuple):
+    """What could be told of the weights at one step."""
+
+    norms: dict[str, Tensor]
+    """By name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
+    parts: tuple[GramPart, ...] = ()
+    """Of the layers whose inputs are spread over processes: this process's share of their Gram matrices."""
+
+
 class ModelNorms:
     """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
 
@@ -33,16 +43,18 @@ class ModelNorms:
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)
         self._layers = [
-            (start, projection)
-            for start, projection in zip(starts, projections, strict=False)
+            (start, layer, projection)
+            for start, layer, projection in zip(starts, layers, projections, strict=False)
             if projection is not None
         ]
         self._followers: dict[object, _Follower] = {}
+        self._adding_up: dict[int, bool] = {}
 
-    def measure(self) -> dict[str, Tensor]:
-        """The norms now, by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
+    def measure(self) -> Measured:
+        """The norms now, and parts of the Gram matrices of which this process holds not all inputs."""
+        parts: list[GramPart] = []
         groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]] = {}
-        for start, projection in self._layers:
+        for start, layer, projection in self._layers:
             try:
                 query, key = projection.query.read(), projection.key.read()
             except ShardedWeightError:
@@ -52,6 +64,17 @@ class ModelNorms:
                 shape = _Shape(heads, kv_heads, projection.query.head_dim, query.heads, key.heads)
                 # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
                 groups.setdefault(shape, []).append((start, _grams(query, heads), _grams(key, kv_heads)))
+            elif self._sends(start, projection) and query.inputs[0] < query.inputs[1]:
+                parts.append(gram_part(layer, query, key))
+        return Measured(self._follow(groups), tuple(parts))
+
+    def _sends(self, start: int, projection: Projection) -> bool:
+        """Whether this process is the one that sends its part of the layer that starts there; told once."""
+        if start not in self._adding_up:
+            self._adding_up[start] = projection.adds_up and projection.query.is_first_replica()
+        return self._adding_up[start]
+
+    def _follow(self, groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]]) -> dict[str, Tensor]:
         if not groups:
             return {}
         device = next(iter(groups.values()))[0][1].device

@@ -1,4 +1,4 @@
-"""A sample as the training thread leaves it: raw arrays. The message is built from them where there is time."""
+"""Samples and parts of Gram matrices as the training thread leaves them: raw arrays, built into messages elsewhere."""
 
 import base64
 import time
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.monitor.collector import Counted, Floats, largest, mean, nonfinite
+from foreshock.monitor.grams import GramPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,46 @@ class SampleDraft:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class GramsDraft:
+    """A part as the training thread leaves it, on the host. The message is built from it where there is time."""
+
+    part: GramPart
+    step: int
+    began_step: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays as they will travel."""
+        return self.part.triangles.nbytes * 4 // 3
+
+    def build(self) -> wire.Grams:
+        """The message."""
+        part, triangles = self.part, self.part.triangles.numpy()
+        heads = len(triangles) - part.kv_heads
+        query, key = _encoded(triangles[:heads]), _encoded(triangles[heads:])
+        return wire.Grams(
+            step=self.step,
+            began_step=self.began_step,
+            layer=part.layer.layer,
+            heads=part.layer.heads,
+            head_dim=part.head_dim,
+            inputs=part.inputs,
+            all_inputs=part.all_inputs,
+            query=query,
+            key=key,
+        )
+
+
+Draft = SampleDraft | GramsDraft
+
+
 def _array(values: npt.NDArray[Any] | None) -> wire.Array | None:
-    if values is None:
-        return None
-    # as wire.Array.of, without decoding again what was just encoded: these bytes are our own
+    return None if values is None else _encoded(values)
+
+
+def _encoded(values: npt.NDArray[Any]) -> wire.Array:
+    """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
     little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
     dtype: Any = little.dtype.str
     return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=base64.b64encode(little.data).decode())

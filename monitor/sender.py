@@ -21,7 +21,7 @@ from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.retry import is_retryable, retry_delay
-from foreshock.monitor.sample import SampleDraft
+from foreshock.monitor.sample import Draft
 from foreshock.monitor.spool import Spool, leftovers, spool_path
 
 logger: Final = logging.getLogger("foreshock")
@@ -33,6 +33,10 @@ BATCH_BYTES: Final = 4 * 2**20
 MAX_COMMANDS: Final = 1024
 EVENT_BYTES: Final = 1024
 """What an event without arrays counts for in the queue."""
+
+
+_MEASURED: Final = wire.Sample | wire.Grams
+"""What is dropped first where not everything can be kept."""
 
 
 class Store(Protocol):
@@ -92,7 +96,7 @@ class Sender:
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
         self.retries = 0
-        self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
+        self._events: deque[tuple[int, wire.Event | Draft]] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
         self._commands: deque[wire.Command] = deque(maxlen=MAX_COMMANDS)
         self._sequence = 0
@@ -117,17 +121,21 @@ class Sender:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, event: wire.Event | SampleDraft) -> None:
+    def put(self, event: wire.Event | Draft) -> None:
         """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
         size = _size(event)
         waiting = self._bytes_in - self._bytes_out
-        is_sample = isinstance(event, wire.Sample | SampleDraft)
-        bound = self._config.queue_bytes if is_sample else self._config.queue_bytes * 3 // 2
+        is_measured = isinstance(event, _MEASURED | Draft)
+        bound = self._config.queue_bytes if is_measured else self._config.queue_bytes * 3 // 2
         if waiting + size > bound or not self._thread.is_alive():
             self.dropped["queue_full" if self._thread.is_alive() else "sender_off"] += 1
             return
         self._bytes_in += size
         self._events.append((size, event))
+
+    def has_room(self) -> bool:
+        """Whether so little waits that something large may be queued which is not urgent."""
+        return self._bytes_in - self._bytes_out <= self._config.queue_bytes // 4
 
     def commands(self) -> list[wire.Command]:
         """The commands that came in since the last call."""
@@ -232,9 +240,9 @@ class Sender:
                 events.append(event)
         return events
 
-    def _finished(self, waiting: wire.Event | SampleDraft) -> wire.Event | None:
+    def _finished(self, waiting: wire.Event | Draft) -> wire.Event | None:
         """The event itself. A draft that cannot be built is a fault of ours, and costs no other event."""
-        if not isinstance(waiting, SampleDraft):
+        if not isinstance(waiting, Draft):
             return waiting
         try:
             return waiting.build()
@@ -259,7 +267,7 @@ class Sender:
     def _keep(self, events: list[wire.Event]) -> None:
         if not self._append(events, force=False):
             # what was decided and done is kept when samples no longer fit
-            words = [event for event in events if not isinstance(event, wire.Sample)]
+            words = [event for event in events if not isinstance(event, _MEASURED)]
             kept = len(words) if words and self._append(words, force=True) else 0
             self.dropped["spool_full" if self._spool is not None else "queue_full"] += len(events) - kept
         if self._more is not None:
@@ -376,9 +384,11 @@ async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | N
         return response.status_code, response.headers.get("retry-after"), bytes(body)
 
 
-def _size(event: wire.Event | SampleDraft) -> int:
-    if isinstance(event, SampleDraft):
+def _size(event: wire.Event | Draft) -> int:
+    if isinstance(event, Draft):
         return EVENT_BYTES + event.nbytes
+    if isinstance(event, wire.Grams):
+        return EVENT_BYTES + len(event.query.data) + len(event.key.data)
     if not isinstance(event, wire.Sample):
         return EVENT_BYTES
     arrays = (event.states, event.modes, event.query_norm, event.key_norm, event.query_key_norm, event.risk)

@@ -47,6 +47,13 @@ def _coordinate(mesh: Any) -> Sequence[int] | None:
     return found[0] if found else None
 
 
+def is_first_replica(weight: Any) -> bool:
+    """Whether no process before this one in the mesh holds the same part of a DTensor."""
+    where = _coordinate(weight.device_mesh)
+    copies = [d for d, placement in enumerate(weight.placements) if not hasattr(placement, "dim")]
+    return where is not None and not any(where[d] for d in copies)
+
+
 def parts_of(weight: Any) -> Iterator[Part]:
     """What each process of the mesh holds of a DTensor of two dimensions."""
     for coordinate in itertools.product(*(range(weight.device_mesh.size(d)) for d in range(len(weight.placements)))):

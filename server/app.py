@@ -19,7 +19,7 @@ from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
 
 import foreshock
-from foreshock.server import ingest, problems, routes, stream, webhooks
+from foreshock.server import grams, ingest, problems, routes, stream, webhooks
 from foreshock.server.auth import Gate, Keyring
 from foreshock.server.counters import Counters
 from foreshock.server.delivery import expire
@@ -115,13 +115,14 @@ def _serve_page(app: FastAPI) -> None:
 async def _chores(
     settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
 ) -> None:
-    """Expire and verify commands and delete old runs, until the service goes down."""
+    """Expire and verify commands, expire parts of sums and delete old runs, until the service goes down."""
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
             async with store.write() as connection:
                 await expire(store, connection)
                 await verify(store, connection, settings, roller)
+            await grams.expire(store, time.time())
             await delete_old_runs(store, settings.retention_seconds, time.time())
             broadcaster.wake()
         except Exception:

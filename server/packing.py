@@ -58,6 +58,19 @@ def pack_scalars(sample: Sample) -> dict[str, Any]:
     return {**row, "nan_columns": nan_columns}
 
 
+def pack_sample(sample: Sample) -> dict[str, Any]:
+    """The columns of a sample, without those that say whose it is."""
+    return {
+        "step": sample.step,
+        "since_step": sample.since_step,
+        "unix_seconds": sample.unix_seconds,
+        "loss_nonfinite_steps": sample.loss_nonfinite_steps,
+        "grad_norm_nonfinite_steps": sample.grad_norm_nonfinite_steps,
+        "arrays": pack_arrays(sample),
+        **pack_scalars(sample),
+    }
+
+
 def unpack_scalars(row: Any) -> dict[str, float | None]:
     """The scalars of a stored row, NaN restored."""
     return {

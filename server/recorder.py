@@ -15,8 +15,9 @@ from typing import Any
 from sqlalchemy import Row, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.wire import AgentHealth, Batch, Finished, Layer, Sample, Started, Switched, Verdict
-from foreshock.server.packing import pack_arrays, pack_scalars
+from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
+from foreshock.server.grams import Part, add_up
+from foreshock.server.packing import pack_sample
 from foreshock.server.rollups import COARSE, forget, forget_runs
 from foreshock.server.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store import Store, insert_or_ignore
@@ -71,6 +72,7 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
     await _merge_warnings(connection, done)
+    await _add_up_grams(store, connection, done, now)
     seen = update(runs).where(runs.c.id == bindparam("own"), runs.c.last_seen < now).values(last_seen=now)
     await connection.execute(seen, [{"own": run_id} for run_id in sorted(run_ids)])
     return done
@@ -131,19 +133,21 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
                         "boot_id": done.boot_ids[key_of(batch)],
                         "sequence": batch.sequence,
                         "position": position,
-                        "step": sample.step,
-                        "since_step": sample.since_step,
-                        "unix_seconds": sample.unix_seconds,
-                        "loss_nonfinite_steps": sample.loss_nonfinite_steps,
-                        "grad_norm_nonfinite_steps": sample.grad_norm_nonfinite_steps,
-                        "arrays": pack_arrays(sample),
-                        **pack_scalars(sample),
+                        **pack_sample(sample),
                     }
                 )
     if rows:
         await connection.execute(samples.insert(), rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
         await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
+
+
+async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+    owned = [(done.run_ids[b.run], done.boot_ids[key_of(b)], event) for b in done.new for event in b.events]
+    parts = [Part(run_id, boot_id, event) for run_id, boot_id, event in owned if isinstance(event, Grams)]
+    started = {boot_id for _, boot_id, event in owned if isinstance(event, Started)}
+    if parts or started:
+        done.stepped |= await add_up(store, connection, parts, started, now)
 
 
 async def _merge_boots(

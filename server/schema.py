@@ -91,6 +91,25 @@ samples: Final = Table(
     Index("samples_by_step", "run_id", "step"),
 )
 
+grams: Final = Table(
+    "grams",  # parts of sums that are not complete yet
+    metadata,
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), primary_key=True),
+    Column("step", BigInteger, primary_key=True),
+    Column("layer", Integer, primary_key=True),
+    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("began_step", BigInteger, nullable=False),
+    Column("heads", Text, nullable=False),  # JSON list of numbers
+    Column("head_dim", Integer, nullable=False),
+    Column("first_input", BigInteger, nullable=False),
+    Column("end_input", BigInteger, nullable=False),
+    Column("all_inputs", BigInteger, nullable=False),
+    Column("received", Double, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("triangles", LargeBinary, nullable=False),  # little-endian float32 of Grams.query, then of Grams.key
+    Index("grams_by_step", "run_id", "step"),
+)
+
 events: Final = Table(
     "events",
     metadata,

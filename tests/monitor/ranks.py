@@ -33,6 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers.pytorch_utils import Conv1D
 
 from foreshock.contract import wire
 
@@ -70,6 +71,20 @@ def grouped() -> TinyGPT:
     """Two layers of 4 heads over 2 key heads, in separate projections."""
     torch.manual_seed(3)
     return tiny_gpt(*(GroupedQueryAttention(16, 4, 2) for _ in range(2)))
+
+
+class Conv1DAttention(CausalSelfAttention):
+    """With a projection that keeps its weight as [in, out], of which FSDP2 cuts the inputs."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.c_attn = Conv1D(3 * width, width)
+
+
+def conv1d() -> TinyGPT:
+    """Two layers of attention as in transformers' GPT-2."""
+    torch.manual_seed(3)
+    return tiny_gpt(*(Conv1DAttention(16, 2) for _ in range(2)))
 
 
 def sharded(model: TinyGPT) -> TinyGPT:
@@ -156,6 +171,7 @@ def _told(got: Trained, expected: Trained) -> dict[str, Any]:
     norms = [s.query_norm for s in got.listener.of(wire.Sample)]
     return {
         "losses": got.losses,
+        "weights": got.weights,
         "same_bits": all(
             torch.equal(a, b) for a, b in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True)
         ),
@@ -177,6 +193,7 @@ def main(world: int, rank: int, folder: Path, url: str) -> None:
         "DDP": both(nano, plain(world=world, rank=rank, around=DistributedDataParallel), url=url),
         "FSDP2": both(lambda: sharded(nano()), part),
         "FSDP2, separate": both(lambda: sharded(grouped()), part),
+        "FSDP2, Conv1D": both(lambda: sharded(conv1d()), part, url=url, run="cut"),
         "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
         "pipeline": both(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
     }

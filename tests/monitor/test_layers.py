@@ -17,11 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
 
-from foreshock.contract.wire import Layer
+from foreshock.contract.wire import Grams, Layer
 from foreshock.monitor.adapters import adapted
 from foreshock.monitor.layers import find_projection
 from foreshock.monitor.norms import ModelNorms
+from foreshock.monitor.sample import GramsDraft
 from foreshock.monitor.sharding import part_of, tensor_parallel_dims
+from foreshock.server.grams import spectral_norms
 
 HEADS, DIM, WIDTH = 4, 8, 32
 
@@ -113,7 +115,7 @@ def test_every_layout_gives_the_matrix_of_each_head_and_its_true_norm(
     layer = Layer(layer=0, name="x", heads=range(HEADS), kv_heads=kv_heads, head_dim=DIM, served_by="reference")  # type: ignore[arg-type]
     norms = ModelNorms([layer], [projection])
     for _ in range(40):
-        measured = norms.measure()
+        measured = norms.measure().norms
     of_head = key.repeat_interleave(HEADS // kv_heads, 0).double()
     svd = {
         "query_norm": torch.linalg.matrix_norm(query.double(), 2),
@@ -141,10 +143,10 @@ def test_a_module_without_projections_is_not_measured_and_the_others_are() -> No
         Layer(layer=i, name=str(i), heads=tuple(range(HEADS)), kv_heads=HEADS, head_dim=DIM, served_by="reference")
         for i in range(2)
     ]
-    measured = ModelNorms(layers, [None, found]).measure()["query_norm"]
+    measured = ModelNorms(layers, [None, found]).measure().norms["query_norm"]
     assert measured[:HEADS].isnan().all()
     assert measured[HEADS:].isfinite().all()
-    assert ModelNorms(layers, [None, None]).measure() == {}
+    assert ModelNorms(layers, [None, None]).measure().norms == {}
 
 
 @contextmanager
@@ -193,7 +195,7 @@ def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
             projection = find_projection(module, HEADS, kv_heads, DIM)
             assert projection is not None
             norms = ModelNorms([layer_of(kv_heads)], [projection])
-            measured = [norms.measure() for _ in range(40)][-1]
+            measured = [norms.measure().norms for _ in range(40)][-1]
             straddling.append(projection.unmeasured)
         if measured:
             seen.append(torch.stack([measured["query_norm"], measured["key_norm"]]))
@@ -208,17 +210,62 @@ def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
 
 
 @pytest.mark.promise("A13")
-def test_a_weight_whose_inputs_are_spread_over_processes_is_left_unmeasured() -> None:
-    module = fused_conv1d(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+@pytest.mark.parametrize("world", [2, 3, 12])
+def test_parts_of_spread_inputs_add_up_to_the_norms_of_the_whole_weights(world: int) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH)
+    whole = fused_conv1d(query, key)
+    sent = []
+    for rank in range(world):
+        module = copy.deepcopy(whole)
+        with process(rank, world) as mesh:
+            shard(module, mesh, Shard(0))
+            found = find_projection(module, HEADS, HEADS, DIM)
+            assert found is not None
+            assert found.unmeasured == []
+            assert found.gaps() == (
+                ", norms added up by the service: the inputs of W_Q or W_K are spread over processes"
+            )
+            norms, parts = ModelNorms([layer_of(HEADS)], [found]).measure()
+        assert norms == {}
+        sent += [GramsDraft(part, step=3, began_step=1).build() for part in parts]
+    each = -(-WIDTH // world)  # as torch.chunk cuts; of 12 processes the last holds nothing, and sends nothing
+    assert [event.inputs for event in sent] == [(at, min(at + each, WIDTH)) for at in range(0, WIDTH, each)]
+    parsed = [Grams.model_validate_json(event.model_dump_json()) for event in sent]
+    summed = spectral_norms(
+        [event.query.numpy().tobytes() + event.key.numpy().tobytes() for event in parsed], HEADS, DIM
+    )
+    both = torch.linalg.matrix_norm(query.double().mT @ key.double(), 2)
+    true = torch.stack([*(torch.linalg.matrix_norm(w.double(), 2) for w in (query, key)), both])
+    torch.testing.assert_close(torch.from_numpy(summed).double(), true, rtol=1e-6, atol=0)
+
+
+@pytest.mark.promise("A13")
+def test_of_processes_that_hold_the_same_inputs_the_first_sends_them() -> None:
+    sent = []
+    for rank in range(4):
+        module = fused_conv1d(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+        torch.distributed.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+            fully_shard(module, mesh=mesh)
+            found = find_projection(module, HEADS, HEADS, DIM)
+            parts = ModelNorms([layer_of(HEADS)], [found]).measure().parts
+        finally:
+            torch.distributed.destroy_process_group()
+        sent.append([part.inputs for part in parts])
+    assert sent == [[(0, 16)], [(16, 32)], [], []]
+
+
+def test_heads_too_wide_for_their_gram_matrices_to_travel_are_told_as_unmeasured() -> None:
+    module = fused_conv1d(torch.randn(1, 264, 8), torch.randn(1, 264, 8))
     with process(1, 2) as mesh:
         shard(module, mesh, Shard(0))
-        found = find_projection(module, HEADS, HEADS, DIM)
+        found = find_projection(module, 1, 1, 264)
         assert found is not None
-        held = found.query.read()
-        assert (held.heads, held.inputs, held.weights.shape) == (range(HEADS), (16, 32), (HEADS, DIM, 16))
-        assert ModelNorms([layer_of(HEADS)], [found]).measure() == {}
-        assert found.unmeasured == []
-        assert "the inputs of W_Q or W_K are spread over processes" in found.gaps()
+        assert found.gaps() == ", norms not measured: the inputs of W_Q or W_K are spread over processes"
+        layer = Layer(layer=0, name="x", heads=(0,), kv_heads=1, head_dim=264, served_by="reference")
+        assert ModelNorms([layer], [found]).measure() == ({}, ())
 
 
 def test_a_weight_cut_over_two_dimensions_of_the_mesh_is_told_apart_into_storage_and_computation() -> None:
@@ -259,7 +306,7 @@ def test_layers_of_different_shapes_are_measured_together() -> None:
         true.append(torch.linalg.matrix_norm(query, 2))
     norms = ModelNorms(layers, projections)
     for _ in range(40):
-        measured = norms.measure()
+        measured = norms.measure().norms
     torch.testing.assert_close(measured["query_norm"], torch.cat(true), rtol=1e-3, atol=0)
 
 
@@ -337,7 +384,7 @@ def test_a_projection_with_adapters_is_measured_with_them(kind: str) -> None:
     assert found is not None
     assert "with adapters" in found.layout
     norms = ModelNorms([layer_of(HEADS)], [found])
-    measured = [norms.measure() for _ in range(40)][-1]
+    measured = [norms.measure().norms for _ in range(40)][-1]
     children: Any = module
     true = [
         w + child.effective().detach().view_as(w) for w, child in ((query, children.q_proj), (key, children.k_proj))

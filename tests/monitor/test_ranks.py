@@ -16,7 +16,7 @@ from foreshock.contract.slots import COUNT_SLOTS, Slot, Words, merge_words
 from foreshock.server.testing import LiveService
 
 WORLD = 2
-WAYS = ("DDP", "FSDP2", "FSDP2, separate", "tensor parallel", "pipeline")
+WAYS = ("DDP", "FSDP2", "FSDP2, separate", "FSDP2, Conv1D", "tensor parallel", "pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             seen[run] = httpx.get(f"{service.url}/v1/runs/{run}", timeout=10).json()
             query = {"metric": "head.tied_rows_bf16"}
             seen[f"{run} ties"] = httpx.get(f"{service.url}/v1/runs/{run}/matrix", params=query, timeout=10).json()
+        for key in ("query_norm", "key_norm", "query_key_norm"):
+            address = f"{service.url}/v1/runs/cut/matrix"
+            seen[f"cut {key}"] = httpx.get(address, params={"metric": f"head.{key}"}, timeout=10).json()
+        seen["metrics"] = httpx.get(f"{service.url}/metrics", timeout=10).text
     results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
     return [*results, seen]
 
@@ -65,6 +69,7 @@ MODES = {
     "DDP": ("nanoGPT", "DDP"),
     "FSDP2": ("nanoGPT", "FSDP2"),
     "FSDP2, separate": ("plain attention", "FSDP2"),
+    "FSDP2, Conv1D": ("nanoGPT", "FSDP2"),
     "tensor parallel": ("plain attention", "tensor parallel"),
     "pipeline": ("nanoGPT", "pipeline"),
 }
@@ -134,6 +139,21 @@ def test_every_head_is_measured_by_a_rank_that_holds_it_whole(
 def test_a_rank_names_the_heads_whose_weights_lie_apart(told: Any) -> None:
     assert "norm of W_Q W_K^T of heads 1 not measured" in told[0]["FSDP2"]["report"]
     assert "not measured" not in told[0]["FSDP2, separate"]["report"]
+
+
+def test_the_service_adds_up_what_ranks_that_cut_the_inputs_know_of_the_weights(told: Any) -> None:
+    for rank in range(WORLD):
+        assert told[rank]["FSDP2, Conv1D"]["query_norm"] is None
+        assert "norms added up by the service: the inputs" in told[rank]["FSDP2, Conv1D"]["report"]
+    halves = [[w for w in told[rank]["FSDP2, Conv1D"]["weights"] if w.shape == (8, 48)] for rank in range(WORLD)]
+    whole = torch.stack([torch.cat(parts) for parts in zip(*halves, strict=True)]).mT.double()
+    query, key = (whole[:, start : start + 16].reshape(2, 2, 8, 16) for start in (0, 16))  # [layers, heads, D, E]
+    true = {"query_norm": query, "key_norm": key, "query_key_norm": query.mT @ key}
+    for name, matrices in true.items():
+        shown = told[WORLD][f"cut {name}"]
+        assert shown["measured_step"] == ranks.STEPS
+        np.testing.assert_allclose(shown["values"], torch.linalg.matrix_norm(matrices, 2), rtol=1e-5)
+        assert f'foreshock_head_{name}{{head="1",layer="1",run="cut"}}' in told[WORLD]["metrics"]
 
 
 def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
