@@ -11,7 +11,6 @@
 the others': `foreshock_0.json` and so on.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from torch import nn
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
+from foreshock.monitor.callbacks.saved_state import read_state, write_state
 
 _FILE: Final = "foreshock_{}.json"
 _LOSS: Final = ("loss", "train_loss", "train/loss")
@@ -80,17 +80,15 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
 
         def save(models: Any, weights: Any, folder: str) -> None:
             if self.agent is not None:
-                text = json.dumps(self.agent.state_dict())
-                (Path(folder) / _FILE.format(accelerator.process_index)).write_text(text)
+                write_state(self.agent, Path(folder) / _FILE.format(accelerator.process_index))
 
         def load(models: Any, folder: str) -> None:
-            paths = [Path(folder) / _FILE.format(index) for index in (accelerator.process_index, 0)]
-            found = next((path for path in paths if path.is_file()), None)
-            if found is None:
+            saved = read_state(*(Path(folder) / _FILE.format(index) for index in (accelerator.process_index, 0)))
+            if saved is None:
                 return  # saved by a training without foreshock
-            self._saved = json.loads(found.read_text())
+            self._saved = saved
             if self.agent is not None:
-                self.agent.load_state_dict(self._saved)
+                self.agent.load_state_dict(saved)
 
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)

@@ -19,6 +19,7 @@ from transformers.training_args import TrainingArguments
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
+from foreshock.monitor.callbacks.saved_state import read_state, write_state
 
 _FILE: Final = "foreshock_{}.json"
 
@@ -131,7 +132,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Save this process's state beside the first one's, which is all that the Trainer itself saves."""
         folder = _checkpoint(args, state)
         if self.agent is not None and args.process_index > 0 and folder.is_dir():
-            (folder / _FILE.format(args.process_index)).write_text(json.dumps(self.agent.state_dict()))
+            write_state(self.agent, folder / _FILE.format(args.process_index))
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into trainer_state.json with a checkpoint."""
@@ -147,11 +148,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _own_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
     """What a process other than the first saved at this step; None for the first, and where there is nothing."""
-    path = _checkpoint(args, state) / _FILE.format(args.process_index)
-    if args.process_index == 0 or not path.is_file():
-        return None
-    saved: dict[str, Any] = json.loads(path.read_text())
-    return saved
+    return read_state(_checkpoint(args, state) / _FILE.format(args.process_index)) if args.process_index > 0 else None
 
 
 def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:

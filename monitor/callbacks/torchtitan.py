@@ -9,7 +9,6 @@ before the first step when training resumes. Written against torchtitan 0.3.0, o
 `optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `config`, `step` and `close`.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
+from foreshock.monitor.callbacks.saved_state import read_state, write_state
 from foreshock.monitor.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "config", "step", "close")
@@ -114,21 +114,18 @@ class _Hooks:
         """Where torchtitan saves, save the agent's state beside it."""
         saved = self._save(curr_step, last_step=last_step)
         if saved:
-            path = self._file(curr_step, self._agent.config.rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._agent.state_dict()))
+            write_state(self._agent, self._file(curr_step, self._agent.config.rank))
         return saved
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         """Where torchtitan loaded, take up this rank's state, or the first rank's where there were fewer."""
         loaded = self._load(*args, **kwargs)
         if loaded and self._trainer.step:
-            paths = [self._file(self._trainer.step, rank) for rank in (self._agent.config.rank, 0)]
-            found = next((path for path in paths if path.is_file()), None)
-            if found is None:
+            saved = read_state(*(self._file(self._trainer.step, rank) for rank in (self._agent.config.rank, 0)))
+            if saved is None:
                 self._agent.begin_at(self._trainer.step)
             else:
-                self._agent.load_state_dict(json.loads(found.read_text()))
+                self._agent.load_state_dict(saved)
         return loaded
 
     def close(self) -> None:

@@ -97,6 +97,20 @@ def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbe
     assert intervals(listener) == [(4, 5), (5, 6)]
 
 
+def test_a_disk_that_takes_no_state_ends_no_training(
+    titan: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("foreshock.monitor.callbacks.saved_state.os.replace", full)
+    agent, listener, _ = train(titan.Trainer(4, tmp_path, interval=2))
+    assert intervals(listener)[-1] == (3, 4)
+    assert agent.faults == {}
+    assert not list(tmp_path.rglob("foreshock_0.json"))
+    assert "state was not saved, training goes on: no space left on device" in caplog.text
+
+
 def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(titan: ModuleType, tmp_path: Path) -> None:
     trainer = titan.Trainer(1, tmp_path)
     stages = [nn.ModuleDict({"layers": nn.ModuleDict({n: titan.TransformerBlock(64)})}) for n in ("2", "6")]
