@@ -26,7 +26,8 @@ from foreshock.contract.slots import (
 @st.composite
 def states(draw: st.DrawFn, heads: int = 3) -> Words:
     words = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(0, 2**52)))
-    floats = draw(hnp.arrays(np.float64, (heads, SLOT_COUNT), elements=st.floats(-1e6, 1e6)))
+    # Added to 0.0, the sum of nothing: -0.0 would become 0.0 when merged, which is the same number in other bits.
+    floats = draw(hnp.arrays(np.float64, (heads, SLOT_COUNT), elements=st.floats(-1e6, 1e6))) + 0.0
     for slot in (*SUM_SLOTS, *MAX_SLOTS):
         words.view(np.float64)[:, slot] = floats[:, slot]
     return words

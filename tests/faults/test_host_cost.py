@@ -19,6 +19,8 @@ from foreshock.monitor.interception import LAYER_ATTRIBUTE
 
 BLOCK = 50
 """Steps of one training before it is the other's turn."""
+WARM_UP_BLOCKS = 4
+"""Arrays of the detectors, threads and their arenas are there then, with a service in trouble or without."""
 
 
 @contextmanager
@@ -73,7 +75,8 @@ def test_a_service_in_trouble_costs_a_step_next_to_nothing(
     with service_in(trouble) as url:
         quiet, troubled = Training(None, tmp_path), Training(url, tmp_path)
         for training in (quiet, troubled):
-            training.block()
+            for _ in range(WARM_UP_BLOCKS):
+                training.block()
             training.step_seconds.clear()
             training.host_seconds.clear()
         before = resident_bytes()
