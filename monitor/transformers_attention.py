@@ -188,18 +188,25 @@ def dispatch_to_foreshock(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
+_original_interface: Final = ALL_ATTENTION_FUNCTIONS.get_interface
+_keeping: Final[list[object]] = []
+"""One entry for each agent that keeps attention: one wrapper serves all of them, or each row would count for each."""
+
+
+def _probed_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    return _probing(_original_interface(name, default), name)
+
+
 def keep_dispatch() -> Callable[[], None]:
     """Probe every attention that transformers dispatches to, whatever its name, where the calling module is watched;
     returns the undoing. Names, masks and results stay as they are."""
-    original = ALL_ATTENTION_FUNCTIONS.get_interface
-
-    def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return _probing(original(name, default), name)
-
-    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+    if not _keeping:
+        ALL_ATTENTION_FUNCTIONS.get_interface = _probed_interface
+    _keeping.append(token := object())
 
     def undo() -> None:
-        if ALL_ATTENTION_FUNCTIONS.__dict__.get("get_interface") is get_interface:
+        _keeping.remove(token)
+        if not _keeping and vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _probed_interface:
             del ALL_ATTENTION_FUNCTIONS.get_interface
 
     return undo

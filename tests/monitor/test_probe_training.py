@@ -156,6 +156,23 @@ def test_transformers_keeps_its_attention_and_what_is_measured_is_what_our_kerne
         np.testing.assert_allclose(measured, counted, rtol=1e-4, atol=2e-4, err_msg=slot.name)
 
 
+def test_of_two_kept_models_each_row_counts_once_and_the_one_that_stays_is_measured_on() -> None:
+    models = [gpt2().eval() for _ in range(2)]
+    agents, listeners = zip(*(kept(model) for model in models), strict=True)
+
+    def step(*numbers: int) -> None:
+        for number in numbers:
+            models[number](ids()).logits.square().mean().backward()
+            agents[number].step()
+
+    step(0, 1)
+    agents[1].close()
+    step(0)
+    agents[0].close()
+    assert [rows(listener) for listener in listeners] == [[[3 * 12] * 4] * 2, [[3 * 12] * 4]]
+    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+
+
 def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 
