@@ -121,7 +121,7 @@ async def _chores(
         try:
             async with store.write() as connection:
                 await expire(store, connection)
-                await verify(store, connection, settings, roller)
+            await verify(store, settings, roller)
             await grams.expire(store, time.time())
             await delete_old_runs(store, settings.retention_seconds, time.time())
             broadcaster.wake()

@@ -6,9 +6,10 @@ mitigation is left, proposed: a person decides, under every policy. The agent go
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from sqlalchemy import Row, select, update
@@ -44,6 +45,8 @@ _LEFT: Final = 1 / 3
 _POINTS, _LEAST_POINTS = 48, 6
 _MOST_HEADS: Final = 64
 _AT_ONCE: Final = 16
+_LIVING_SECONDS: Final = 86_400.0
+"""What a run was switched to that has been silent for a day is never judged: its steps do not pass any more."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,31 @@ class Growth:
         return f"{self.signal} {before} in the {steps:,} steps before, {after} in those after"
 
 
-async def verify(store: Store, connection: AsyncConnection, settings: Settings, roller: Roller) -> None:
-    """Judge every applied switch whose steps have passed; run from time to time."""
+@dataclass(frozen=True)
+class Due:
+    """An applied switch whose steps have passed, and how its heads grew."""
+
+    row: Row[Any]
+    at: int
+    heads: list[HeadRef]
+    growths: dict[HeadRef, list[Growth]]
+
+
+async def verify(store: Store, settings: Settings, roller: Roller) -> None:
+    """Judge every applied switch whose steps have passed; run from time to time.
+
+    What is read of the samples, which may be much, is read before the transaction that writes: ingest waits for that.
+    """
     if not settings.verify_steps:
         return
+    async with store.read() as connection:
+        found = await _due(connection, settings, roller)
+    for due in found:
+        async with store.write() as connection:
+            await _judge(store, connection, settings, due)
+
+
+async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) -> list[Due]:
     undone = select(table.c.undoes).where(table.c.undoes.is_not(None), table.c.state == "applied")
     query = (
         select(table, runs.c.name.label("run"))
@@ -79,22 +103,27 @@ async def verify(store: Store, connection: AsyncConnection, settings: Settings, 
             table.c.verification.is_(None),
             table.c.undoes.is_(None),
             table.c.id.not_in(undone),
+            runs.c.last_seen > time.time() - _LIVING_SECONDS,
         )
-        .order_by(table.c.number.desc())
-        .limit(_AT_ONCE)
+        .order_by(table.c.number)
     )
     rows = (await connection.execute(query)).all()
     tracks = await commands.tracks_of(connection, [row.id for row in rows])
+    found: list[Due] = []
     for row in rows:
         answers = [Switched.model_validate_json(t.switched) for t in tracks[row.id].values() if t.switched]
         at = max((answer.step for answer in answers if answer.outcome == "applied"), default=None)
         _, last = await edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
-            heads = await _judged(connection, row, answers)
-            await _judge(store, connection, settings, roller, row, at, heads)
+            heads = _judged(row, answers)
+            growths = await growth_of(connection, roller, row.run_id, heads, at, settings.verify_steps)
+            found.append(Due(row, at, heads, growths))
+        if len(found) == _AT_ONCE:
+            break
+    return found
 
 
-async def _judged(connection: AsyncConnection, row: Row[object], answers: Sequence[Switched]) -> list[HeadRef]:
+def _judged(row: Row[Any], answers: Sequence[Switched]) -> list[HeadRef]:
     """The heads that were switched from plain; of very many, the first."""
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
     found = {
@@ -106,16 +135,8 @@ async def _judged(connection: AsyncConnection, row: Row[object], answers: Sequen
     return sorted(found)[:_MOST_HEADS]
 
 
-async def _judge(
-    store: Store,
-    connection: AsyncConnection,
-    settings: Settings,
-    roller: Roller,
-    row: Row[object],
-    at: int,
-    heads: list[HeadRef],
-) -> None:
-    growths = await growth_of(connection, roller, row.run_id, heads, at, settings.verify_steps)
+async def _judge(store: Store, connection: AsyncConnection, settings: Settings, due: Due) -> None:
+    row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
     loose = [ref for ref, found in running.items() if found]
     verdict: Verification = "unknown" if not growths else "not arrested" if loose else "verified"

@@ -45,8 +45,7 @@ async def switched(service: Any, policy: Policy = "approve", before: float = 1.0
 
 async def judge(service: Any) -> None:
     state = service.app.state
-    async with state.store.write() as connection:
-        await verify(state.store, connection, state.settings, state.roller)
+    await verify(state.store, state.settings, state.roller)
 
 
 async def commands_of(service: Any) -> list[dict[str, Any]]:
@@ -131,6 +130,29 @@ def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fres
         await service.store(rank, rank.sample(1020))
         await judge(service)
         assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
+
+    play(story)
+
+
+def test_switches_whose_steps_never_pass_hide_none_that_is_due(play: Any) -> None:
+    async def story(service: Any) -> None:
+        command = await switched(service, after=-0.2)
+        ended = FakeRank(run="run-2")
+        own = [
+            Switched(
+                id=f"own-{n}",
+                step=20,
+                outcome="applied",
+                heads=((0, 0),),
+                before=("plain",),
+                after=("exact_delta",),
+                reason="policy auto",
+            )
+            for n in range(20)
+        ]
+        await service.store(ended, ended.started(), ended.sample(20), *own)
+        await judge(service)
+        assert (await service.get(f"/v1/commands/{command}"))["verification"] == "verified"
 
     play(story)
 
