@@ -185,7 +185,7 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> N
     assert set(report["arms"]) == {"untreated", "control", "rescued"}
     assert report["first_warning_step"] is not None
     assert {"layer", "head", "signal", "evidence"} <= report["first_warning"].keys()
-    assert report["branch_step"] < report["first_warning_step"]
+    assert 0 < report["branch_step"] < report["first_warning_step"]
     untreated, rescued = (report["arms"][name]["offset_by_step"] for name in ("untreated", "rescued"))
     shared = [step for step in untreated if int(step) <= report["branch_step"]]
     assert [rescued[step] for step in shared] == [untreated[step] for step in shared]
