@@ -1,7 +1,8 @@
 """The judge's thread: a sample is judged beside the step that follows it, so that the training thread need not.
 
 What was handed over at one step boundary is taken at the next, judged; where the thread has fallen behind a whole step,
-the boundary waits for it, but no longer than a second. So the same samples give the same verdicts at the same steps.
+the boundary waits for it, but no longer than a second, and once that was in vain not again before the thread has caught
+up. So the same samples give the same verdicts at the same steps.
 """
 
 import queue
@@ -31,6 +32,7 @@ class Judge:
         self._waiting: queue.SimpleQueue[Counted | None] = queue.SimpleQueue()
         self._judged: queue.SimpleQueue[Judged | BaseException] = queue.SimpleQueue()
         self._under_way = 0
+        self._late = False
         self._thread: threading.Thread | None = None
 
     def put(self, counted: Counted) -> None:
@@ -46,13 +48,15 @@ class Judge:
         taken: list[Judged] = []
         while self._under_way:
             try:
-                judged = self._judged.get(timeout=LONGEST_WAIT_SECONDS)
+                judged = self._judged.get(timeout=0.0 if self._late else LONGEST_WAIT_SECONDS)
             except queue.Empty:  # a stalled machine; they are taken at a later boundary
-                break
+                self._late = True
+                return taken
             self._under_way -= 1
             if isinstance(judged, BaseException):
                 raise judged
             taken.append(judged)
+        self._late = False
         return taken
 
     def close(self) -> None:
