@@ -57,6 +57,9 @@ def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_ba
     # A person reads a sentence before typing on; here that takes as long as the run needs to appear.
     seen = "until foreshock runs 2>/dev/null | grep -q plain-loop; do sleep 0.2; done\n"
     script = "set -euo pipefail\nset -m\n" + seen.join([typed[0], "".join(typed[1:])])
+    # Nor does a person type within the second in which the next sample tells of the switched head.
+    (look,) = (line for line in script.splitlines() if "switched heads:" in line)
+    script = script.replace(look, f"until ({look}\n) | grep -q '2 exact_delta'; do sleep 0.2; done\n{look}")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "FORESHOCK_PORT": port,
