@@ -19,8 +19,12 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "system", "popen", "for
 pytestmark = pytest.mark.promise("S14")
 
 
+OUTSIDE = {"testing.py", "child.py"}
+"""What starts a service from another process; the service imports neither."""
+
+
 def sources() -> list[Path]:
-    return [p for room in ROOMS for p in room.rglob("*.py") if p.name != "testing.py" and "ui" not in p.parts]
+    return [p for room in ROOMS for p in room.rglob("*.py") if p.name not in OUTSIDE and "ui" not in p.parts]
 
 
 def found_in(path: Path) -> set[str]:
@@ -45,6 +49,8 @@ def test_no_module_of_the_service_can_run_or_unpickle_what_it_was_sent() -> None
     offences = {path.name: found_in(path) for path in sources()}
     offences["store.py"] -= {"SQL put together from values"}  # PRAGMA takes no parameters; its values are constants
     assert {name: what for name, what in offences.items() if what} == {}
+    for name in ("foreshock.server.testing", "foreshock.server.child"):
+        assert [path.name for path in sources() if name in path.read_text("utf-8")] == []
 
 
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
