@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foreshock.benchmarks import machine
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.discovery import SDPA
@@ -366,18 +367,7 @@ def main(json_path: Path | None = None, rounds: int = 12, only: str | None = Non
 
 def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
     """Write the figures; those of other shapes that stand in the file stay, if the same machine made them."""
-    import triton
-
-    here = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        },
-        "unit": "milliseconds a training step, median over rounds of a block's mean",
-    }
+    here = {**machine.gpu(), "unit": "milliseconds a training step, median over rounds of a block's mean"}
     known = json.loads(path.read_text()) if path.exists() else {}
     fresh = {measured["shape"]["name"] for measured in shapes}
     same = all(known.get(name) == value for name, value in here.items())

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from foreshock.benchmarks import machine
 from foreshock.contract.slots import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.backward import Tensors, launch_backward
@@ -348,13 +348,7 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
         result = {
             "command": f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}",
             "date": datetime.now(UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "versions": {
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "cuda": torch.version.cuda,
-                "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-            },
+            **machine.gpu(),
             "unit": "milliseconds, median",
             "seconds": round(time.monotonic() - began),
             "summary": totals,

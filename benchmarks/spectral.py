@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foreshock.benchmarks import machine
 from foreshock.kernels.spectral import SpectralNorms
 from foreshock.monitor.config import AgentConfig
 
@@ -87,8 +88,7 @@ def main(json_path: str | None = None, repeats: int = 9) -> None:
         result = {
             "command": f"foreshock bench spectral --repeats {repeats} --json {Path(json_path).name}",
             "date": datetime.now(UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+            **machine.gpu(),
             "layers": LAYERS,
             "heads": HEADS,
             "head_dim": HEAD_DIM,

@@ -181,11 +181,8 @@ class Agent:
         Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
         samples of all ranks at the same steps, without a word between them.
         """
-        stride = self.config.sample_every_steps
         step_seconds = (time.monotonic() - self._last_sample_at) / since
-        while 0 < stride * step_seconds < self.config.sample_every_seconds:
-            stride *= 2
-        return stride
+        return _doubled(self.config.sample_every_steps, step_seconds, self.config.sample_every_seconds)
 
     def _snapshot(self) -> None:
         every = self.config.norms_every_steps
@@ -208,10 +205,8 @@ class Agent:
         every = self.config.norms_every_steps
         if not self._adds_up:
             return self.current_step - (self._norms_at or 0) >= every
-        stride = self.config.sample_every_steps  # parts add up only if all ranks measure at the same step: `_stride`
-        while stride < every:
-            stride *= 2
-        return self.current_step % stride == 0
+        # Parts add up only if all ranks measure at the same step: as with `_stride`.
+        return self.current_step % _doubled(self.config.sample_every_steps, 1, every) == 0
 
     def _measure_norms(self) -> Measured:
         measured = Measured({})
@@ -496,6 +491,13 @@ class Agent:
     ) -> None:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         self.close("completed" if error is None else "stopped" if stopped else "failed")
+
+
+def _doubled(steps: int, worth: float, least: float) -> int:
+    """`steps`, doubled until they are worth `least`; as they are where a step is worth nothing."""
+    while 0 < steps * worth < least:
+        steps *= 2
+    return steps
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,8 @@ _SOFTMAX_MODES: Final = Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX
 
 
 SwitchScope = Literal["head", "layer", "model"]
+_SHARED: Final[dict[SwitchScope, int]] = {"head": 2, "layer": 1, "model": 0}
+"""How much of (layer, head) a head has in common with the one that was warned about."""
 
 
 class Decision(NamedTuple):
@@ -35,11 +37,11 @@ def decide(
             continue
         if verdict.layer is None or verdict.head is None or (verdict.layer, verdict.head) not in modes:
             continue
+        warned = (verdict.layer, verdict.head)[: _SHARED[scope]]
         wanted: dict[Mode, list[tuple[int, int]]] = {}
         for head, now in modes.items():
-            near = {"head": head == (verdict.layer, verdict.head), "layer": head[0] == verdict.layer, "model": True}
             mode = with_mitigation(now, MODE_NAMES[mitigation])
-            if near[scope] and mode != now:
+            if head[: len(warned)] == warned and mode != now:
                 wanted.setdefault(mode, []).append(head)
         for mode, heads in wanted.items():
             decisions.append(Decision(verdict, tuple(heads), mode))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 MARKS: Final = ("promise", "execution")
 
@@ -94,6 +95,16 @@ class Sizes:
 
     def __call__(self, name: str, *, quick: int, long: int) -> int:
         return int(self._given.get(name, long if self.long else quick))
+
+    def fuzzed(self, cases: int) -> settings:
+        """Hypothesis on so many cases: always the same ones, but for the long tier."""
+        return settings(
+            max_examples=cases,
+            deadline=None,
+            database=None,
+            derandomize=not self.long,
+            suppress_health_check=list(HealthCheck),
+        )
 
     def until(self) -> float:
         """When a test that repeats itself stops all the same: --size seconds=N from now, on the monotonic clock."""

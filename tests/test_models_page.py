@@ -1,11 +1,11 @@
 """docs/models.md says what the recorded tests say, and every test with an `execution` mark is in the record."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.loading import module_at
 
 ROOT = Path(__file__).parents[1]
 
@@ -13,12 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
     """scripts/models_page.py."""
-    spec = importlib.util.spec_from_file_location("models_page", ROOT / "scripts" / "models_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "scripts" / "models_page.py")
 
 
 def test_the_table_of_models_is_what_the_record_says(page: ModuleType) -> None:

@@ -1,6 +1,5 @@
 """Every promise has a test, and docs/reliability.md says what the tests last measured."""
 
-import importlib.util
 import json
 import re
 import tomllib
@@ -9,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.loading import module_at
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,12 +16,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
     """scripts/reliability_page.py."""
-    spec = importlib.util.spec_from_file_location("reliability_page", ROOT / "scripts" / "reliability_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "scripts" / "reliability_page.py")
 
 
 def promised() -> dict[str, str]:

@@ -8,7 +8,7 @@ import sys
 import time
 
 import torch
-from tests.faults.training import Attention
+from tests.faults.training import BUSY, Attention
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,10 +33,7 @@ def main(url: str, spool: str, place: str, places: str, rendezvous: str, first: 
         world_size=ranks,
         url=url,
         spool_directory=spool,
-        sample_every_steps=1,
-        sample_every_seconds=0.0,
-        send_every_seconds=0.05,
-        quiet=True,
+        **BUSY,
     )
     agent.begin_at(int(first))
     parallel = DistributedDataParallel(model)

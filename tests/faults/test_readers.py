@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -21,13 +21,7 @@ def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
     cases = sizes("reader_cases", quick=300, long=50_000)
     record_property("cases", cases)
-    return settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=not sizes.long,
-        suppress_health_check=list(HealthCheck),
-    )
+    return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
 
 @st.composite

@@ -11,11 +11,20 @@ import os
 import signal
 import sys
 import time
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from foreshock.monitor import Agent, attach
+
+BUSY: Final[dict[str, Any]] = {
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "send_every_seconds": 0.05,
+    "quiet": True,
+}
+"""An agent that samples every step and sends at once."""
 
 
 class Attention(nn.Module):
@@ -52,10 +61,7 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         run="a-run",
         url=url,
         spool_directory=spool,
-        sample_every_steps=1,
-        sample_every_seconds=0.0,
-        send_every_seconds=0.05,
-        quiet=True,
+        **BUSY,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = 0

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
 from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
     AttentionByName,
     AttentionWithMask,
@@ -28,14 +29,6 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import Agent, attach, interception
-
-EVERY_STEP: dict[str, Any] = {
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "strict": True,
-    "quiet": True,
-    "url": None,
-}
 
 
 def watch(model: nn.Module, steps: int = 2, **overrides: Any) -> tuple[Agent, Listener]:

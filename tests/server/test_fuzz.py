@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshock.contract.wire import AgentHealth, Finished
@@ -30,13 +30,7 @@ def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
     cases = sizes("fuzz_cases", quick=300, long=25_000)
     record_property("cases", cases)
-    return settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=not sizes.long,
-        suppress_health_check=list(HealthCheck),
-    )
+    return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
 
 odd_text = st.one_of(
