@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, SUM_SLOTS, Slot
 from foreshock.monitor import attach
-from foreshock.monitor.interception import LAYER_ATTRIBUTE
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 LAYERS, HEADS, ROWS = 12, 12, 32 * 1024
 WARM_UP = 100

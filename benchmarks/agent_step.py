@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.benchmarks import machine
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.discovery import SDPA
+from foreshock.monitor.model.discovery import SDPA
 
 BACKENDS: Final = {
     "flash": SDPBackend.FLASH_ATTENTION,

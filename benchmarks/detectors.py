@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreshock.contract.slots import Slot, Words, identity_row
-from foreshock.monitor.detectors import Detectors, Readings
+from foreshock.monitor.detect.detectors import Detectors, Readings
 
 LAYERS: Final = 80
 HEADS: Final = 64

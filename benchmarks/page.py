@@ -27,7 +27,7 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
 from foreshock.benchmarks.page_runs import DEEP, STEPS, WIDE, LongRun
-from foreshock.server.rollups import COARSE
+from foreshock.server.curves.rollups import COARSE
 from foreshock.server.testing import LiveService
 
 REPEATS: Final = 7

@@ -9,11 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from foreshock.kernels.flash_attention.spec import NUMERICS
-from foreshock.lab.anatomy import Examined
-from foreshock.lab.diagnose import Patient, diagnose, examine_patient, lab_patient, own_patient, suspects, try_removal
-from foreshock.lab.diagnosis import lines
-from foreshock.lab.diagnosis_picture import draw
-from foreshock.lab.history import History, live, recorded
+from foreshock.lab.diagnosis.anatomy import Examined
+from foreshock.lab.diagnosis.examination import (
+    Patient,
+    diagnose,
+    examine_patient,
+    lab_patient,
+    own_patient,
+    suspects,
+    try_removal,
+)
+from foreshock.lab.diagnosis.picture import draw
+from foreshock.lab.diagnosis.wording import lines
+from foreshock.lab.recording.history import History, live, recorded
 
 
 def report(

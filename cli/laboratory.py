@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from foreshock.contract import wire
-from foreshock.lab.recipes import ARMS, RECIPES, find_arm, find_recipe
-from foreshock.lab.replay import replay
-from foreshock.lab.report import lab_score
+from foreshock.lab.recording.replay import replay
+from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
+from foreshock.lab.training.recipes import ARMS, RECIPES, find_arm, find_recipe
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -70,7 +70,7 @@ def list_recipes(console: Console) -> None:
 
 def show_corpus(console: Console) -> None:
     """What runs on this machine are trained on."""
-    from foreshock.lab.corpus import standard_library
+    from foreshock.lab.training.corpus import standard_library
 
     corpus = standard_library()
     console.print(f"{corpus.source}: {len(corpus.tokens):,} bytes, SHA-256 {corpus.sha256}", soft_wrap=True)
@@ -80,8 +80,8 @@ def run_set(
     name: str, console: Console, *, folder: Path, processes: int, gpus: Sequence[int], seconds: float | None
 ) -> None:
     """Make the traces of one published set that are not there yet. Raises ValueError for an unknown set."""
-    from foreshock.lab.many import run_set as make
-    from foreshock.lab.published import published
+    from foreshock.lab.training.published_runs import published
+    from foreshock.lab.training.run_set import run_set as make
 
     sets = published()
     if name not in sets:
@@ -94,7 +94,7 @@ def run_set(
 
 def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -> None:
     """How the arms of a recipe ended beside their control, and a picture of their courses."""
-    from foreshock.lab.courses import courses, draw_courses
+    from foreshock.lab.scoring.courses import courses, draw_courses
 
     ended = courses(traces)
     for recipe in dict.fromkeys(each.recipe for each in ended):
@@ -134,7 +134,7 @@ def run(
     url: str | None,
 ) -> None:
     """Train one arm of a recipe, write its trace and say how it ended."""
-    from foreshock.lab.run import lab_run
+    from foreshock.lab.training.run import lab_run
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
     with Progress(*_COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:

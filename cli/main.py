@@ -321,7 +321,7 @@ def lab_claims(
     report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
 ) -> None:
     """Put the paper's claims to runs of several arms and seeds: a Markdown table, a row for each number."""
-    from foreshock.lab.claims import lab_claims as evaluate
+    from foreshock.lab.diagnosis.claims import lab_claims as evaluate
 
     typer.echo(evaluate(runs, batches=batches, report=report))
 

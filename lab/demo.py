@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreshock.contract import wire
-from foreshock.lab.arms import Branched, Order, Progressed, Told, Workers, in_seconds
 from foreshock.lab.picture import draw
-from foreshock.lab.recipes import CONTROL, RESCUED, UNTREATED, Arm, Recipe, find_recipe
-from foreshock.lab.record import Record
+from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
+from foreshock.lab.training.arms import Branched, Order, Progressed, Told, Workers, in_seconds
+from foreshock.lab.training.recipes import CONTROL, RESCUED, UNTREATED, Arm, Recipe, find_recipe
 
 SEEDS = {"key-bias-small": 8, "shared-values": 2}
 """What is shown unless a seed is named: 8 was not used for tuning, 2 is the one whose loss explodes."""

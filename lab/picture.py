@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foreshock.lab.record import Record
+from foreshock.lab.recording.record import Record
 
 _COLOURS = {
     "untreated": "#d55e00",

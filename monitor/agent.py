@@ -19,20 +19,20 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, mode_name
-from foreshock.monitor import collector as collecting
-from foreshock.monitor.collector import Collector, Counted
+from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current
 from foreshock.monitor.config import AgentConfig, new_run_name
-from foreshock.monitor.detectors import Detectors, Readings
+from foreshock.monitor.detect.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.interception import LAYER_ATTRIBUTE, WatchedLayer, current
-from foreshock.monitor.judging import Judge, Judged
-from foreshock.monitor.keeping import Keeper
-from foreshock.monitor.layers import Projection
-from foreshock.monitor.norms import Measured, ModelNorms
+from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.policy import decide
-from foreshock.monitor.sample import Draft, GramsDraft, SampleDraft
-from foreshock.monitor.sender import Sender
+from foreshock.monitor.sampling import collector as collecting
+from foreshock.monitor.sampling.collector import Collector, Counted
+from foreshock.monitor.sampling.judging import Judge, Judged
+from foreshock.monitor.sampling.norms import Measured, ModelNorms
+from foreshock.monitor.sampling.sample import Draft, GramsDraft, SampleDraft
 from foreshock.monitor.switch import Switchboard
+from foreshock.monitor.transport.sender import Sender
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -41,7 +41,7 @@ Sink = Callable[[wire.Event], None]
 
 
 class Detecting(Protocol):
-    """What the agent needs of its detectors (foreshock.monitor.detectors.Detectors)."""
+    """What the agent needs of its detectors (foreshock.monitor.detect.detectors.Detectors)."""
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
         """What one merged sample says: verdicts raised, updated or cleared."""

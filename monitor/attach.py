@@ -12,17 +12,11 @@ from torch import Tensor, nn
 from foreshock.contract.slots import SLOT_COUNT, identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent, Instruments
+from foreshock.monitor.attention.interception import sdpa_rebinding, watch_module
+from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, head_dim_problem, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.discovery import Found, find_attention
-from foreshock.monitor.interception import (
-    LAYER_ATTRIBUTE,
-    WatchedLayer,
-    head_dim_problem,
-    logger,
-    sdpa_rebinding,
-    watch_module,
-)
-from foreshock.monitor.keeping import Keeper
+from foreshock.monitor.model.discovery import Found, find_attention
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention, "
@@ -128,7 +122,7 @@ def _install(
             undos.append(watch_module(found.module, layer))
         routes = {found.route for found in watched}
         if "transformers" in routes:
-            from foreshock.monitor.transformers_attention import dispatch_to_foreshock, keep_dispatch
+            from foreshock.monitor.attention.transformers_attention import dispatch_to_foreshock, keep_dispatch
 
             undos.append(dispatch_to_foreshock(model) if keeper is None else keep_dispatch())
         if "scaled_dot_product_attention" in routes:

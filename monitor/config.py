@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import Identifier, ModeName, Policy
-from foreshock.monitor.detectors import DetectorConfig
+from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]

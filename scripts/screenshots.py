@@ -19,7 +19,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from foreshock.benchmarks.page import chromium
-from foreshock.lab.replay import replay
+from foreshock.lab.recording.replay import replay
 from foreshock.lab.service import local_service
 
 ROOT = Path(__file__).resolve().parents[1]

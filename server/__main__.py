@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from foreshock.server.app import serve
 from foreshock.server.settings import Settings
-from foreshock.server.store import StoreError
+from foreshock.server.store.database import StoreError
 
 
 def main() -> int:

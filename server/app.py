@@ -19,22 +19,25 @@ from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
 
 import foreshock
-from foreshock.server import grams, ingest, problems, routes, stream, webhooks
-from foreshock.server.auth import Gate, Keyring
+from foreshock.server.access import problems
+from foreshock.server.access.auth import Gate, Keyring
+from foreshock.server.access.limits import Buckets
+from foreshock.server.commands.delivery import expire
+from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
-from foreshock.server.delivery import expire
-from foreshock.server.exposition import Exposer
-from foreshock.server.ingest import Writer
-from foreshock.server.limits import Buckets
+from foreshock.server.curves.rollups import Roller
+from foreshock.server.http import routes, stream, webhooks
+from foreshock.server.http.exposition import Exposer
+from foreshock.server.ingest import batches as ingest
+from foreshock.server.ingest import grams
+from foreshock.server.ingest.batches import Writer
 from foreshock.server.logs import configure_logs
-from foreshock.server.notify import Notifier
+from foreshock.server.notifier import Notifier
 from foreshock.server.pause import pause
-from foreshock.server.retention import delete_old_runs
-from foreshock.server.rollups import Roller
+from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.settings import Settings
-from foreshock.server.store import Store, StoreError
-from foreshock.server.stream import Broadcaster
-from foreshock.server.verification import verify
+from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.retention import delete_old_runs
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0

@@ -1,6 +1,7 @@
 """Statistics of a sample of rows of any attention, in two launches: the rows, then their sum into the state.
 
-The same rows, computed in the same way, as `foreshock.monitor.probe` computes in PyTorch where there is no GPU.
+The same rows, computed in the same way, as `foreshock.monitor.attention.probe` computes in PyTorch where there is no
+GPU.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -23,7 +23,7 @@ from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
-from foreshock.monitor.discovery import find_attention
+from foreshock.monitor.model.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "config", "step", "close")
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")

@@ -251,7 +251,7 @@ def test_the_image_holds_the_service_and_nothing_of_training(tmp_path: Path) -> 
         "server",
     }
     assert "foreshock/dashboards/generated/boards/run.json" in names_in_wheel
-    assert any(name.startswith("foreshock/server/migrations/versions/") for name in names_in_wheel)
+    assert any(name.startswith("foreshock/server/store/migrations/versions/") for name in names_in_wheel)
 
 
 def test_the_image_asks_for_no_torch_and_runs_as_nobody_special() -> None:

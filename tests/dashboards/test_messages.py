@@ -20,7 +20,7 @@ from foreshock.contract.wire import Verdict
 from foreshock.dashboards.generate import GENERATED
 from foreshock.dashboards.messages import TEMPLATES
 from foreshock.dashboards.provisioning import alertmanager_config
-from foreshock.server.notify import message_of
+from foreshock.server.notifier import message_of
 
 REPOSITORY = Path(__file__).parents[2]
 NOW = datetime(2026, 11, 21, 3, 4, tzinfo=UTC)

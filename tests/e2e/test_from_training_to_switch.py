@@ -27,8 +27,8 @@ MOST_SECONDS = 900.0
 TRAIN = """
 import sys, torch
 from dataclasses import replace
-from foreshock.lab.recipes import find_arm, find_recipe
-from foreshock.lab.run import Training, train
+from foreshock.lab.training.recipes import find_arm, find_recipe
+from foreshock.lab.training.run import Training, train
 torch.set_num_threads(1)
 arm_name, policy, run, url, seed = sys.argv[1:]
 recipe = find_recipe("key-bias-small")

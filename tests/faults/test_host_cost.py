@@ -18,7 +18,7 @@ from torch import nn
 
 from foreshock.benchmarks.agent_cost import HEADS, LAYERS, Attention, counts
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.interception import LAYER_ATTRIBUTE
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 BLOCK = 50
 """Steps of one training before it is the other's turn."""

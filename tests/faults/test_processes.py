@@ -21,7 +21,7 @@ from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.interception import LAYER_ATTRIBUTE
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 SCRIPT = Path(__file__).parent / "training.py"
 QUICK: dict[str, Any] = {

@@ -25,9 +25,10 @@ from tests.faults.hostile_server import (
 
 import foreshock.monitor
 from foreshock.contract import wire
-from foreshock.monitor import AgentConfig, sender
-from foreshock.monitor.retry import is_retryable, retry_after_seconds, retry_delay
-from foreshock.monitor.sender import Sender
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.transport import sender
+from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
+from foreshock.monitor.transport.sender import Sender
 
 
 def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
@@ -281,7 +282,7 @@ def test_without_a_disk_the_way_through_memory_goes_on(
             def full(*args: Any) -> int:
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("foreshock.monitor.spool._pwrite", full)
+            monkeypatch.setattr("foreshock.monitor.transport.spool._pwrite", full)
         send(to, 2)
         time.sleep(0.1)
         server.behaviour = acknowledge

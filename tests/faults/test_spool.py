@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshock.monitor import spool as spooling
-from foreshock.monitor.spool import Spool, frame, leftovers, spool_path
+from foreshock.monitor.transport import spool as spooling
+from foreshock.monitor.transport.spool import Spool, frame, leftovers, spool_path
 
 BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + b'"}')]
 WHOLE = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)

@@ -11,7 +11,7 @@ from torch import Tensor
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, new_state
 from foreshock.kernels.flash_attention.sampled_rows import count_sampled_rows, serves
-from foreshock.monitor import probe
+from foreshock.monitor.attention import probe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.lab.courses import courses, draw_courses
+from foreshock.lab.scoring.courses import courses, draw_courses
 
 TRACES = sorted((Path(__file__).parents[2] / "lab" / "traces").glob("key-bias-small_*_seed8.jsonl.gz"))
 

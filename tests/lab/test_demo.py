@@ -13,12 +13,12 @@ from rich.console import Console
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
-from foreshock.lab.arms import Order, Workers, in_seconds
-from foreshock.lab.model import ModelConfig
 from foreshock.lab.picture import draw
-from foreshock.lab.recipes import UNTREATED, find_recipe
-from foreshock.lab.record import Record
-from foreshock.monitor.detectors import DetectorConfig
+from foreshock.lab.recording.record import Record
+from foreshock.lab.training.arms import Order, Workers, in_seconds
+from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.recipes import UNTREATED, find_recipe
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
     find_recipe("key-bias-small"),

@@ -17,14 +17,14 @@ from foreshock.cli.main import app
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.statistics import new_state
-from foreshock.lab.anatomy import Examined, examine, head_anatomy
-from foreshock.lab.capture import AttentionCall, Capture
-from foreshock.lab.diagnose import diagnose, examine_patient, lab_patient, own_patient, try_removal
-from foreshock.lab.diagnosis import Trial, explain
-from foreshock.lab.history import History, live, recorded
-from foreshock.lab.model import ModelConfig
-from foreshock.lab.recipes import CONTROL, UNTREATED, find_recipe
-from foreshock.lab.run import lab_run
+from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
+from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient, try_removal
+from foreshock.lab.diagnosis.wording import Trial, explain
+from foreshock.lab.recording.history import History, live, recorded
+from foreshock.lab.training.capture import AttentionCall, Capture
+from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.run import lab_run
 from foreshock.monitor import attach
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -312,7 +312,7 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
 
 
 def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreshock.lab.history._POINTS", 8)
+    monkeypatch.setattr("foreshock.lab.recording.history._POINTS", 8)
     trace = TRACES / "key-bias_fa2_batch32.jsonl.gz"
     with LiveService(tmp_path) as service:
         played = foreshock("replay", str(trace), "--url", service.url, "--run", "played")

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from foreshock.contract import wire
-from foreshock.lab import many
-from foreshock.lab.corpus import Corpus, standard_library
-from foreshock.lab.many import Branch, Entry, run_set
-from foreshock.lab.model import ModelConfig
-from foreshock.lab.recipes import CONTROL, UNTREATED, find_recipe
-from foreshock.lab.trace import read_trace
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training import run_set as many
+from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.run_set import Branch, Entry, run_set
 
 TINY = replace(
     find_recipe("key-bias-small"),

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.lab.capture import Capture
-from foreshock.lab.corpus import standard_library
-from foreshock.lab.model import CausalSelfAttention, ModelConfig
-from foreshock.lab.offset_removal import Removed, centred, remove_offset
-from foreshock.lab.recipes import CONTROL, find_arm, find_recipe
-from foreshock.lab.run import Training
+from foreshock.lab.training.capture import Capture
+from foreshock.lab.training.corpus import standard_library
+from foreshock.lab.training.model import CausalSelfAttention, ModelConfig
+from foreshock.lab.training.offset_removal import Removed, centred, remove_offset
+from foreshock.lab.training.recipes import CONTROL, find_arm, find_recipe
+from foreshock.lab.training.run import Training
 from foreshock.monitor import Agent, attach
 
 TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), batch=4)

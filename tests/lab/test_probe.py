@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreshock.lab.model import GPT, ModelConfig
-from foreshock.lab.probe import ModelProbe
+from foreshock.lab.training.model import GPT, ModelConfig
+from foreshock.lab.training.rival_signals import ModelProbe
 
 SHAPE = ModelConfig(layers=2, heads=2, width=32, context=16, attention_dtype="float32")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.lab.score import score_all
-from foreshock.lab.table import Row, table
+from foreshock.lab.scoring.score import score_all
+from foreshock.lab.scoring.table import Row, table
 
 LAB = Path(__file__).parents[2] / "lab"
 

@@ -10,12 +10,12 @@ import pytest
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words, identity_row
-from foreshock.lab.baselines import BASELINES, Signal
-from foreshock.lab.harm import first_harm
-from foreshock.lab.report import lab_score
-from foreshock.lab.score import NOT_RECORDED, alarms, split, truth
-from foreshock.lab.table import as_json, calibrated, poisson_upper_bound, row, table
-from foreshock.lab.trace import Floats, Steps, TraceWriter, read_trace
+from foreshock.lab.recording.trace import Floats, Steps, TraceWriter, read_trace
+from foreshock.lab.scoring.baselines import BASELINES, Signal
+from foreshock.lab.scoring.harm import first_harm
+from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.scoring.score import NOT_RECORDED, alarms, split, truth
+from foreshock.lab.scoring.table import as_json, calibrated, poisson_upper_bound, row, table
 
 HEADS = 4
 STEPS = 6000

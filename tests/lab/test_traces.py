@@ -13,11 +13,11 @@ import pytest
 
 from foreshock.contract import catalog, wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
-from foreshock.lab.replay import replay, verdicts
-from foreshock.lab.report import lab_score
+from foreshock.lab.recording.replay import replay, verdicts
+from foreshock.lab.recording.trace import TraceWriter, read_trace, readings
+from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
-from foreshock.lab.trace import TraceWriter, read_trace, readings
-from foreshock.monitor.detectors import Detectors
+from foreshock.monitor.detect.detectors import Detectors
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
 FAILS = TRACES / "key-bias_fa2_batch32.jsonl.gz"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreshock.lab.corpus import Corpus, standard_library
-from foreshock.lab.model import GPT, ModelConfig
-from foreshock.lab.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, Arm, find_arm, find_recipe
-from foreshock.lab.run import Training, lab_run
-from foreshock.lab.trace import read_trace
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.model import GPT, ModelConfig
+from foreshock.lab.training.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, Arm, find_arm, find_recipe
+from foreshock.lab.training.run import Training, lab_run
 
 TINY = replace(
     find_recipe("key-bias-small"),

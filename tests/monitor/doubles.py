@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from foreshock.contract import wire
-from foreshock.monitor.detectors import Readings
+from foreshock.monitor.detect.detectors import Readings
 
 
 class ScriptedDetectors:

@@ -28,7 +28,8 @@ from torch.nn.attention.varlen import varlen_attn
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor import Agent, attach, interception
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.attention import interception, watched_layer
 
 
 def watch(model: nn.Module, steps: int = 2, **overrides: Any) -> tuple[Agent, Listener]:
@@ -80,7 +81,7 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
         received.append((query.detach().clone(), key.detach().clone()))
         return flash_attention(query, key, value, **options)
 
-    monkeypatch.setattr(interception, "flash_attention", record)
+    monkeypatch.setattr(watched_layer, "flash_attention", record)
     _, listener = watch(tiny_gpt(), steps=1, numerics="kernel")
     words = listener.of(wire.Sample)[0].words()
     for layer, (query, key) in enumerate(received):

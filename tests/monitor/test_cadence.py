@@ -11,8 +11,8 @@ from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
-from foreshock.monitor.grams import GramPart
-from foreshock.monitor.norms import Measured
+from foreshock.monitor.sampling.grams import GramPart
+from foreshock.monitor.sampling.norms import Measured
 
 
 def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **settings: Any) -> list[int]:

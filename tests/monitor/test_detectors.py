@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Mode, Slot, identity_row
-from foreshock.monitor.detectors import DetectorConfig, Detectors
-from foreshock.monitor.growth import Floats
-from foreshock.monitor.readings import Readings
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.growth import Floats
+from foreshock.monitor.detect.readings import Readings
 
 HEADS = [(layer, head) for layer in range(4) for head in range(4)]
 N = len(HEADS)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foreshock.contract import wire
-from foreshock.monitor import attach, interception
+from foreshock.monitor import attach
+from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None}
@@ -129,7 +130,7 @@ def test_an_attention_call_that_our_operator_refuses_goes_to_pytorch(monkeypatch
     expected = train_step(tiny_gpt(), torch.optim.SGD([torch.zeros(1)], lr=0.1), 0)
     model = tiny_gpt()
     agent = attach(model, **QUICK)
-    monkeypatch.setattr(interception, "flash_attention", refuse)
+    monkeypatch.setattr(watched_layer, "flash_attention", refuse)
     got = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
     agent.close()
     torch.testing.assert_close(got, expected)

@@ -4,9 +4,9 @@ import time
 import numpy as np
 import pytest
 
-from foreshock.monitor import judging
-from foreshock.monitor.collector import Counted
-from foreshock.monitor.judging import Judge, Judged
+from foreshock.monitor.sampling import judging
+from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.judging import Judge, Judged
 
 
 def counted(step: int) -> Counted:

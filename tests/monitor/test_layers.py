@@ -18,12 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
 
 from foreshock.contract.wire import Grams, Layer
-from foreshock.monitor.adapters import adapted
-from foreshock.monitor.layers import find_projection
-from foreshock.monitor.norms import ModelNorms
-from foreshock.monitor.sample import GramsDraft
-from foreshock.monitor.sharding import part_of, tensor_parallel_dims
-from foreshock.server.grams import spectral_norms
+from foreshock.monitor.model.adapters import adapted
+from foreshock.monitor.model.layers import find_projection
+from foreshock.monitor.model.sharding import part_of, tensor_parallel_dims
+from foreshock.monitor.sampling.norms import ModelNorms
+from foreshock.monitor.sampling.sample import GramsDraft
+from foreshock.server.ingest.grams import spectral_norms
 
 HEADS, DIM, WIDTH = 4, 8, 32
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import flash_attention
-from foreshock.monitor import AgentConfig, attach, interception
+from foreshock.monitor import AgentConfig, attach
+from foreshock.monitor.attention import watched_layer
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 
@@ -27,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(options["numerics"])
         return flash_attention(*tensors, **options)
 
-    monkeypatch.setattr(interception, "flash_attention", record)
+    monkeypatch.setattr(watched_layer, "flash_attention", record)
     return names
 
 
@@ -80,11 +81,11 @@ def test_a_16_bit_model_is_served_by_kernel_numerics(autocast: bool, served: lis
 
 def test_half_precision_and_autocast_in_a_wide_model_follow_the_operands() -> None:
     half, wide = torch.empty(0, dtype=torch.float16), torch.empty(0, dtype=torch.float64)
-    assert interception.numerics_for(half, "auto") == "kernel"
-    assert interception.numerics_for(half, "paper") == "paper"
+    assert watched_layer.numerics_for(half, "auto") == "kernel"
+    assert watched_layer.numerics_for(half, "paper") == "paper"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert interception.numerics_for(wide, "auto") == "float64"  # autocast leaves float64 alone
-        assert interception.numerics_for(torch.empty(0), "float32") == "float32"
+        assert watched_layer.numerics_for(wide, "auto") == "float64"  # autocast leaves float64 alone
+        assert watched_layer.numerics_for(torch.empty(0), "float32") == "float32"
 
 
 def test_the_table_and_the_first_event_say_auto(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +106,7 @@ def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why
     """ "meta" stands in for the accelerator; it knows no autocast, so that is off."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     state = torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta")
-    layer = interception.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
+    layer = watched_layer.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
     problem = layer.problem(torch.empty(1, 2, 4, 8, dtype=dtype, device="meta"))
     assert (problem is None) == served
     assert served or "ask for numerics='float32'" in str(problem)

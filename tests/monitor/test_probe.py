@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-from foreshock.monitor.keeping import sampling_errors
-from foreshock.monitor.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
+from foreshock.monitor.attention.keep_attention import sampling_errors
+from foreshock.monitor.attention.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
 
 
 def tensors(
@@ -211,7 +211,7 @@ def test_a_step_that_is_not_due_counts_nothing() -> None:
 def test_rows_are_widened_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = tensors(torch.bfloat16)
     whole = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    monkeypatch.setattr("foreshock.monitor.probe.GATHERED_BYTES", 4 * 24 * 16 * 4 * 7)
+    monkeypatch.setattr("foreshock.monitor.attention.probe.GATHERED_BYTES", 4 * 24 * 16 * 4 * 7)
     parts = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
     for slot in Slot:
         np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)

@@ -301,7 +301,7 @@ def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
         raise torch.OutOfMemoryError("a test")
 
     plain, watched = tiny_gpt(), tiny_gpt()
-    monkeypatch.setattr("foreshock.monitor.probe._measure", broken)
+    monkeypatch.setattr("foreshock.monitor.attention.probe._measure", broken)
     losses = []
     agent, listener = kept(watched, strict=False)
     with agent, caplog.at_level(logging.WARNING, "foreshock"):
@@ -335,5 +335,5 @@ def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() 
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.served_by, layer.sampled) for layer in layers] == [("probe", True)] * 2
     agent.close()
-    assert F.scaled_dot_product_attention.__module__ != "foreshock.monitor.interception"
+    assert F.scaled_dot_product_attention.__module__ != "foreshock.monitor.attention.interception"
     assert "_foreshock_layer" not in vars(model.blocks[0])

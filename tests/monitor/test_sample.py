@@ -15,10 +15,10 @@ from tests.monitor.tiny_models import tiny_gpt, train_step
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.monitor import attach
-from foreshock.monitor.collector import Counted
-from foreshock.monitor.grams import GramPart
-from foreshock.monitor.norms import Measured
-from foreshock.monitor.sample import SampleDraft
+from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.grams import GramPart
+from foreshock.monitor.sampling.norms import Measured
+from foreshock.monitor.sampling.sample import SampleDraft
 
 QUICK: dict[str, Any] = {"run": "a-run", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
 

@@ -12,7 +12,7 @@ from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
 from foreshock.contract import wire
 from foreshock.contract.slots import Mode
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.interception import LAYER_ATTRIBUTE
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.policy import decide, with_mitigation
 from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
 

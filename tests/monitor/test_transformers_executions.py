@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from foreshock.contract.slots import COUNT_SLOTS, Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import attach
-from foreshock.monitor.interception import LAYER_ATTRIBUTE, numerics_for
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, numerics_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
 

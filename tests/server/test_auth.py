@@ -4,8 +4,9 @@ from typing import Any
 import httpx
 import pytest
 
-from foreshock.server import ingest, routes, stream, webhooks
-from foreshock.server.auth import Needs
+from foreshock.server.access.auth import Needs
+from foreshock.server.http import routes, stream, webhooks
+from foreshock.server.ingest import batches as ingest
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 

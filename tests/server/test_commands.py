@@ -167,7 +167,7 @@ def test_an_order_expires_and_a_late_answer_still_tells_the_truth(play: Any, mon
         import time
 
         now = time.time()
-        monkeypatch.setattr("foreshock.server.delivery.time.time", lambda: now + 120)
+        monkeypatch.setattr("foreshock.server.commands.delivery.time.time", lambda: now + 120)
         assert (await service.store(silent, silent.sample(10))).commands == ()
         assert await state_of(service, command.id) == "expired"
         await service.store(rank, rank.answer(command, 12))

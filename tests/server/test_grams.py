@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from sqlalchemy import func, select
 
 from foreshock.contract.wire import MAX_GRAM_DIM, Array, Batch, Grams
-from foreshock.server import grams
-from foreshock.server.schema import grams as waiting
+from foreshock.server.ingest import grams
+from foreshock.server.store.schema import grams as waiting
 from foreshock.server.testing import FakeRank
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 8, 24

@@ -156,7 +156,7 @@ def test_a_store_that_fails_answers_503_and_acknowledges_nothing(play: Any, monk
             raise OperationalError("COMMIT", None, OSError("database or disk is full"))
 
         with monkeypatch.context() as patch:
-            patch.setattr("foreshock.server.ingest.exchange", full)
+            patch.setattr("foreshock.server.ingest.batches.exchange", full)
             answer = await service.post(rank.batch(rank.started()))
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
@@ -248,7 +248,9 @@ def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
 @pytest.mark.promise("S13")
 def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
-    monkeypatch.setattr("foreshock.server.ingest.log.warning", lambda *args, **fields: logged.append((args, fields)))
+    monkeypatch.setattr(
+        "foreshock.server.ingest.batches.log.warning", lambda *args, **fields: logged.append((args, fields))
+    )
 
     async def story(service: Any) -> None:
         body = json.loads(FakeRank().batch(FakeRank().sample(1)).model_dump_json()) | {"run": "a\nb<img>"}

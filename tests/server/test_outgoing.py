@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from foreshock.server.notify import Notifier
+from foreshock.server.notifier import Notifier
 from foreshock.server.outgoing import Outgoing, OutgoingError, Target, is_public
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
@@ -265,7 +265,7 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
 def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(play: Any, monkeypatch: Any) -> None:
     hook = Hook(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n.")
     logged: list[Any] = []
-    monkeypatch.setattr("foreshock.server.notify.log.error", lambda *args, **kwargs: logged.append((args, kwargs)))
+    monkeypatch.setattr("foreshock.server.notifier.log.error", lambda *args, **kwargs: logged.append((args, kwargs)))
 
     async def story(service: Any) -> None:
         async with hook.open() as url:

@@ -20,7 +20,7 @@ from sqlalchemy import text
 from tests.server.balancer import balancer
 
 from foreshock.contract.wire import Ack, Array, Grams
-from foreshock.server.store import Store
+from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.servers

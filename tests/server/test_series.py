@@ -8,8 +8,8 @@ from sqlalchemy import text
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.wire import Array
-from foreshock.server.merging import badness
-from foreshock.server.rollups import build
+from foreshock.server.curves.merging import badness
+from foreshock.server.curves.rollups import build
 from foreshock.server.testing import FakeRank
 
 
@@ -111,7 +111,7 @@ def test_what_would_fill_the_memory_is_drawn_in_fewer_points(play: Any, monkeypa
         await store_run(service, range(1, 101))
         query = {"line": ["run.loss", "head.score_max:0", "head.score_max:1:2"], "max_points": 50}
         whole = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
-        monkeypatch.setattr("foreshock.server.series._VALUES", 10 * (3 * 32 + 3 + 1))
+        monkeypatch.setattr("foreshock.server.curves.series._VALUES", 10 * (3 * 32 + 3 + 1))
         some = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
         assert [len(line["steps"]) for line in whole] == [50] * 3
         assert [len(line["steps"]) for line in some] == [10] * 3

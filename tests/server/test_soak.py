@@ -12,8 +12,8 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from foreshock.server import rollups
-from foreshock.server.retention import delete_old_runs
+from foreshock.server.curves import rollups
+from foreshock.server.store.retention import delete_old_runs
 from foreshock.server.testing import FakeRank, LiveService
 
 STEPS_A_SECOND = 10

@@ -8,10 +8,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 
-from foreshock.server import audit
-from foreshock.server.retention import delete_old_runs
-from foreshock.server.schema import metadata
-from foreshock.server.store import Store, StoreError
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.retention import delete_old_runs
+from foreshock.server.store.schema import metadata
 from foreshock.server.testing import FakeRank
 
 

@@ -9,10 +9,10 @@ from pydantic import SecretStr
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Command, Policy, Sample, Switched
-from foreshock.server.notify import Notifier
+from foreshock.server.commands.verification import verify
+from foreshock.server.notifier import Notifier
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
-from foreshock.server.verification import verify
 
 ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
 WHO = {"who": "bob", "reason": "it cost too much"}

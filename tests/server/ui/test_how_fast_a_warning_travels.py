@@ -27,8 +27,8 @@ from foreshock.contract import wire
 from foreshock.dashboards.generate import GENERATED
 from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
 from foreshock.monitor import attach
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.interception import LAYER_ATTRIBUTE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

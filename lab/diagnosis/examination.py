@@ -1,0 +1,208 @@
+"""The paper's appendix F as a tool: where the failure is, what carries it, whether it is rounding, what to do.
+
+A recorded or live run tells where and since when. Which tokens and features carry the error of delta, how much of the
+gradient's error it is, and how alike the directions are can only be told from tensors: a checkpoint of the laboratory,
+or any model with its loss.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from foreshock.kernels.flash_attention.spec import Numerics
+from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
+from foreshock.lab.diagnosis.wording import Diagnosis, HeadCourse, Trial, explain
+from foreshock.lab.recording.history import Floats, History
+from foreshock.lab.training.capture import Capture
+from foreshock.lab.training.offset_removal import remove_offset
+from foreshock.lab.training.recipes import Arm, Recipe
+from foreshock.lab.training.run import Training
+from foreshock.monitor import attach
+
+_SHOWN_HEADS: Final = 4
+_LAST_POINTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """A model with a loss to run it by, and what it is called."""
+
+    origin: str
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    """each call runs the model on its next batch and gives the loss with its graph"""
+    peek: Callable[[], Tensor] | None = None
+    """the same, always on one batch"""
+
+
+def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
+    """Recipe, arm and seed of the run that left a laboratory checkpoint. Raises ValueError for a file that is none."""
+    saved = _load(path)
+    if not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():
+        raise ValueError(
+            f"{path} is no checkpoint of the laboratory; for another model give module:factory and --state"
+        )
+    recipe, arm = TypeAdapter(Recipe).validate_python(saved["recipe"]), TypeAdapter(Arm).validate_python(saved["arm"])
+    return recipe, arm, int(saved["seed"])
+
+
+@contextmanager
+def lab_patient(path: Path) -> Iterator[Patient]:
+    """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`) on the batches that came next.
+
+    Raises ValueError for a file that is none.
+    """
+    saved, (recipe, arm, seed) = _load(path), checkpoint_run(path)
+    training = Training(recipe, arm, seed)
+    with training.agent, training.on_stream():
+        # What trained it plays no part: a diagnosis takes no step.
+        training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
+        yield Patient(f"step {saved['step']}", training.model, training.next_loss, training.peek_loss)
+
+
+@contextmanager
+def own_patient(path: str, state: Path | None) -> Iterator[Patient]:
+    """What `module:factory` makes: a model, and a function that runs it on its next batch and gives the loss.
+
+    `state` is loaded into the model. Raises ValueError when the path names nothing of the kind.
+    """
+    module_name, _, factory_name = path.partition(":")
+    factory = getattr(importlib.import_module(module_name), factory_name, None)
+    made = factory() if callable(factory) else None
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ValueError(f"{path} is no function that returns (model, loss), loss() being the loss of the next batch")
+    model, loss = made
+    if state is not None:
+        saved = _load(state)
+        model.load_state_dict(saved.get("model", saved))
+    with attach(model, url=None, spool_directory=None, quiet=True):
+        yield Patient(path if state is None else state.name, model, loss)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ValueError(f"{path} is nothing that torch loads safely: {str(error).splitlines()[0]}") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} holds a {type(saved).__name__}; give a checkpoint, a dictionary")
+    return saved
+
+
+def examine_patient(patient: Patient, batches: int, numerics: Numerics | None) -> dict[int, list[Examined]]:
+    """Run the model on some batches, forward and backward, without a step; every layer's measurements."""
+    found: dict[int, list[Examined]] = {}
+    for _ in range(batches):
+        patient.model.zero_grad(set_to_none=True)
+        with Capture(patient.model) as capture:
+            patient.loss().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        last = {call.layer: call for call in capture.calls if call.grad_out is not None}
+        for layer, call in sorted(last.items()):
+            found.setdefault(layer, []).append(examine(call, patient.origin, numerics))
+    if not found:
+        raise ValueError(f"{patient.origin}: no watched layer took part in the loss and its backward")
+    return found
+
+
+def try_removal(patient: Patient, heads: Sequence[tuple[int, int]]) -> Trial | str | None:
+    """Take the key bias out of these heads, look, and put it back; a sentence where there is none to take out.
+
+    None for a model that cannot be run on one batch twice.
+    """
+    if patient.peek is None:
+        return None
+    before = {name: parameter.detach().clone() for name, parameter in patient.model.named_parameters()}
+    with torch.no_grad():
+        loss_before = patient.peek().item()
+    try:
+        removed = remove_offset(patient.model, patient.peek, heads)
+    except ValueError as refusal:
+        return str(refusal)
+    with torch.no_grad():
+        loss_after = patient.peek().item()
+        for name, parameter in patient.model.named_parameters():
+            parameter.copy_(before[name])
+    added = {f"layer {each.layer} key head {each.kv_head}": each.offset_before for each in removed}
+    return Trial(origin=patient.origin, added_nats=added, loss_before=loss_before, loss_after=loss_after)
+
+
+def diagnose(
+    histories: Sequence[History],
+    examined: dict[int, list[Examined]],
+    *,
+    heads: Sequence[tuple[int, int]] = (),
+    trials: Sequence[Trial | str] = (),
+) -> Diagnosis:
+    """Put together what a run recorded and what its tensors say. `heads` names whom to look at (by default `suspects`);
+    `trials` is what `try_removal` gave."""
+    named = list(heads) or suspects(histories, examined)
+    result = Diagnosis(sources=[each.name for each in histories], named=named, trials=list(trials))
+    result.sources += list(dict.fromkeys(each.origin for batches in examined.values() for each in batches))
+    for layer, head in named:
+        result.courses += [_course(history, (layer, head)) for history in histories]
+        if layer in examined:
+            result.anatomies.append(head_anatomy(layer, head, examined[layer]))
+        elif examined:
+            raise ValueError(f"layer {layer} was not examined; the model has layers {', '.join(map(str, examined))}")
+    explain(result)
+    return result
+
+
+def suspects(histories: Sequence[History], examined: dict[int, list[Examined]]) -> list[tuple[int, int]]:
+    """The heads that were warned about, first first; without any, the one whose scores drifted farthest."""
+    warned = [
+        (verdict.layer, verdict.head)
+        for history in histories
+        for verdict in history.verdicts
+        if verdict.state == "raised" and verdict.layer is not None and verdict.head is not None
+    ]
+    if warned:
+        return list(dict.fromkeys(warned))[:_SHOWN_HEADS]
+    drift: dict[tuple[int, int], float] = {}
+    for history in histories:
+        for ref in history.heads:
+            drift[ref] = max(drift.get(ref, 0.0), abs(_last(history.course("head.score_offset", ref)) or 0.0))
+    for layer, batches in examined.items() if not histories else ():
+        for head, offset in enumerate(torch.stack([each.offset for each in batches]).mean(0).tolist()):
+            drift[layer, head] = abs(offset)
+    return sorted(drift, key=lambda head: -drift[head])[:1]
+
+
+def _course(history: History, head: tuple[int, int]) -> HeadCourse:
+    raised = [v for v in history.verdicts if (v.layer, v.head) == head and v.state == "raised"]
+    offset, (_, bias) = history.course("head.score_offset", head), history.blocks("head.delta_bias", head)
+    mean, spread = (float(bias.mean()), float(bias.std())) if len(bias) > 1 else (math.nan, math.nan)
+    norm = _last(history.course("head.query_norm", head))
+    others = [_last(history.course("head.query_norm", other)) for other in history.heads if other != head]
+    known = [other for other in others if other is not None]
+    middle, end = _last(offset[: len(offset) // 2]), _last(offset)
+    return HeadCourse(
+        layer=head[0],
+        head=head[1],
+        warned_step=raised[0].step if raised else None,
+        cause=raised[0].cause if raised else None,
+        offset=end,
+        offset_change=None if middle is None or end is None else end - middle,
+        largest_score=_last(history.course("head.row_max_abs", head)),
+        delta_one_sidedness=mean if len(bias) > 1 else None,
+        delta_same_sign=float((np.sign(bias) == np.sign(mean)).mean()) if len(bias) > 1 else None,
+        delta_z=mean / (spread / math.sqrt(len(bias))) if spread > 0 else None,
+        tied_rows=_last(history.course("head.tied_rows_one", head)),
+        query_norm=norm,
+        query_norm_over_others=norm / float(np.median(known)) if norm is not None and any(known) else None,
+    )
+
+
+def _last(values: Floats) -> float | None:
+    """Mean of the last points that were recorded."""
+    known = values[np.isfinite(values)][-_LAST_POINTS:]
+    return float(known.mean()) if len(known) else None

@@ -1,0 +1,123 @@
+"""What a recorded or live run says of every head, whichever of the two it comes from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import wire
+from foreshock.contract.catalog import HEAD_METRICS
+from foreshock.lab.recording.replay import verdicts
+from foreshock.lab.recording.trace import Trace, read_trace
+
+Floats = npt.NDArray[np.float64]
+
+METRICS: Final = {metric.key: metric for metric in HEAD_METRICS}
+READ: Final = (
+    "head.score_offset",
+    "head.row_max_abs",
+    "head.tied_rows_one",
+    "head.tied_rows_bf16",
+    "head.delta_bias",
+    "head.query_norm",
+)
+_BLOCKS: Final = 100
+_POINTS: Final = 40
+"""Points of a live run that are asked for; a recorded one is read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Every head of a run at every recorded step."""
+
+    name: str
+    numerics: str
+    heads: list[tuple[int, int]]
+    steps: Floats
+    """[T]"""
+    values: dict[str, Floats]
+    """by metric of the catalogue, [T, N]; NaN where not recorded"""
+    verdicts: list[wire.Verdict]
+
+    def course(self, metric: str, head: tuple[int, int]) -> Floats:
+        """One metric of one head, [T]. Raises ValueError for a head that the run does not have."""
+        if head not in self.heads:
+            raise ValueError(f"{self.name} has no layer {head[0]} head {head[1]}")
+        return self.values[metric][:, self.heads.index(head)]
+
+    def blocks(self, metric: str, head: tuple[int, int]) -> tuple[Floats, Floats]:
+        """`course` as means over blocks of steps, about a hundred to a run: steps [T'] and values [T'], all finite.
+
+        An agent samples every step near a warning; a block weighs all its steps alike, however many samples it has.
+        """
+        values, spans = self.course(metric, head), np.diff(self.steps, prepend=0.0)
+        known = np.isfinite(values) & (spans > 0)
+        block = np.floor(self.steps[known] / max(self.steps[-1] / _BLOCKS, 1.0)).astype(np.int64)
+        _, index = np.unique(block, return_inverse=True)
+        weight = np.bincount(index, spans[known])
+        ends = np.zeros(len(weight))
+        np.maximum.at(ends, index, self.steps[known])
+        return ends, np.bincount(index, spans[known] * values[known]) / weight
+
+
+def recorded(trace: Path | Trace) -> History:
+    """The history of a trace, with today's verdicts. Raises ValueError for a file that is none."""
+    trace = read_trace(trace) if isinstance(trace, Path) else trace
+    counted = [(sample, words) for sample in trace.samples if (words := sample.words()) is not None]
+    nothing = np.full(len(trace.heads), np.nan)
+    values: dict[str, list[Floats]] = {key: [] for key in READ}
+    for sample, words in counted:
+        for key in READ:
+            reading = METRICS[key].head
+            assert reading is not None
+            if reading.read is not None:
+                values[key].append(reading.read(words))
+            else:
+                array: wire.Array | None = getattr(sample, str(reading.field))
+                values[key].append(nothing if array is None else array.numpy().astype(np.float64))
+    return History(
+        trace.path.name,
+        trace.started.numerics,
+        trace.heads,
+        np.array([sample.step for sample, _ in counted], dtype=np.float64),
+        {key: np.array(rows, dtype=np.float64).reshape(len(counted), len(trace.heads)) for key, rows in values.items()},
+        verdicts(trace),
+    )
+
+
+def live(run: str, url: str, token: str | None, transport: httpx.BaseTransport | None = None) -> History:
+    """The history of a run that a service knows, thinned to some steps.
+
+    Raises ValueError with a sentence when no service answers, and with the service's own words when it refuses.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=30.0, transport=transport) as client:
+
+        def get(path: str, **query: Any) -> Any:
+            try:
+                reply = client.get(f"/v1/runs/{run}{path}", params=query)
+            except httpx.HTTPError as error:
+                raise ValueError(f"no service answers at {url} ({type(error).__name__}); give --url") from None
+            if reply.is_error:
+                raise ValueError(f"{url}: {reply.json().get('detail', reply.status_code)}")
+            return reply.json()
+
+        detail = get("")
+        heads = [(layer["layer"], head) for layer in detail["layers"] for head in layer["heads"]]
+        steps: list[int] = get("/matrix", metric=READ[0], max_steps=_POINTS)["steps"]
+        if not steps:
+            raise ValueError(f"{run} has sent no sample to {url} yet")
+        values = {key: np.full((len(steps), len(heads)), np.nan) for key in READ}
+        for row, step in enumerate(steps):
+            for key in READ:
+                shown = get("/matrix", metric=key, step=step, max_steps=0)
+                place = {layer: index for index, layer in enumerate(shown["layers"])}
+                column = {head: index for index, head in enumerate(shown["heads"])}
+                cells = [shown["values"][place[layer]][column[head]] for layer, head in heads]
+                values[key][row] = [np.nan if cell is None else float(cell) for cell in cells]
+        said = get("/events", kind="verdict", limit=100)["events"]
+        found = [wire.Verdict.model_validate(each["verdict"]) for each in reversed(said) if each["verdict"]]
+    return History(run, detail["numerics"] or "unknown", heads, np.array(steps, dtype=np.float64), values, found)

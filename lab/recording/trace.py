@@ -1,0 +1,436 @@
+"""Recorded runs as gzipped JSON lines: our own format and that of the runs that came before the project.
+
+Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
+- the agent's events as they travel on the wire; a sample may name its slots one by one (`slots`) in place of the packed
+  `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
+- `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
+  harm need;
+- `probe`: what `foreshock.lab.training.rival_signals` measured of weights and activations at a step.
+What a trace did not record stays NaN (or None); it never becomes a zero.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from foreshock.contract import wire
+from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, identity_row, merge_words, slot_values
+from foreshock.monitor.detect.readings import Readings
+
+Floats = npt.NDArray[np.float64]
+
+_EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
+_ROWS_OF_A_BATCH = 32 * 256
+"""Rows behind a share in the foreign format: one batch of 32 sequences of 256 tokens (the recipe key-bias)."""
+_UNREAD: Final = (Slot.OFFSET_SUMSQ,)
+"""Read by no detector and no baseline: left out, and NaN when read back."""
+_DIGITS: Final = 4
+"""Significant digits of a number in a trace: four take about two bytes after compression."""
+_DIGITS_OF_A_STEP: Final = 3
+"""Of a single step's loss; its gradient norm has one fewer. What is read of them are means and z-scores."""
+_PARTS_OF_A_LIFE: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Loss and gradient norm (before clipping) of single steps, [M] each; NaN where not recorded."""
+
+    step: npt.NDArray[np.int64]
+    loss: Floats
+    grad_norm: Floats
+    span: npt.NDArray[np.int64]
+    """steps behind a value: 1, or more where only samples were recorded"""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `lab.training.rival_signals.ModelProbe` measured at one step, by name; arrays over heads or layers."""
+
+    step: int
+    values: dict[str, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A run as it was recorded, in the order of its steps.
+
+    The header's fields that `foreshock lab score` reads: recipe, arm, seed, split ("tuning" or "held-out"), truth
+    ("healthy", "rounding", "score growth" or "other": what the run was made to show) and nature ("natural" or
+    "injected").
+    """
+
+    path: Path
+    header: dict[str, Any]
+    started: wire.Started
+    events: list[wire.Event] = field(repr=False)
+    """samples, verdicts and switches after the start"""
+    steps: Steps = field(repr=False)
+    probes: list[Probe] = field(repr=False)
+
+    @property
+    def samples(self) -> list[wire.Sample]:
+        """The samples alone."""
+        return [event for event in self.events if isinstance(event, wire.Sample)]
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) of every row of a sample."""
+        return wire.head_refs(self.started.layers)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether attention was computed in a type that rounds."""
+        return self.started.numerics not in ("float32", "float64")
+
+
+class TraceWriter:
+    """A sink for an agent's events that writes our own format; use it in a with block.
+
+    Samples are merged until they are a fortieth of the run's life long, at most `every_steps`, as the detectors' own
+    blocks, and numbers are rounded to four digits or fewer: a trace is small enough to commit. Give `steps` the loss
+    and gradient norm of every step, and `probe` what a ModelProbe measured.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], *, every_steps: int = 100) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = gzip.GzipFile(path, "wb", compresslevel=9, mtime=0)
+        self._every_steps = every_steps
+        self._waiting: list[wire.Sample] = []
+        self._write({"foreshock_trace": 1, **header})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def __call__(self, event: wire.Event) -> None:
+        """Write one event; samples that follow one another in equal modes wait until they are long enough."""
+        if isinstance(event, wire.Sample):
+            last = self._waiting[-1] if self._waiting else event
+            if last is not event and (last.modes != event.modes or last.step != event.since_step):
+                self._flush()
+            self._waiting.append(event)
+            if event.step - self._waiting[0].since_step >= min(self._every_steps, event.step / _PARTS_OF_A_LIFE):
+                self._flush()
+        elif not isinstance(event, wire.AgentHealth) and getattr(event, "state", "") != "updated":
+            self._flush()
+            self._write(event.model_dump(mode="json", exclude_defaults=True) | {"kind": event.kind})
+
+    def steps(self, since_step: int, loss: Sequence[float] | Floats, grad_norm: Sequence[float] | Floats) -> None:
+        """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ..."""
+        numbers = {"loss": _rounded(loss, _DIGITS_OF_A_STEP), "grad_norm": _rounded(grad_norm, _DIGITS_OF_A_STEP - 1)}
+        self._write({"kind": "steps", "since_step": since_step, **numbers})
+
+    def probe(self, step: int, values: Mapping[str, Floats]) -> None:
+        """What a ModelProbe measured at a step."""
+        self._write({"kind": "probe", "step": step, **{name: _rounded(array) for name, array in values.items()}})
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        sample, words = _merged(self._waiting), [w for s in self._waiting if (w := s.words()) is not None]
+        self._waiting = []
+        line = sample.model_dump(mode="json", exclude_defaults=True, exclude={"states", "modes", "query_norm"})
+        for name in ("unix_seconds", "key_norm", "query_key_norm", "risk", "step_seconds", "agent_seconds"):
+            line.pop(name, None)
+        line |= {name: _rounded([line[name]])[0] for name in ("loss", "loss_max", "grad_norm") if name in line}
+        if words:
+            line["slots"] = _by_slot(merge_words(words))
+        if sample.modes is not None:
+            line["modes"] = sample.modes.numpy().tolist()
+        if sample.query_norm is not None:
+            line["query_norm"] = _rounded(sample.query_norm.numpy())
+        self._write(line | {"kind": "sample"})
+
+    def close(self) -> None:
+        """Write what waits, and end the file."""
+        self._flush()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _merged(samples: list[wire.Sample]) -> wire.Sample:
+    """One sample in place of several that follow one another: all but the states, which `merge_words` merges."""
+    last = samples[-1]
+    norm = next((s.query_norm for s in reversed(samples) if s.query_norm is not None), None)
+    losses = [(s.loss, max(s.step - s.since_step, 1)) for s in samples if s.loss is not None]
+    return last.model_copy(
+        update={
+            "since_step": samples[0].since_step,
+            "query_norm": norm,
+            "loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None,
+            "loss_max": max((s.loss_max for s in samples if s.loss_max is not None), default=None),
+            "loss_nonfinite_steps": sum(s.loss_nonfinite_steps for s in samples),
+            "grad_norm": max((s.grad_norm for s in samples if s.grad_norm is not None), default=None),
+            "grad_norm_nonfinite_steps": sum(s.grad_norm_nonfinite_steps for s in samples),
+        }
+    )
+
+
+def _rounded(values: Sequence[float] | npt.NDArray[Any], digits: int = _DIGITS) -> list[float | str]:
+    """Numbers for JSON: so many significant digits; a non-finite one by its name, as on the wire."""
+    names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+    texts = (f"{value:.{digits}g}" for value in np.asarray(values, dtype=np.float64).reshape(-1).tolist())
+    return [names[text] if text in names else float(text) for text in texts]
+
+
+def _numbers(values: Any) -> Floats:
+    """The inverse of `_rounded`."""
+    if not isinstance(values, list) or any(isinstance(value, bool | list | dict | None) for value in values):
+        raise ValueError("expected a list of numbers")
+    return np.array(values, dtype=np.float64)
+
+
+def _by_slot(words: Words) -> dict[str, Any]:
+    """Merged states by the names of their slots; one that is its identity everywhere goes without saying."""
+    named: dict[str, Any] = {}
+    for slot, info in SLOTS.items():
+        values = slot_values(words, slot)
+        if slot in _UNREAD or bool((values == info.identity).all()):
+            continue
+        named[slot.name.lower()] = values.astype(np.int64).tolist() if info.dtype == "int64" else _rounded(values)
+    if "row_max_abs" in named and named.get("score_max") == named["row_max_abs"]:
+        named["score_max"] = "row_max_abs"
+    return named
+
+
+def _from_slots(named: dict[str, Any], heads: int) -> Words:
+    words = np.tile(identity_row(), (heads, 1))
+    floats = words.view(np.float64)
+    floats[:, list(_UNREAD)] = np.nan
+    for name, given in named.items():
+        slot = Slot[name.upper()]
+        values = named.get(given) if isinstance(given, str) else given  # the same as another slot
+        if values is None:  # ...which is its identity everywhere
+            continue
+        if len(values) != heads:
+            raise ValueError(f"slot {name} speaks of {len(values)} heads in a trace of {heads}")
+        if SLOTS[slot].dtype == "int64":
+            words[:, slot] = values
+        else:
+            floats[:, slot] = _numbers(values)
+    return words
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace of either format. Raises ValueError with a sentence for an empty, truncated or foreign file."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file if line.strip()]
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is not a whole trace: {error}; give gzipped JSON lines, recorded to their end"
+        ) from None
+    if not lines or not all(isinstance(line, dict) for line in lines):
+        raise ValueError(f"{path} holds no lines; give a trace with at least one sample")
+    if "foreshock_trace" in lines[0]:
+        trace = _own(path, lines)
+    elif {"it", "cc", "lg"} <= lines[0].keys():
+        trace = _foreign(path, lines)
+    else:
+        raise ValueError(f"{path} is no trace: its first line has the fields {', '.join(sorted(lines[0])[:8])}")
+    for what, steps in (
+        ("samples", [sample.step for sample in trace.samples]),
+        ("single steps", trace.steps.step.tolist()),
+        ("probes", [probe.step for probe in trace.probes]),
+    ):
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise ValueError(f"{path} goes backwards in its {what}; give a trace of one run without restarts")
+    if not trace.samples:
+        raise ValueError(f"{path} holds no sample; give a trace with at least one")
+    return trace
+
+
+def _own(path: Path, lines: list[dict[str, Any]]) -> Trace:
+    if lines[0]["foreshock_trace"] != 1:
+        raise ValueError(f"{path} has trace version {lines[0]['foreshock_trace']!r}; this program reads version 1")
+    started: wire.Started | None = None
+    events: list[wire.Event] = []
+    single: list[tuple[int, Floats, Floats]] = []
+    probes: list[Probe] = []
+    for number, line in enumerate(lines[1:], start=2):
+        kind = line.get("kind")
+        try:
+            if kind == "steps":
+                single.append((int(line["since_step"]), _numbers(line["loss"]), _numbers(line["grad_norm"])))
+                if len(single[-1][1]) != len(single[-1][2]):
+                    raise ValueError("as many losses as gradient norms are needed")
+            elif kind == "probe":
+                named = {k: _numbers(v) for k, v in line.items() if k not in ("kind", "step")}
+                probes.append(Probe(int(line["step"]), named))
+            else:
+                heads = 0 if started is None else len(wire.head_refs(started.layers))
+                event = _EVENT.validate_python(_unpacked(line, heads), strict=False)
+                if isinstance(event, wire.Started):
+                    started = started or event
+                elif isinstance(event, wire.Sample | wire.Verdict | wire.Switched):
+                    events.append(event)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{path}, line {number} holds an event that is none: {first['msg']}") from None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number}: {type(error).__name__} {error}") from None
+    if started is None:
+        raise ValueError(f"{path} does not say which heads it watched; it was not recorded from the start")
+    samples = [event for event in events if isinstance(event, wire.Sample)]
+    return Trace(path, lines[0], started, events, _single(single) if single else _of_samples(samples), probes)
+
+
+def _unpacked(line: dict[str, Any], heads: int) -> dict[str, Any]:
+    """A sample line with its slots packed again as it travels on the wire."""
+    if line.get("kind") != "sample":
+        return line
+    line = {"unix_seconds": 0.0, **line}
+    if "slots" in line:
+        line["states"] = wire.Array.of(_from_slots(line.pop("slots"), heads)).model_dump()
+    if isinstance(line.get("modes"), list):
+        line["modes"] = wire.Array.of(np.array(line["modes"], dtype=np.int32)).model_dump()
+    if isinstance(line.get("query_norm"), list):
+        line["query_norm"] = wire.Array.of(_numbers(line["query_norm"]).astype(np.float32)).model_dump()
+    return line
+
+
+def _single(parts: list[tuple[int, Floats, Floats]]) -> Steps:
+    step = np.concatenate([since + 1 + np.arange(len(loss)) for since, loss, _ in parts]).astype(np.int64)
+    loss, grad_norm = (np.concatenate([part[which] for part in parts]) for which in (1, 2))
+    return Steps(step, loss, grad_norm, np.ones_like(step))
+
+
+def _of_samples(samples: list[wire.Sample]) -> Steps:
+    """Where single steps were not recorded: mean loss and gradient norm as the samples tell them."""
+
+    def known(values: list[float | None]) -> Floats:
+        return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+    return Steps(
+        np.array([s.step for s in samples], dtype=np.int64),
+        known([s.loss for s in samples]),
+        known([s.grad_norm for s in samples]),
+        np.array([max(s.step - s.since_step, 1) for s in samples], dtype=np.int64),
+    )
+
+
+def _foreign(path: Path, lines: list[dict[str, Any]]) -> Trace:
+    """Offset and largest score were recorded for each layer: every head of the layer is given the layer's value."""
+    shape = np.shape(lines[0].get("sn", []))
+    if len(shape) != 2:
+        raise ValueError(f"{path}, line 1: sn has the shape {shape}; give spectral norms as [layers][heads]")
+    layers, heads = shape
+    started = wire.Started(
+        step=0,
+        unix_seconds=0.0,
+        layers=tuple(
+            wire.Layer(
+                layer=layer,
+                name=f"layer-{layer}",
+                heads=tuple(range(heads)),
+                kv_heads=heads,
+                head_dim=64,
+                served_by="recorded",
+                sampled=True,
+            )
+            for layer in range(layers)
+        ),
+        policy="observe",
+        numerics="float32" if _foreign_header(path)["arm"] == "control" else "recorded",
+        labels={
+            "recorded-per-layer": "score offset (mean score), largest score",
+            "not-recorded": "modes, W_K, |row maximum|, spread of offset and delta bias",
+            "tied-one": "fp32 scores within 1e-3 of the maximum",
+        },
+    )
+    samples: list[wire.Sample] = []
+    since = 0
+    for number, line in enumerate(lines):
+        try:
+            samples.append(_foreign_sample(line, since, layers, heads))
+            since = samples[-1].step
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number + 1}: {type(error).__name__} {error}") from None
+    return Trace(path, _foreign_header(path), started, list(samples), _of_samples(samples), [])
+
+
+def _foreign_header(path: Path) -> dict[str, Any]:
+    """What the file's name tells: RECIPE_NUMERICS_REST."""
+    recipe, _, rest = path.name.removesuffix(".jsonl.gz").partition("_")
+    numerics, _, rest = rest.partition("_")
+    shape, _, treated = rest.partition("_")
+    control = numerics == "fp32"
+    return {
+        "recipe": f"{recipe}_{shape}" if shape else recipe,
+        "arm": "control" if control else treated or "untreated",
+        "seed": 0,
+        "truth": "healthy" if control else "rounding",
+        "nature": "natural",
+        "split": "tuning",
+    }
+
+
+def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -> wire.Sample:
+    def flat(name: str) -> Floats:
+        values = np.array(line[name], dtype=np.float64)
+        if values.shape not in ((layers, heads), (layers,)):
+            raise ValueError(f"{name} has the shape {values.shape} in a trace of {layers} layers of {heads} heads")
+        return np.repeat(values, heads) if values.ndim == 1 else values.reshape(-1)
+
+    def count(name: str) -> npt.NDArray[np.int64]:
+        share = flat(name)
+        if not np.isfinite(share).all():
+            raise ValueError(f"{name} is {share[~np.isfinite(share)][0]}; a share of rows is a number")
+        return np.rint(share * _ROWS_OF_A_BATCH).astype(np.int64)
+
+    words = np.zeros((layers * heads, SLOT_COUNT), dtype=np.int64)
+    floats = words.view(np.float64)
+    words[:, Slot.ROWS] = _ROWS_OF_A_BATCH
+    words[:, Slot.ROWS_TIED_BF16] = count("p1")
+    words[:, Slot.ROWS_TIED_ONE] = count("mm")
+    floats[:, Slot.SCORE_MAX] = flat("lg")
+    floats[:, Slot.OFFSET_SUM] = flat("cc") * _ROWS_OF_A_BATCH
+    floats[:, Slot.DELTA_BIAS_SUM] = flat("db")
+    floats[:, Slot.DELTA_BIAS_ABS] = flat("dn")
+    floats[:, [Slot.ROW_MAX_ABS, Slot.OFFSET_SUMSQ, Slot.DELTA_BIAS_SUMSQ]] = np.nan
+    return wire.Sample(
+        step=int(line["it"]),
+        since_step=since,
+        unix_seconds=0.0,
+        states=wire.Array.of(words),
+        query_norm=wire.Array.of(flat("sn").astype(np.float32)),
+        loss=float(line["loss"]),
+        loss_max=float(line["mx"]),
+        grad_norm=float(line["gn"]),
+    )
+
+
+def readings(trace: Trace) -> Iterator[Readings]:
+    """The samples as the detectors read them. Modes that were not recorded are taken for plain."""
+    heads = len(trace.heads)
+    for sample in trace.samples:
+        words = sample.words()
+        if words is None:
+            continue
+        if words.shape[0] != heads:
+            raise ValueError(f"{trace.path}, step {sample.step}: {words.shape[0]} heads in a trace of {heads}")
+        yield Readings.from_words(
+            step=sample.step,
+            since_step=sample.since_step,
+            words=words,
+            modes=np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy(),
+            loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
+            grad_norm=sample.grad_norm,
+            learning_rate=sample.learning_rate,
+            rounds=trace.rounds,
+            query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
+        )

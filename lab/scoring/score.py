@@ -1,0 +1,213 @@
+"""Scores detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
+
+Every monitor is a signal that rises with the danger and a threshold. What it says of one run are alarms, at most one in
+2000 steps for as long as the signal is at the threshold. The first alarm before the first harm (harm.py)
+is the warning, and the steps between them its lead; alarms of healthy runs are false. Our own verdict is scored at the
+shipped thresholds; a baseline at the published one, where there is one, and at one calibrated on the tuning set.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import wire
+from foreshock.lab.recording.trace import Trace, read_trace, readings
+from foreshock.lab.scoring.baselines import BASELINES, Signal
+from foreshock.lab.scoring.harm import first_harm
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
+from foreshock.monitor.detect.growth import SIGNALS
+
+Floats = npt.NDArray[np.float64]
+
+OURS: Final = "foreshock"
+"""The verdict that joins the detectors."""
+DETECTORS: Final = (OURS, *(f"foreshock: {name}" for name in SIGNALS))
+NOT_RECORDED: Final = "not recorded"
+QUIET_STEPS: Final = DetectorConfig().quiet_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One trace as it was seen; None where nothing was said or nothing happened."""
+
+    file: str
+    recipe: str
+    arm: str
+    seed: int | None
+    split: str
+    """tuning, held-out or unassigned"""
+    truth: str
+    """what the run was made to show: healthy, rounding, score growth, other or treated"""
+    nature: str
+    """natural or injected"""
+    steps: int
+    harm_step: int | None
+    harm_by: str | None
+    harm_against: str | None
+    dangerous_step: int | None
+    """when the largest |score| of the named head reached 512"""
+    any_dangerous_step: int | None
+    """when that of any head did"""
+    first_warning_step: int | None
+    layer: int | None
+    head: int | None
+    cause: str | None
+    signal: str | None
+    forecast_steps: float | None
+    forecast_low_steps: float | None
+    forecast_high_steps: float | None
+    warnings: int
+    """verdicts raised in all"""
+    first_steps: dict[str, int | str | None]
+    """first alarm of every detector and baseline: null when quiet, or "not recorded"; a baseline without a published
+    threshold is quiet until it is calibrated"""
+    signals: dict[str, Signal] = field(repr=False)
+
+    @property
+    def healthy(self) -> bool:
+        """Made to be healthy, and it was: no harm, and no |score| that reached 512."""
+        return self.truth == "healthy" and self.harm_step is None and self.any_dangerous_step is None
+
+    def report(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "signals"}
+
+
+def score(path: Path, config: DetectorConfig | None = None, control: Trace | None = None) -> Score:
+    """Score one trace, against its control where there is one. Raises ValueError for a file that is none."""
+    return _score(read_trace(path), config or DetectorConfig(), control)
+
+
+def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score:
+    raised, signals = _watched(trace, config)
+    first = raised[0] if raised else None
+    harm = first_harm(trace.steps, None if control is None else control.steps)
+    steps: dict[str, int | str | None] = {}
+    for name in DETECTORS:
+        steps[name] = _first(alarms(signals[name], 1.0))
+    steps[OURS] = first.step if first else None
+    for baseline in BASELINES:
+        found = baseline.signal(trace)
+        if found is None:
+            steps[baseline.name] = NOT_RECORDED
+            continue
+        signals[baseline.name] = found
+        steps[baseline.name] = None if baseline.threshold is None else _first(alarms(found, baseline.threshold))
+    header = trace.header
+    return Score(
+        file=trace.path.name,
+        recipe=str(header.get("recipe", "")),
+        arm=str(header.get("arm", "")),
+        seed=header.get("seed"),
+        split=split(trace),
+        truth=truth(trace),
+        nature=str(header.get("nature", "natural")),
+        steps=trace.samples[-1].step,
+        harm_step=harm.step if harm else None,
+        harm_by=harm.by if harm else None,
+        harm_against=harm.against if harm else None,
+        dangerous_step=_dangerous_step(trace, first) if first else None,
+        any_dangerous_step=_dangerous_step(trace, None),
+        first_warning_step=first.step if first else None,
+        layer=first.layer if first else None,
+        head=first.head if first else None,
+        cause=first.cause if first else None,
+        signal=first.signal if first else None,
+        forecast_steps=first.forecast_steps if first else None,
+        forecast_low_steps=first.forecast_low_steps if first else None,
+        forecast_high_steps=first.forecast_high_steps if first else None,
+        warnings=len(raised),
+        first_steps=steps,
+        signals=signals,
+    )
+
+
+_LOOKED_AT: Final = (("healthy-small-many-heads", None), ("shared-values", 1), ("paper-values", 1))
+"""Recipes that were meant to be held out, and the seed (None: any) whose runs thresholds were changed after."""
+
+
+def split(trace: Trace) -> str:
+    """The set a run belongs to: as its recipe says, but tuning where thresholds were changed after a look at it."""
+    recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
+    looked_at = any(recipe == name and number in (None, seed) for name, number in _LOOKED_AT)
+    return "tuning" if looked_at else str(trace.header.get("split", "unassigned"))
+
+
+def truth(trace: Trace) -> str:
+    """What a run was made to show; a trace that does not say is healthy in float32 and rounding otherwise.
+
+    A run of a failing recipe that was treated from the start (exact delta, say) is "treated": neither healthy nor a
+    failure to warn of, since treatment may come short.
+    """
+    said, arm = trace.header.get("truth"), str(trace.header.get("arm", ""))
+    if said is None:
+        return "healthy" if not trace.rounds or arm == "control" else "rounding"
+    return "treated" if said == "healthy" and trace.rounds and arm not in ("untreated", "control") else str(said)
+
+
+def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:
+    """The verdicts raised, and how near a warning the run was by every detector: 1 warns."""
+    detectors = Detectors(trace.heads, config)
+    raised: list[wire.Verdict] = []
+    steps: list[int] = []
+    pressure: list[Floats] = []
+    for reading in readings(trace):
+        raised += [verdict for verdict in detectors.update(reading) if verdict.state == "raised"]
+        steps.append(reading.step)
+        pressure.append(detectors.pressure.max(axis=1, initial=0.0))
+    values = np.stack(pressure) if pressure else np.zeros((0, len(SIGNALS)))
+    step = np.array(steps, dtype=np.int64)
+    named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNALS)}
+    return raised, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
+
+
+def _dangerous_step(trace: Trace, verdict: wire.Verdict | None) -> int | None:
+    named = verdict is not None and verdict.layer is not None and verdict.head is not None
+    rows = [trace.heads.index((verdict.layer, verdict.head))] if named else slice(None)  # type: ignore[union-attr,arg-type]
+    for reading in readings(trace):
+        if (np.fmax(reading.row_max_abs, reading.score_max)[rows] >= DANGEROUS_SCORE).any():
+            return reading.step
+    return None
+
+
+def alarms(signal: Signal, threshold: float, spacing_steps: int = QUIET_STEPS) -> list[int]:
+    """The steps of the alarms: where the signal is at the threshold, not again within `spacing_steps` of an alarm.
+
+    A monitor that stays beyond its threshold alarms again and again; one that hovers about it is not counted for more.
+    """
+    with np.errstate(invalid="ignore"):
+        beyond = signal.step[signal.value >= threshold]
+    found: list[int] = []
+    while len(beyond):
+        found.append(int(beyond[0]))
+        beyond = beyond[np.searchsorted(beyond, found[-1] + spacing_steps) :]
+    return found
+
+
+def _first(steps: Sequence[int]) -> int | None:
+    return steps[0] if steps else None
+
+
+def score_all(
+    paths: Sequence[Path],
+    config: DetectorConfig | None = None,
+    on_trace: Callable[[Path], None] = lambda path: None,
+) -> list[Score]:
+    """Score traces beside their controls. `on_trace` hears of each one that is done."""
+    config = config or DetectorConfig()
+    found: dict[tuple[Any, Any], Path] = {}
+    traces: dict[Path, Trace] = {path: read_trace(path) for path in paths}
+    for path, trace in traces.items():
+        if trace.header.get("arm") == "control":
+            found[trace.header.get("recipe"), trace.header.get("seed")] = path
+    scores = []
+    for path, trace in traces.items():
+        pair = found.get((trace.header.get("recipe"), trace.header.get("seed")))
+        scores.append(_score(trace, config, None if pair is None or pair == path else traces[pair]))
+        on_trace(path)
+    return scores

@@ -1,0 +1,231 @@
+"""What scores add up to: detection, lead and false alarms of every monitor, by split, and their trade-off."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from foreshock.lab.scoring.baselines import BASELINES
+from foreshock.lab.scoring.score import DETECTORS, OURS, Score, alarms
+
+ASKED_LEAD_STEPS: Final = 1000
+"""A warning is in time so many steps before the first harm, or half of the run's life before it, where that is less."""
+CONFIDENCE: Final = 0.95
+_POINTS_OF_A_CURVE: Final = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One monitor at one threshold on the runs of one split."""
+
+    monitor: str
+    threshold: float
+    kind: str
+    """shipped, published or calibrated: the lowest that no healthy run of the tuning set reaches"""
+    split: str
+    failures: int
+    """natural rounding failures that came to harm and that recorded what the monitor reads"""
+    warned: int
+    """of those, before harm"""
+    in_time: int
+    median_lead_steps: float | None
+    """over all failures, 0 for one that was not warned about"""
+    dangerous: int
+    """natural rounding runs in which a |score| reached 512, harmed or not, and that recorded what the monitor reads"""
+    warned_before_dangerous: int
+    median_lead_to_dangerous_steps: float | None
+    other_failures: int
+    """harmed runs whose cause is not rounding"""
+    other_warned: int
+    false_alarms: int
+    healthy_steps: int
+    false_alarms_per_10k: float | None
+    upper_bound_per_10k: float | None
+    """exact Poisson, one-sided, 95 %"""
+    causes: int
+    """runs made to fail, of any cause, that our verdict warned about"""
+    causes_right: int
+
+
+def poisson_upper_bound(count: int, confidence: float = CONFIDENCE) -> float:
+    """The mean above which `count` events or fewer are less likely than 1 - confidence (Garwood's exact bound)."""
+    low, high = 0.0, 10.0 + 3.0 * count
+    for _ in range(100):
+        middle = (low + high) / 2
+        term = total = math.exp(-middle)
+        for event in range(1, count + 1):
+            term *= middle / event
+            total += term
+        low, high = (middle, high) if total > 1 - confidence else (low, middle)
+    return high
+
+
+def calibrated(scores: Iterable[Score], monitor: str) -> float | None:
+    """Just above everything that the healthy runs of the tuning set reached; None when none recorded it."""
+    highest = [
+        float(np.nanmax(each.signals[monitor].value))
+        for each in scores
+        if each.healthy and each.split == "tuning" and monitor in each.signals and len(each.signals[monitor].value)
+    ]
+    return float(np.nextafter(max(highest), math.inf)) if highest else None
+
+
+def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, split: str) -> Row:
+    """One monitor at one threshold. Runs that did not record what it reads are left out."""
+    failures, others, leads, to_dangerous = 0, [0, 0], [], []
+    in_time, false_alarms, healthy_steps, causes, right = 0, 0, 0, 0, 0
+    for each in scores:
+        if monitor not in each.signals:
+            continue
+        heard = _heard(each, monitor, threshold)
+        if each.healthy:
+            false_alarms += max(
+                len(alarms(each.signals[monitor], threshold)), each.warnings * (kind == "shipped" and monitor == OURS)
+            )
+            healthy_steps += each.steps
+        if each.truth in ("healthy", "treated"):
+            continue
+        if monitor == OURS and each.first_warning_step is not None:
+            causes += 1
+            right += each.cause == each.truth
+        natural = each.truth == "rounding" and each.nature == "natural"
+        if natural and each.any_dangerous_step is not None:
+            to_dangerous.append(_lead(heard, each.any_dangerous_step))
+        if each.harm_step is None:
+            continue
+        lead = _lead(heard, each.harm_step)
+        if natural:
+            failures += 1
+            leads.append(lead)
+            in_time += lead >= min(ASKED_LEAD_STEPS, each.harm_step / 2)
+        elif each.truth != "rounding":
+            others[0] += 1
+            others[1] += lead > 0
+    per_10k = 1e4 / healthy_steps if healthy_steps else None
+    return Row(
+        monitor=monitor,
+        threshold=threshold,
+        kind=kind,
+        split=split,
+        failures=failures,
+        warned=sum(lead > 0 for lead in leads),
+        in_time=in_time,
+        median_lead_steps=float(np.median(leads)) if leads else None,
+        dangerous=len(to_dangerous),
+        warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
+        median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,
+        other_failures=others[0],
+        other_warned=others[1],
+        false_alarms=false_alarms,
+        healthy_steps=healthy_steps,
+        false_alarms_per_10k=None if per_10k is None else false_alarms * per_10k,
+        upper_bound_per_10k=None if per_10k is None else poisson_upper_bound(false_alarms) * per_10k,
+        causes=causes,
+        causes_right=right,
+    )
+
+
+def _lead(heard: Sequence[int], step: int) -> int:
+    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
+    return max(step - heard[0], 0) if heard else 0
+
+
+def _heard(score: Score, monitor: str, threshold: float) -> list[int]:
+    """Ours, as shipped, is heard by its verdicts, which latch; any other by its crossings."""
+    if monitor == OURS and threshold == 1.0:
+        return [] if score.first_warning_step is None else [score.first_warning_step]
+    return alarms(score.signals[monitor], threshold)
+
+
+def table(scores: Sequence[Score]) -> list[Row]:
+    """Every monitor at its thresholds, on every split that the scores speak of."""
+    thresholds: list[tuple[str, float, str]] = [(name, 1.0, "shipped") for name in DETECTORS]
+    for baseline in BASELINES:
+        if baseline.threshold is not None:
+            thresholds.append((baseline.name, baseline.threshold, "published"))
+        quiet = calibrated(scores, baseline.name)
+        if quiet is not None and math.isfinite(quiet):
+            thresholds.append((baseline.name, quiet, "calibrated"))
+    return [
+        row([each for each in scores if each.split == split], name, threshold, kind, split)
+        for split in sorted({each.split for each in scores}, reverse=True)
+        for name, threshold, kind in thresholds
+    ]
+
+
+def curves(scores: Sequence[Score]) -> dict[str, list[dict[str, float]]]:
+    """For every monitor, false alarms per 10,000 healthy steps and median lead as its threshold moves.
+
+    The thresholds are quantiles of the highest values of the runs. Empty without healthy runs or without failures.
+    """
+    found: dict[str, list[dict[str, float]]] = {}
+    for monitor in (*DETECTORS, *(baseline.name for baseline in BASELINES)):
+        seen = [each for each in scores if monitor in each.signals and len(each.signals[monitor].value)]
+        values = np.concatenate([np.zeros(0), *(each.signals[monitor].value for each in seen)])
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
+        upper = np.geomspace(0.5, 1e-6, _POINTS_OF_A_CURVE)
+        points = []
+        quantiles = np.quantile(values, 1 - upper, method="lower")
+        for threshold in np.unique(np.append(quantiles, 1.0 if monitor in DETECTORS else quantiles[:1])).tolist():
+            point = row(seen, monitor, threshold, "swept", "")
+            if point.median_lead_steps is None or point.false_alarms_per_10k is None:
+                break
+            points.append(
+                {
+                    "threshold": threshold,
+                    "false_alarms_per_10k": point.false_alarms_per_10k,
+                    "median_lead_steps": point.median_lead_steps,
+                    "warned_share": point.warned / point.failures,
+                }
+            )
+        if points:
+            found[monitor] = points
+    return found
+
+
+def matched(points: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """The longest median lead of every monitor at no more false alarms than our shipped verdict has."""
+    ours = [each["false_alarms_per_10k"] for each in points.get(OURS, []) if each["threshold"] >= 1.0]
+    if not ours:
+        return {}
+    return {
+        monitor: max((p["median_lead_steps"] for p in each if p["false_alarms_per_10k"] <= max(ours)), default=0.0)
+        for monitor, each in points.items()
+    }
+
+
+def forecasts(scores: Iterable[Score]) -> dict[str, Any]:
+    """How the forecasts of the first warnings compare with when the named head's score did reach 512."""
+    checked = [
+        (each.forecast_steps, each.forecast_low_steps, each.forecast_high_steps, each.dangerous_step - warned)
+        for each in scores
+        if (warned := each.first_warning_step) is not None
+        and each.forecast_steps is not None
+        and each.dangerous_step is not None
+        and each.dangerous_step > warned
+    ]
+    inside = sum(low is not None and high is not None and low <= actual <= high for _, low, high, actual in checked)
+    ratios = [forecast / actual for forecast, _, _, actual in checked]
+    return {
+        "checked": len(checked),
+        "inside_the_stated_range": inside,
+        "median_ratio_of_forecast_to_actual": float(np.median(ratios)) if ratios else None,
+    }
+
+
+def as_json(scores: Sequence[Score]) -> dict[str, Any]:
+    """The report of `foreshock lab score`; the curves are of the held-out runs where these have any."""
+    held_out = curves([each for each in scores if each.split == "held-out"])
+    points = held_out or curves(scores)
+    return {
+        "traces": [each.report() for each in scores],
+        "table": [asdict(each) for each in table(scores)],
+        "forecasts": forecasts(scores),
+        "curves_of": "held-out" if held_out else "all",
+        "curves": points,
+        "lead_at_our_false_alarms": matched(points),
+    }

@@ -1,0 +1,179 @@
+"""A small GPT in the style of nanoGPT: the patient of the laboratory.
+
+Attention is computed by `F.scaled_dot_product_attention`, so that `foreshock.monitor.attach` serves it unchanged.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foreshock.lab.training.offset_removal import centred
+
+Dtype = Literal["bfloat16", "float32"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a GPT. Parameters, normalisation and the residual stream are float32."""
+
+    layers: int
+    heads: int
+    width: int
+    """Features of the residual stream; a multiple of `heads`."""
+    context: int
+    """Tokens of a sequence."""
+    kv_heads: int | None = None
+    """Key and value heads that the query heads share; a divisor of `heads`, None for as many."""
+    vocabulary: int = 256
+    qkv_bias: bool = True
+    """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
+    value_offset: float = 0.0
+    """Standard deviation of the initial bias on the values. What all values share, softmax weighs to itself: the output
+    carries it, its rounding error grows with it, and the true gradient of the scores does not know it."""
+    qk_norm: bool = False
+    """Queries and keys are RMS-normalised per head, with a learned gain."""
+    rotary: bool = False
+    """Rotary positions in place of learned ones."""
+    centred_keys: bool = False
+    """Attention is given keys without their mean, which changes no probability."""
+    attention_dtype: Dtype = "bfloat16"
+    """Type of the operands that attention is given."""
+    matmul_dtype: Dtype = "float32"
+    """Type of the operands of every other matrix product (bfloat16: as under autocast)."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give one that is")
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key heads; give a divisor")
+
+    @property
+    def key_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return self.kv_heads or self.heads
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose product is taken in another type than its parameters have; the result has that type."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.operand = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.operand)
+        return F.linear(input.to(self.operand), self.weight.to(self.operand), bias)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal attention, [B, S, width] to [B, S, width]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head, self.centred_keys = config.heads, config.key_heads, config.centred_keys
+        self.head_dim = config.width // config.heads
+        self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
+        values = self.n_kv_head * self.head_dim
+        self.c_attn = Linear(config.width, config.width + 2 * values, dtype, bias=config.qkv_bias)
+        self.c_proj = Linear(config.width, config.width, dtype)
+        own = config.value_offset > 0 and not config.qkv_bias
+        self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
+        self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        values = self.n_kv_head * self.head_dim
+        query, key, value = self.c_attn(x).split([width, values, values], -1)
+        if self.value_bias is not None:
+            value = value + self.value_bias
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
+        )  # each [B, heads, S, D]
+        query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
+        key = centred(key) if self.centred_keys else key
+        query, key, value = (each.to(self.operand) for each in (query, key, value))
+        grouped = self.n_kv_head != self.n_head
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width)))
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Rotary(nn.Module):
+    """Rotary positions (RoFormer), [B, H, S, D] to the same; base 10000, features rotated in halves."""
+
+    def __init__(self, context: int, head_dim: int) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(context), frequencies)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        cosine, sine = (cast(Tensor, table)[: x.shape[2]] for table in (self.cosine, self.sine))
+        return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
+
+
+class Block(nn.Module):
+    """Attention and a four times wider GELU layer, each behind a LayerNorm and a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        dtype = DTYPES[config.matmul_dtype]
+        self.ln_1 = nn.LayerNorm(config.width, bias=False)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.width, bias=False)
+        self.c_fc = Linear(config.width, 4 * config.width, dtype)
+        self.c_proj = Linear(4 * config.width, config.width, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + cast(Tensor, self.c_proj(F.gelu(self.c_fc(self.ln_2(x)))))
+
+
+class GPT(nn.Module):
+    """LayerNorm without bias, output tied to the token embedding, nanoGPT's initialisation."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocabulary, config.width)
+        self.wpe = None if config.rotary else nn.Embedding(config.context, config.width)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.width, bias=False)
+        self.apply(_initialise)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
+            elif name.endswith(("c_attn.bias", "value_bias")) and config.value_offset > 0:
+                nn.init.normal_(parameter[-config.key_heads * config.width // config.heads :], std=config.value_offset)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats. `tokens` and `targets` are int64 [B, S]."""
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            x = x + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        dtype = DTYPES[self.config.matmul_dtype]
+        logits = F.linear(self.ln_f(x).to(dtype), self.wte.weight.to(dtype))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

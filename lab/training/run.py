@@ -1,0 +1,363 @@
+"""Trains one arm of a recipe under a watching agent, from the first step or from another arm's checkpoint."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.model import GPT
+from foreshock.lab.training.recipes import Arm, Recipe
+from foreshock.lab.training.rival_signals import ModelProbe
+from foreshock.monitor import Agent, attach
+
+_NEWLINE = 10
+Floats = npt.NDArray[np.float64]
+HISTORY_STEPS = 100
+"""Loss and gradient norm of so many steps wait on the device."""
+_PROBE_STEPS = {"cpu": 200, "cuda": 500}
+"""Steps between two probes; on a GPU one takes as long as a hundred steps."""
+_EAGER_STEPS = 3
+"""Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
+Sink = Callable[[wire.Event], None]
+_RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
+
+
+class Training:
+    """One run: model, optimizer, text and agent, at some step.
+
+    Equal recipes, arms and seeds give equal runs on one kind of machine; `checkpoint` and `restore` carry a run into
+    another arm, which is then identical to the first until something is switched.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        arm: Arm,
+        seed: int,
+        *,
+        run: str = "",
+        url: str | None = None,
+        corpus: Corpus | None = None,
+        labels: dict[str, str] | None = None,
+        **agent_settings: Any,
+    ) -> None:
+        self.recipe, self.arm, self.seed, self.step = recipe, arm, seed, 0
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._corpus = corpus or standard_library()
+        self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._done: torch.cuda.Event | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steady_from = recipe.warmup_steps if recipe.optimizer == "muon" else 0  # its rate is a plain number
+        self._eager_steps = 0
+        torch.manual_seed(seed)
+        self._batches = torch.Generator().manual_seed(seed)
+        with self.on_stream():
+            self.model = GPT(recipe.shaped(arm)).to(self.device)
+            self._windows = torch.zeros(recipe.batch, recipe.model.context + 1, dtype=torch.uint8, device=self.device)
+            self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.optimizers = optimizers(self.model, recipe)
+        self.optimizer = self.optimizers[0]
+        """The one that trains biases (and, but for Muon, all else)."""
+        known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
+        settings: dict[str, Any] = {
+            "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
+            "url": url,
+            "numerics": arm.numerics,
+            "policy": arm.policy,
+            "labels": known | (labels or {}),
+            "sample_every_steps": recipe.sample_every_steps,
+            "sample_every_seconds": 0.0,
+            "spool_directory": None,
+            "quiet": True,
+        }
+        with self.on_stream():
+            self.agent: Agent = attach(self.model, **(settings | agent_settings))
+        self._begun = False
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Where everything of this run happens on a GPU: a stream of its own, so that runs of one process overlap."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def advance(self) -> Tensor:
+        """One optimizer step; its loss in nats, [], which the next step may overwrite."""
+        with self.on_stream():
+            if self._done is not None:
+                self._done.synchronize()  # so that a sample is always read one step later, not when it happens to come
+            if not self._begun and self.arm.mode != "plain" and self.step == 0:
+                self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
+            self._begun = True
+            rate = self._warm_up()
+            self._windows.copy_(self._next_windows(), non_blocking=True)
+            loss, norm = self._step()
+            self.step += 1
+            self.agent.step(loss=loss, grad_norm=norm, learning_rate=rate, step=self.step)
+            if self._stream is not None:
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._done.record()
+        return loss
+
+    @property
+    def _steady(self) -> bool:
+        """Whether every further step does the same, but for its batch."""
+        return self.recipe.injection is None and self.step >= self._steady_from
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device is still at this run's last step."""
+        return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
+
+    def _warm_up(self) -> float:
+        share = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if not torch.is_tensor(group["lr"]):
+                group["lr"] = group["initial_lr"] * share
+            elif self.step <= self.recipe.warmup_steps or self._eager_steps == 0:
+                group["lr"].fill_(group["initial_lr"] * share)
+        return self.recipe.learning_rate * share
+
+    def _next_windows(self) -> Tensor:
+        recipe, length = self.recipe, self.recipe.model.context
+        windows = self._corpus.windows(recipe.batch, -(-length // recipe.repeats), self._batches)
+        windows = windows.repeat_interleave(recipe.repeats, 1)[:, : length + 1]
+        windows[:, : recipe.leading] = _NEWLINE
+        if self._injected("noise"):
+            windows.random_(generator=self._batches)
+        return windows
+
+    def _injected(self, kind: str) -> bool:
+        injection = self.recipe.injection
+        if injection is None or injection.kind != kind:
+            return False
+        return injection.first_step <= self.step + 1 < injection.first_step + injection.steps
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._stream is None or self._eager_steps < _EAGER_STEPS or not self._steady:
+            self._eager_steps += 1
+            self._loss, self._norm = self._compute()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss, self._norm = self._compute()
+            self._graph.replay()  # capturing computed nothing
+        return self._loss, self._norm
+
+    def _compute(self) -> tuple[Tensor, Tensor]:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss = self._loss_of(self._windows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        weights = list(self.model.parameters())
+        if self.recipe.injection is not None and self._injected("half"):
+            scale = self.recipe.injection.loss_scale
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.grad.copy_(weight.grad.mul(scale).half().float().div(scale))
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        if self.recipe.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        loss = loss.detach()
+        self._history.index_copy_(0, self._place, torch.stack([loss, norm]).view(1, 2))
+        self._place.add_(1).remainder_(HISTORY_STEPS)
+        return loss, norm
+
+    def _loss_of(self, windows: Tensor) -> Tensor:
+        tokens = windows.long()
+        loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    def history(self, count: int) -> tuple[Floats, Floats]:
+        """Loss and gradient norm of the last `count` steps, at most HISTORY_STEPS."""
+        with self.on_stream():
+            kept = self._history.roll(-int(self._place), 0)[-count:].double().cpu().numpy()
+        return kept[:, 0], kept[:, 1]
+
+    def probe_tokens(self) -> Tensor:
+        """A few sequences of the text, always the same: int64 [4, S]."""
+        windows = self._corpus.windows(4, self.recipe.model.context, torch.Generator().manual_seed(0))
+        return windows[:, :-1].long().to(self.device)
+
+    def next_loss(self) -> Tensor:
+        """The loss of the run's next batch, [] in nats, with its graph."""
+        return self._loss_of(self._next_windows().to(self.device))
+
+    def peek_loss(self) -> Tensor:
+        """As `next_loss`, and the batch stays the next one."""
+        before = self._batches.get_state()
+        loss = self.next_loss()
+        self._batches.set_state(before)
+        return loss
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""
+        with self.on_stream():
+            state = {"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
+            copied = torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, state)
+            watching = self.agent.state_dict()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return {
+            **copied,
+            "batches": self._batches.get_state(),
+            "agent": watching,
+            "step": self.step,
+            "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
+            "arm": _ARM.dump_python(self.arm, mode="json"),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def resumed(cls, checkpoint: dict[str, Any], **settings: Any) -> "Training":
+        """The run that left `checkpoint`, at its step; `settings` are the class's other arguments."""
+        recipe, arm = _RECIPE.validate_python(checkpoint["recipe"]), _ARM.validate_python(checkpoint["arm"])
+        training = cls(recipe, arm, int(checkpoint["seed"]), **settings)
+        training.restore(checkpoint)
+        return training
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from `checkpoint`, which may be another arm's. Call it before the first step."""
+        with self.on_stream():
+            self.model.load_state_dict(checkpoint["model"])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.agent.load_state_dict(checkpoint["agent"])
+        self._batches.set_state(checkpoint["batches"])
+        self.step = int(checkpoint["step"])
+
+
+def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
+    rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
+    matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    adamw = torch.optim.AdamW(
+        others,
+        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,
+        betas=recipe.betas,
+        eps=recipe.epsilon,
+        weight_decay=recipe.weight_decay,
+        fused=True,
+        capturable=on_gpu,
+    )
+    made: list[torch.optim.Optimizer] = [adamw]
+    if matrices:
+        made.append(
+            torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    for group in (group for optimizer in made for group in optimizer.param_groups):
+        group["initial_lr"] = rate
+    return made
+
+
+def train(
+    training: Training,
+    steps: int,
+    *,
+    sinks: tuple[Sink, ...] = (),
+    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
+    on_warning: Callable[[wire.Verdict, dict[str, Any]], None] | None = None,
+    deadline: float | None = None,
+    writer: TraceWriter | None = None,
+) -> wire.Finished:
+    """Run `training` up to step `steps`, or until the monotonic clock passes `deadline`; closes its agent.
+
+    on_warning gets the first warning and the checkpoint of the last sample before it. writer gets all that is recorded.
+    """
+    warned: list[wire.Verdict] = []
+    finished: list[wire.Finished] = []
+    sampled: list[int] = []
+
+    def listen(event: wire.Event) -> None:
+        if isinstance(event, wire.Sample):
+            sampled.append(event.step)
+        if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
+            warned.append(event)
+        if isinstance(event, wire.Finished):
+            finished.append(event)
+
+    for sink in (*sinks, listen):
+        training.agent.subscribe(sink)
+    recorder = Recorder(training, writer) if writer is not None else None
+    before = training.checkpoint() if on_warning else {}
+    with training.on_stream(), training.agent:
+        while training.step < steps and (deadline is None or time.monotonic() < deadline):
+            loss = training.advance()
+            on_step(training.step, loss)
+            if recorder is not None:
+                recorder.step()
+            if on_warning and warned:
+                on_warning(warned[0], before)
+                on_warning = None
+            elif on_warning and sampled and sampled[-1] > before["step"]:  # it is judged a step after it is taken
+                before = training.checkpoint()
+        if recorder is not None:
+            recorder.flush()
+    return finished[0]
+
+
+class Recorder:
+    """Hands a run to a trace: the agent's events, loss and gradient norm of every step, and what a probe measures."""
+
+    def __init__(self, training: Training, writer: TraceWriter) -> None:
+        self._training, self._writer = training, writer
+        self._probe = ModelProbe(training.model, training.probe_tokens())
+        self._since = training.step
+        self.dead_steps = 0
+        """Steps since the loss was last a number."""
+        training.agent.subscribe(writer)
+
+    def step(self) -> None:
+        """Call it after every step."""
+        training = self._training
+        if training.step - self._since == HISTORY_STEPS:
+            self.flush()
+        if training.step % _PROBE_STEPS[training.device.type] == 0:
+            with training.on_stream():
+                self._writer.probe(training.step, self._probe.measure())
+
+    def flush(self) -> None:
+        """Write the steps that wait."""
+        training, count = self._training, self._training.step - self._since
+        if count:
+            losses, norms = training.history(count)
+            self._writer.steps(self._since, losses, norms)
+            self._since = training.step
+            self.dead_steps = self.dead_steps + count if np.isnan(losses).all() else 0
+
+
+def lab_run(
+    recipe: Recipe,
+    arm: Arm,
+    *,
+    seed: int,
+    trace: Path,
+    steps: int | None = None,
+    checkpoint: Path | None = None,
+    url: str | None = None,
+    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
+) -> None:
+    """Train one arm from the first step and write its trace (every head, every sample); `checkpoint` gets the end."""
+    training, last = Training(recipe, arm, seed, url=url), steps or recipe.steps
+
+    def stepped(step: int, loss: SupportsFloat) -> None:
+        on_step(step, loss)
+        if checkpoint is not None and step == last:
+            torch.save(training.checkpoint(), checkpoint)
+
+    with TraceWriter(trace, recipe.header(arm, seed, training.agent.run)) as writer:
+        train(training, last, writer=writer, on_step=stepped)

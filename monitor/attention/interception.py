@@ -1,0 +1,187 @@
+"""Puts the self-watching attention under an unchanged model, and takes it away again.
+
+Two ways in. transformers dispatches by name, and hands its function the module. Everything else calls
+`F.scaled_dot_product_attention`, which knows no module: hooks round each watched module's forward say whose call it is.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from foreshock.monitor.attention.varlen import varlen_attn
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current, refuse_lost_recompute
+from foreshock.monitor.model.discovery import SDPA, VARLEN, places_of
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    current.layer = getattr(module, LAYER_ATTRIBUTE, None)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    current.layer = None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
+    layer = current.layer
+    served = None
+    if layer is None:
+        if not torch.compiler.is_compiling():
+            refuse_lost_recompute()
+            current.outside += 1
+    elif layer.keeps:
+        pass
+    elif attn_mask is not None:
+        layer.leave_alone("it passes attn_mask; only is_causal is served")
+    elif not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
+        layer.leave_alone("query and key differ in heads without enable_gqa")
+    else:
+        causal = "top_left" if is_causal else "none"
+        served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+    if served is not None:
+        return served
+    out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if layer is None or layer.tick is None:
+        return out
+    causal = "top_left" if is_causal else "none"
+    return layer.probed(out, query, key, value, mask=attn_mask, causal=causal, scale=scale, dropout_p=dropout_p)
+
+
+def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as called now: in a recompute, it finds the layer that is current now."""
+    layer = current.layer
+    if layer is None or torch.compiler.is_compiling():
+        return function
+
+    @functools.wraps(function)
+    def in_layer(*args: Any, **kwargs: Any) -> Any:
+        before, current.layer = current.layer, layer
+        try:
+            return function(*args, **kwargs)
+        finally:
+            current.layer = before
+
+    return in_layer
+
+
+# What torch.utils.checkpoint.checkpoint calls. Rebinding that function itself would miss those who imported it by name
+# or hold it in a partial, and would hide it from torch.compile, which knows it by identity.
+_original_non_reentrant: Final = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_original_reentrant: Final = torch.utils.checkpoint.CheckpointFunction
+
+
+def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _original_non_reentrant(_keep_layer(function), *args, **kwargs)
+
+
+class _Reentrant:
+    """In the place of torch.utils.checkpoint.CheckpointFunction."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], *args: Any) -> Any:
+        return _original_reentrant.apply(_keep_layer(function), *args)  # type: ignore[no-untyped-call]
+
+
+# torch.compile knows PyTorch's function by identity and leaves it whole in its graph, where its call of attention is
+# traced after the hooks have gone. A copy it looks into, as into anybody's function.
+_original_mha: Final = F.multi_head_attention_forward
+_mha_copy: Final = types.FunctionType(
+    _original_mha.__code__, _original_mha.__globals__, _original_mha.__name__, _original_mha.__defaults__
+)
+
+_COMPILER_SETTINGS: Final = {
+    # The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
+    # torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    # Or the graph of an unwatched module would be taken for a watched one of the same class, and count nothing.
+    "skip_nnmodule_hook_guards": False,
+}
+
+
+class SdpaRebinding:
+    """Rebinds every name of PyTorch's attention while at least one agent is attached."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Namespace, name, what it was and what we made it."""
+        self._settings_before: dict[str, Any] = {}
+
+    def acquire(self) -> None:
+        """Rebind, unless another agent already did."""
+        self._users += 1
+        if self._users == 1:
+            # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
+            # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
+            torch._dynamo.trace_rules.lookup(SDPA)
+            for original, ours in ((SDPA, scaled_dot_product_attention), (VARLEN, varlen_attn)):
+                for space, name in places_of(original):
+                    self._bind(space, name, ours)
+            self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
+            checkpoints = vars(torch.utils.checkpoint)
+            self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
+            self._bind(checkpoints, "CheckpointFunction", _Reentrant)
+            for name, value in _COMPILER_SETTINGS.items():
+                if hasattr(torch._dynamo.config, name):  # not every version has each
+                    self._settings_before[name] = getattr(torch._dynamo.config, name)
+                    setattr(torch._dynamo.config, name, value)
+
+    def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
+        self._places.append((space, name, space[name], value))
+        space[name] = value
+
+    def release(self) -> None:
+        """Put every name back when the last agent leaves, except those that somebody rebound since."""
+        self._users -= 1
+        if self._users == 0:
+            for space, name, before, ours in reversed(self._places):
+                if space.get(name) is ours:
+                    space[name] = before
+            self._places.clear()
+            current.layer, current.outside = None, 0
+            for name, value in self._settings_before.items():
+                setattr(torch._dynamo.config, name, value)
+            self._settings_before.clear()
+
+
+sdpa_rebinding: Final = SdpaRebinding()
+
+
+_HOOK_ID: Final = -1
+"""The same in every module: with ids of their own, layers compiled one by one would each need a graph of their own, and
+torch.compile gives up after eight. PyTorch counts its ids up from 0."""
+
+
+def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
+    """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
+    module.__dict__[LAYER_ATTRIBUTE] = layer
+    places: list[tuple[dict[Any, Any], Any]] = [
+        (module._forward_pre_hooks, _enter),
+        (module._forward_hooks, _leave),
+        (module._forward_hooks_always_called, True),
+    ]
+    for place, value in places:
+        place[_HOOK_ID] = value
+
+    def undo() -> None:
+        for place, _ in places:
+            place.pop(_HOOK_ID, None)
+        module.__dict__.pop(LAYER_ATTRIBUTE, None)
+
+    return undo

@@ -1,0 +1,113 @@
+"""`attention="keep"`: the model's own attention stays, a sample of it is measured, and a switch moves single layers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.contract.catalog import Floats, ratio
+from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
+from foreshock.monitor.config import AgentConfig
+
+
+def sampling_errors(words: Words) -> dict[str, Floats]:
+    """Standard errors of what a sample of rows says of each head, [N], NaN where it measured none.
+
+    offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. Rows are
+    drawn one by one, so s / sqrt(n) holds; they speak of the steps that were measured.
+    """
+    rows, total, squares, tied = (
+        slot_values(words, slot) for slot in (Slot.ROWS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.ROWS_TIED_BF16)
+    )
+    share = ratio(tied, rows)
+    variance = np.maximum(ratio(squares, rows) - ratio(total, rows) ** 2, 0.0)
+    return {
+        "offset_error": np.sqrt(ratio(variance, rows)),
+        "tied_bf16_error": np.sqrt(ratio(share * (1 - share), rows)),
+    }
+
+
+class Keeper:
+    """Says which step is measured, and which layers keep their own attention: those whose heads are all plain.
+
+    A layer with a switched head is served by our kernels, which count every row; its peers stay where they are. Under
+    torch.compile the graphs that hold the layer are compiled once more.
+    """
+
+    def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
+        self._layers: Final = tuple(layers)
+        self._every_steps = settings.probe_every_steps
+        self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
+        self._measured = 0
+        self.faults: Counter[str] = Counter()
+        """Where a contained fault of the probe is counted; the agent puts its own counter here."""
+        self.errors = ""
+        """The sampling error of the last sample that measured some rows, as a line for people."""
+        self._number = start_sampling(self._sampling)
+        for layer, tick in zip(self._layers, new_ticks(len(self._layers), state.device), strict=True):
+            # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
+            torch._dynamo.mark_static_address(tick := tick.data, guard=False)
+            layer.tick, layer.sampling, layer.keeps = tick, self._number, True
+
+    def plan(self, step: int, watch_until: int) -> None:
+        """After optimizer step `step`: whether the next one is measured."""
+        if self._sampling.fault and not self.faults["probe"]:
+            self.faults["probe"] = 1
+        if self._sampling.due:
+            self._measured = step
+        self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until
+
+    def follow(self, modes: npt.NDArray[np.int32]) -> None:
+        """Let each layer be served as `modes` [N], the modes of all heads, ask for."""
+        before = [layer.keeps for layer in self._layers]
+        first = 0
+        for layer in self._layers:
+            heads = layer.state.shape[0]
+            layer.keeps = not modes[first : first + heads].any()
+            first += heads
+        if self._sampling.captured and before != [layer.keeps for layer in self._layers]:
+            logger.warning(
+                "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
+                "it again to let this switch take effect (torch.compile does so by itself)"
+            )
+
+    def with_errors(
+        self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]
+    ) -> list[wire.Verdict]:
+        """`verdicts` with the sampling errors of their heads in the evidence; `words` [N] are those of `heads`."""
+        errors = sampling_errors(words)
+        offset, tied = errors["offset_error"], errors["tied_bf16_error"]
+        if not np.isnan(offset).all():
+            self.errors = (
+                f"\nsampling error of the last sample, at most: offset {np.nanmax(offset):.2g} nats, "
+                f"share of tied rows {np.nanmax(tied):.2g}"
+            )
+        rows = {head: row for row, head in enumerate(heads)}
+        told = []
+        for verdict in verdicts:
+            row = rows.get((verdict.layer, verdict.head)) if verdict.layer is not None else None  # type: ignore[arg-type]
+            known = {} if row is None else {k: float(v[row]) for k, v in errors.items() if not np.isnan(v[row])}
+            told.append(verdict.model_copy(update={"evidence": {**verdict.evidence, **known}}) if known else verdict)
+        return told
+
+    def describe(self) -> str:
+        """What is measured, in a line."""
+        heads = f"{self._sampling.heads} heads in turn" if self._sampling.heads else "every head"
+        return (
+            f"attention is kept as it is; every {self._every_steps} steps {self._sampling.rows} rows of {heads} of "
+            "each layer are measured"
+        )
+
+    def stop(self) -> None:
+        """Measure nothing any more."""
+        stop_sampling(self._number)
+        for layer in self._layers:
+            layer.tick, layer.keeps = None, False

@@ -1,0 +1,329 @@
+"""Early warning per head: what is measured, what trips, what is said. No clock, no I/O, no torch, no control run.
+
+A head's scores may drift as a whole: softmax cannot see it, rounding can (paper, section 3.3).
+Healthy heads move as far early in training, but they slow down with the age of the run, and a failing head does not.
+So each signal is compared over the second half of the run's life so far (at most `window_steps`) with the head's own
+past, with whether the growth goes on in the newer half of that window, and with its peers. The accumulated delta bias
+names the cause and never warns: a drift the way that it pushes is believed early, any other only when it is large.
+A verdict is latched until a head has been quiet for `quiet_steps`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from pydantic import BaseModel
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Mode
+from foreshock.monitor.detect.conditions import Nearness, any_at_least
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, forecast, sentence, who
+from foreshock.monitor.detect.growth import SIGNALS, Floats, Growth, History
+from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
+
+
+class _Alarm(BaseModel):
+    """A latched verdict, and what decides when it is told again or cleared."""
+
+    verdict: wire.Verdict
+    tripped_step: int
+
+
+_RUN: Final = -1
+"""Index of the alarm that speaks of the whole run."""
+_MOST_RAISED: Final = 16
+"""New verdicts of one sample: one NaN reaches every head of the model within a step."""
+
+
+class Detectors:
+    """Watches N heads online. `heads` names the (layer, head) of every row of the readings.
+
+    `update` takes samples in the order of their steps. Vectorised over heads: a sample costs a few dozen operations on
+    arrays [N], a closed block a few hundred.
+    """
+
+    def __init__(self, heads: Sequence[tuple[int, int]], config: DetectorConfig | None = None) -> None:
+        self.heads = list(heads)
+        self.config = config or DetectorConfig()
+        self._layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
+        self._near = Nearness([layer for layer, _ in self.heads], self.config)
+        self._step = -1
+        self._rounds = True
+        self._alarms: dict[int, _Alarm] = {}
+        self._modes = np.full(len(self.heads), -1, dtype=np.int32)
+        self._forget()
+
+    def _forget(self) -> None:
+        count = len(self.heads)
+        self._history = History(count, self.config.window_steps, self.config.block_steps)
+        self._recent = np.zeros((self.config.persist_blocks, len(SIGNALS), count))
+        self._pressure = np.zeros((len(SIGNALS), count))
+        self._bias = np.zeros((2, count))
+        self._rate = np.zeros(2)
+        self._loss = np.array([0.0, 0.0, np.nan, np.nan])
+        """of the open block: sum and steps; mean of the last block, and of the lowest"""
+        self._growth: Growth | None = None
+
+    @property
+    def pressure(self) -> Floats:
+        """How near a warning each signal of each head is, [len(SIGNALS), N], 0 or more; at 1 it warns."""
+        return self._pressure
+
+    @property
+    def risk(self) -> Floats:
+        """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
+        risk: Floats = np.clip(self._pressure.max(axis=0), 0.0, 1.0)
+        risk[[index for index in self._alarms if index != _RUN]] = 1.0
+        return risk
+
+    @property
+    def active(self) -> list[wire.Verdict]:
+        """The verdicts that are raised and not cleared."""
+        return [alarm.verdict for alarm in self._alarms.values()]
+
+    def update(self, readings: Readings) -> list[wire.Verdict]:
+        """Judge one sample; the verdicts that were raised, updated or cleared by it.
+
+        A step that lies before the last one is a run set back to an older checkpoint: its past is forgotten, its
+        verdicts stand. Raises ValueError when the readings are not of these heads.
+        """
+        if readings.offset.shape != (len(self.heads),):
+            raise ValueError(f"readings of shape {readings.offset.shape} were given to {len(self.heads)} heads")
+        if readings.step < self._step:
+            self._forget()
+        self._step, self._rounds = readings.step, readings.rounds
+        if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
+            self._rate[:] = readings.learning_rate, readings.step
+        with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
+            self._weigh_bias(readings)
+            values = np.empty((3, len(self.heads)))
+            values[0] = readings.offset
+            np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
+            np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
+            whole = math.isfinite(values.sum()) and bool(readings.rows.min(initial=1.0) > 0)
+            tripped = self._nonfinite(readings, whole)
+            if self._add(readings, values, whole):
+                self._close_loss()
+                growth = self._growth = self._measure()
+                if growth is not None:
+                    tripped = {**self._judge(growth, readings.step), **tripped}
+            return self._tell(tripped, readings.step)
+
+    def _weigh_bias(self, readings: Readings) -> None:
+        """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.
+
+        Each sample counts as one draw: rows of one step are not independent.
+        """
+        changed = self._modes != readings.modes
+        if changed.any():
+            self._bias[:, changed] = 0.0
+            self._modes = readings.modes.astype(np.int32)
+        draw = readings.delta_sum
+        if not math.isfinite(draw.sum()):
+            draw = np.where(np.isfinite(draw), draw, 0.0)
+        self._bias[0] += draw
+        self._bias[1] += draw * draw
+
+    def _bias_z(self, index: int) -> float:
+        return float(self._bias[0, index] / math.sqrt(self._bias[1, index])) if self._bias[1, index] > 0 else math.nan
+
+    def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
+        broken = readings.nonfinite_rows > 0
+        if not whole:  # the largest of no rows is -inf
+            broken |= np.isinf(readings.offset) | (readings.row_max_abs == np.inf)
+        tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
+        for value in (readings.loss, readings.grad_norm):
+            if value is not None and not math.isfinite(value):
+                tripped[_RUN] = "nonfinite"
+        return tripped
+
+    def _add(self, readings: Readings, values: Floats, whole: bool) -> bool:
+        rows = readings.rows
+        if not whole:
+            values[~np.isfinite(values)] = np.nan
+            rows = np.where(np.isfinite(rows), np.maximum(rows, 0.0), 1.0)
+        if readings.loss is not None and math.isfinite(readings.loss):
+            steps = max(readings.step - readings.since_step, 1)
+            self._loss[:2] += readings.loss * steps, steps
+        return self._history.add(readings.step, readings.since_step, rows, values, readings.query_norm, whole=whole)
+
+    def _close_loss(self) -> None:
+        total, steps, last, lowest = self._loss
+        if steps:
+            last = total / steps
+            lowest = np.fmin(lowest, last)
+        self._loss[:] = 0.0, 0.0, last, lowest
+
+    def _measure(self) -> Growth | None:
+        """Growth over the second half of the run's life so far."""
+        return self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
+
+    def _judge(self, growth: Growth, step: int) -> dict[int, str]:
+        """The heads that trip now, with their signal."""
+        config = self.config
+        self._recent[self._history.closed % len(self._recent)] = self._near(
+            growth,
+            young=step < config.settle_steps,
+            ripe=step >= max(config.earliest_steps, 2 * self._rate[1]),
+            push=self._push(),
+        )
+        np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
+        for near in self._recent[1:-1]:
+            np.minimum(self._pressure, near, out=self._pressure)
+        if not any_at_least(self._pressure, 1.0):
+            return {}
+        lasting = self._pressure >= 1.0
+        tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
+        return self._name_heads(tripped, growth)
+
+    def _push(self) -> Floats:
+        """The accumulated delta bias of every head in units of its standard error, [N]; 0 where it is not applied."""
+        if not self._rounds:
+            return np.zeros(len(self.heads))
+        push: Floats = self._bias[0] / np.sqrt(self._bias[1])
+        push[self._modes & Mode.EXACT_DELTA != 0] = 0.0
+        return push
+
+    def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
+        """Where a whole layer shares one value, the trip is given to the head with the largest summed delta bias."""
+        kept = dict(tripped)
+        for layer in set(self._layers[list(tripped)].tolist()):
+            members = np.flatnonzero(self._layers == layer)
+            here = [index for index in members.tolist() if tripped.get(index) in ("offset", "score")]
+            if not here or len(members) < 2 or np.ptp(growth.end[SIGNALS.index(tripped[here[0]]), members]) > 0:
+                continue
+            active = [index for index in members.tolist() if index in self._alarms]
+            named = active[0] if active else int(members[np.argmax(np.abs(self._bias[0, members]))])
+            signal = tripped[here[0]]
+            for index in here:
+                del kept[index]
+            kept[named] = signal
+        return kept
+
+    def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
+        told: list[wire.Verdict] = []
+        for index, active in self._alarms.items():
+            if index not in tripped and self._dangerous(index):
+                tripped[index] = active.verdict.signal
+        for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
+            alarm = self._alarms.get(index)
+            if alarm is None and len(told) >= _MOST_RAISED:
+                continue
+            evidence = self._evidence(index)
+            cause = self._cause(index, signal, evidence)
+            severity: wire.Severity = "warning"
+            if signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2:
+                severity = "critical"
+            if alarm is not None:
+                alarm.tripped_step = step
+                if alarm.verdict.cause == "rounding":
+                    cause = "rounding"  # what a switch was founded on does not change under it
+                same = (alarm.verdict.severity, alarm.verdict.cause) == (severity, cause)
+                if same and step - alarm.verdict.step < self.config.update_steps:
+                    continue
+            likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
+            layer, head = self.heads[index] if index != _RUN else (None, None)
+            verdict = wire.Verdict(
+                id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
+                step=step,
+                state="updated" if alarm else "raised",
+                severity=severity,
+                layer=layer,
+                head=head,
+                cause=cause,
+                signal=signal,
+                evidence=evidence,
+                forecast_steps=likely,
+                forecast_low_steps=low,
+                forecast_high_steps=high,
+                sentence="",
+            )
+            verdict = verdict.model_copy(update={"sentence": sentence(verdict)})
+            told.append(verdict)
+            self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
+        for index, active in list(self._alarms.items()):
+            if step - active.tripped_step >= self.config.quiet_steps:
+                del self._alarms[index]
+                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
+                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+        return told
+
+    def _drifted(self, trip: tuple[int, str]) -> float:
+        """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
+        if trip[0] == _RUN or self._growth is None:
+            return math.inf
+        drift = abs(float(self._growth.end[0, trip[0]]))
+        return 0.0 if math.isnan(drift) else drift
+
+    def _dangerous(self, index: int) -> bool:
+        """A head above the dangerous score is not quiet, whichever way it moves."""
+        growth = self._growth
+        return index != _RUN and growth is not None and bool(growth.end[1, index] >= DANGEROUS_SCORE)
+
+    def _evidence(self, index: int) -> dict[str, float]:
+        growth = self._growth
+        if index == _RUN or growth is None:
+            return {}
+        named = {
+            "offset": growth.end[0, index],
+            "offset_before": growth.start[0, index],
+            "score": growth.end[1, index],
+            "score_before": growth.start[1, index],
+            "score_error": growth.jitter((1, index)),
+            "query_norm": growth.end[3, index],
+            "query_norm_before": growth.start[3, index],
+            "tied_share": growth.end[2, index],
+            "window_steps": growth.steps,
+            "delta_bias_z": self._bias_z(index),
+        }
+        return {name: float(value) for name, value in named.items() if math.isfinite(value)}
+
+    def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
+        """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
+
+        Where the loss has left its track first, something else came before the scores.
+        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not
+        significant is enough where the offset moved by half of what the largest score did, unless it pushes back.
+        """
+        last, lowest = self._loss[2:].tolist()
+        if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
+            return "other"
+        if not self._rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
+            return "score growth" if signal != "nonfinite" else "other"
+        now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
+        moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
+        grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
+        together = moved >= grown / 2 - evidence.get("score_error", 0.0)
+        push = evidence.get("delta_bias_z", math.nan) * math.copysign(1.0, now)
+        pushed = push >= self.config.support_z or (together and not push <= 0)  # NaN: no bias was recorded
+        if moved >= self.config.offset_change and pushed:
+            return "rounding"
+        return "score growth" if signal != "nonfinite" else "other"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next sample depends on; JSON-able."""
+        return {
+            "heads": [list(head) for head in self.heads],
+            "step": self._step,
+            "alarms": {str(index): alarm.model_dump(mode="json") for index, alarm in self._alarms.items()},
+            "history": self._history.state_dict(),
+            **{name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Back to a saved state. Raises ValueError when it was saved with other heads or another configuration."""
+        if [tuple(head) for head in state["heads"]] != self.heads:
+            raise ValueError(
+                f"the saved detectors watched {len(state['heads'])} heads, this run has {len(self.heads)} or others; "
+                "resume with the same model"
+            )
+        self._history.load_state_dict(state["history"])
+        for name in self._ARRAYS:
+            setattr(self, name, wire.Array.model_validate(state[name]).numpy())
+        self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
+        self._step = int(state["step"])
+        self._growth = self._measure()
+
+    _ARRAYS = ("_recent", "_pressure", "_bias", "_rate", "_loss", "_modes")

@@ -1,0 +1,194 @@
+"""Finds the attention modules of a model, and says what each one is and what can serve it."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.9
+    varlen = None  # type: ignore[assignment]
+
+from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width
+from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
+
+Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
+
+SDPA_NAME: Final = "scaled_dot_product_attention"
+SDPA: Final = torch.nn.functional.scaled_dot_product_attention
+"""PyTorch's own function, whatever the name is bound to later."""
+
+VARLEN_NAME: Final = "varlen_attn"
+_varlen: Final[Any] = getattr(varlen, VARLEN_NAME, None)
+VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
+"""PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
+
+_UNSERVED: Final = (
+    *(() if VARLEN else (VARLEN_NAME,)),
+    "flex_attention",
+    "compiled_flex_attn",  # torchtitan
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "memory_efficient_attention",
+)
+"""Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
+
+_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "kv_heads")
+_HEAD_DIM: Final = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_k")
+_WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size")
+_CONFIGS: Final = ("config", "cfg", "args", "model_args")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One attention module. `problem` says why it cannot be watched; None when it can."""
+
+    name: str
+    module: nn.Module
+    route: Route
+    heads: int = 0
+    """Those that this process computes."""
+    kv_heads: int = 0
+    head_dim: int = 0
+    first_head: int = 0
+    """Global number of the first of them (tensor parallelism)."""
+    projection: Projection | None = None
+    problem: str | None = None
+    also: tuple[str, ...] = ()
+    """Other names of the very same module: the layers of a model may share one."""
+
+
+def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
+    """Every module of `model` that computes attention, in the order of the model's own modules.
+
+    `told_heads` gives the number of heads, by module name, where no attribute of the module tells it.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
+    parents = {f"{name}.{child}" if name else child: m for name, m in model.named_modules() for child in m._modules}
+    found = []
+    for name, module in model.named_modules():
+        route = _route(module)
+        if route is not None:
+            described = _describe(name, module, parents.get(name), route, told_heads.get(name))
+            also = tuple(alias for alias in aliases[id(module)] if alias != name)
+            found.append(replace(_share(described, model), also=also))
+    return found
+
+
+def _route(module: nn.Module) -> Route | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return "scaled_dot_product_attention"
+    names = {name for function in _functions(type(module)) for name in _called_names(function)}
+    if "ALL_ATTENTION_FUNCTIONS" in names:
+        return "transformers"
+    if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names):
+        return "scaled_dot_product_attention"
+    return "unserved" if names.intersection(_UNSERVED) else None
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """The methods of a class, its own and inherited ones, without those that are overridden."""
+    methods: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__ not in ("torch.nn.modules.module", "transformers.modeling_utils"):
+            methods |= vars(base)
+    yield from (value for value in methods.values() if isinstance(value, FunctionType))
+
+
+def _called_names(function: FunctionType) -> Iterator[str]:
+    for name in _names(function.__code__):
+        yield name
+        known = function.__globals__.get(name)
+        if known is SDPA:  # imported under another name
+            yield SDPA_NAME
+        elif known is VARLEN is not None:
+            yield VARLEN_NAME
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
+    if route == "unserved":
+        why = "it calls an attention of another make; have it call scaled_dot_product_attention or varlen_attn"
+        return Found(name, module, route, problem=why)
+    # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
+    owner = module if parent is None or told or _number(module, _HEADS) else parent
+    heads = told or _number(owner, _HEADS)
+    if not heads:
+        hint = f'give heads={{"{name}": number of heads}}'
+        return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
+    kv_heads = _number(owner, _KV_HEADS) or heads
+    groups = _number(owner, ("num_key_value_groups",))
+    if kv_heads == heads and groups and heads % groups == 0:
+        kv_heads = heads // groups
+    head_dim = (
+        _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
+    )
+    if not head_dim:
+        return Found(name, module, route, heads, problem="neither an attribute nor a projection tells its head dim")
+    told_by_weight = all_query_heads(owner, head_dim)
+    if told_by_weight and told_by_weight > heads:  # some models keep the number of heads of their own rank
+        heads, kv_heads = told_by_weight, told_by_weight * kv_heads // heads
+    if heads % kv_heads:
+        return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
+    projection = find_projection(owner, heads, kv_heads, head_dim)
+    return Found(name, module, route, heads, kv_heads, head_dim, projection=projection)
+
+
+def _share(found: Found, model: nn.Module) -> Found:
+    """The heads that this process computes under tensor parallelism, as its sharded projections tell it."""
+    projection = found.projection
+    if found.problem is not None or projection is None:
+        return found
+    spans = []
+    for rows in (projection.query, projection.key):
+        weight = getattr(rows.holder, rows.weight, None)
+        dims = tensor_parallel_dims(weight, under_fsdp=under_fsdp(model, found.name)) if is_sharded(weight) else []
+        if not dims:
+            return found
+        first, last = part_of(weight, dims).rows
+        ends = [(start, start + rows.head_dim) for start in rows.starts]
+        held = [head for head, (start, stop) in enumerate(ends) if first <= start and stop <= last]
+        if not held or any(start < edge < stop for start, stop in ends for edge in (first, last)):
+            return replace(found, problem="tensor parallelism cuts through a head")
+        spans.append(range(held[0], held[-1] + 1))
+    heads, kv_heads = spans
+    part = projection.of_heads(heads, kv_heads)
+    return replace(found, heads=len(heads), kv_heads=len(kv_heads), first_head=heads.start, projection=part)
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """The first positive integer among the module's attributes, then among its configuration's."""
+    holders: list[Any] = [module, *(c for c in (getattr(module, n, None) for n in _CONFIGS) if c is not None)]
+    for holder in holders:
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """Every (module globals, name) that is bound to one of PyTorch's functions, its own included; [] for None."""
+    # What a compiled graph calls, it calls by its name in torch._C: that has to stay PyTorch's.
+    left_alone = ("foreshock.", "torch._C")
+    places: list[tuple[dict[str, Any], str]] = []
+    for module in list(sys.modules.values()) if function is not None else ():
+        space = getattr(module, "__dict__", None)
+        if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith(left_alone):
+            places.extend((space, name) for name, value in list(space.items()) if value is function)
+    return places

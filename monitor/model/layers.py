@@ -1,0 +1,279 @@
+"""Where W_Q and W_K of each head lie, in their many layouts, as views into the module's own weights.
+
+A spectral norm does not mind a transpose, so every layout is read as rows: the rows of head h are the weight vectors of
+its D query (key) features over the E inputs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.contract.wire import MAX_GRAM_DIM
+from foreshock.monitor.model.adapters import adapted, base_of, has_adapters, is_conv1d
+from foreshock.monitor.model.sharding import Part, is_first_replica, is_sharded, local_tensor, part_of, parts_of
+
+_SEPARATE: Final = (
+    ("q_proj", "k_proj"),
+    ("wq", "wk"),
+    ("query", "key"),
+    ("to_q", "to_k"),
+    ("q_lin", "k_lin"),
+    ("q", "k"),
+    ("linear_q", "linear_k"),
+    ("W_q", "W_k"),
+    ("w_q", "w_k"),
+    ("W_Q", "W_K"),
+    ("query_proj", "key_proj"),
+    ("q_linear", "k_linear"),
+)
+_FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
+_FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
+
+
+class ShardedWeightError(Exception):
+    """The weight is spread over processes in a way that cannot be told; reading it would take a collective."""
+
+
+class Held(NamedTuple):
+    """What this process holds of the heads of one weight."""
+
+    heads: range
+    """The heads held whole, numbered from 0 within the module."""
+    weights: Tensor
+    """[heads, D, E], E being the inputs held."""
+    inputs: tuple[int, int]
+    """Which inputs [start, stop) these are."""
+    all_inputs: int
+
+    @property
+    def whole_inputs(self) -> bool:
+        """Whether all inputs are held, not a part of them."""
+        return self.inputs == (0, self.all_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The rows of each head in one weight. `starts` gives each head's first row; heads follow each other."""
+
+    holder: nn.Module
+    weight: str
+    starts: tuple[int, ...]
+    head_dim: int
+
+    def read(self) -> Held:
+        """The heads' weights as they are now. Raises ShardedWeightError where the part held cannot be told."""
+        rows, part, inputs = self._rows()
+        first = part.rows[0]
+        held = self._within(part.rows)
+        heads = range(held[0], held[-1] + 1) if held else range(0)
+        starts = [self.starts[h] - first for h in heads]
+        if all(b - a == self.head_dim for a, b in pairwise(starts)):
+            begin = starts[0] if starts else 0
+            weights = torch.unflatten(
+                rows[begin : begin + len(starts) * self.head_dim], 0, (len(starts), self.head_dim)
+            )
+        else:
+            weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
+        return Held(heads, weights, part.columns, inputs)
+
+    def placed(self) -> list[list[int]] | None:
+        """The heads that each process of the mesh holds whole; None where every process holds all of them."""
+        weight = getattr(self.holder, self.weight, None)
+        if not is_sharded(weight):
+            return None
+        return [self._within(_turned(part, self.holder).rows) for part in parts_of(weight)]
+
+    def straddling(self) -> list[int]:
+        """Heads that no process holds whole, because their rows lie in more than one."""
+        placed = self.placed()
+        held = {head for heads in placed for head in heads} if placed is not None else set(range(len(self.starts)))
+        return [head for head in range(len(self.starts)) if head not in held]
+
+    def spread_inputs(self) -> bool:
+        """Whether a process holds only some of the inputs of each row: Gram matrices of all would have to be added."""
+        weight = getattr(self.holder, self.weight, None)
+        if not is_sharded(weight):
+            return False
+        return len({_turned(part, self.holder).columns for part in parts_of(weight)}) > 1
+
+    def cuts(self) -> list[tuple[int, int] | None]:
+        """Which inputs [start, stop) each process of the mesh holds; None where it holds not all heads whole."""
+        parts = [_turned(part, self.holder) for part in parts_of(getattr(self.holder, self.weight))]
+        return [part.columns if len(self._within(part.rows)) == len(self.starts) else None for part in parts]
+
+    def is_first_replica(self) -> bool:
+        """Whether no process before this one holds the same part of a sharded weight."""
+        return is_first_replica(getattr(self.holder, self.weight))
+
+    def _within(self, rows: tuple[int, int]) -> list[int]:
+        return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + self.head_dim <= rows[1]]
+
+    def _rows(self) -> tuple[Tensor, Part, int]:
+        """The part held as [rows, inputs], which part it is, and how many inputs there are."""
+        if has_adapters(self.holder):
+            whole = adapted(self.holder)
+            if whole is None:
+                raise ShardedWeightError
+            return whole, Part((0, whole.shape[0]), (0, whole.shape[1])), whole.shape[1]
+        weight = getattr(self.holder, self.weight)
+        local = local_tensor(weight)
+        part = part_of(weight) if is_sharded(weight) else Part((0, weight.shape[0]), (0, weight.shape[1]))
+        if local.shape != tuple(stop - start for start, stop in part):
+            raise ShardedWeightError
+        turned = _output_dim(self.holder) == 1
+        return local.t() if turned else local, _turned(part, self.holder), weight.shape[0 if turned else 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a layer's W_Q and W_K lie."""
+
+    layout: str
+    query: HeadRows
+    key: HeadRows
+
+    def of_heads(self, heads: range, kv_heads: range) -> "Projection":
+        """The same for some of its heads only."""
+        parts = ((self.query, heads), (self.key, kv_heads))
+        query, key = (
+            HeadRows(rows.holder, rows.weight, rows.starts[part.start : part.stop], rows.head_dim)
+            for rows, part in parts
+        )
+        return Projection(self.layout, query, key)
+
+    @property
+    def unmeasured(self) -> list[int]:
+        """Heads (key heads stand for those who read them) that straddle processes."""
+        return sorted(set(self.query.straddling()) | self._readers(self.key.straddling()))
+
+    @property
+    def apart(self) -> list[int]:
+        """Heads of which no process holds W_Q and W_K together, though each lies whole in one."""
+        query, key = self.query.placed(), self.key.placed()
+        if query is None or key is None or len(query) != len(key):
+            return []
+        together = {head for q, k in zip(query, key, strict=True) for head in set(q) & self._readers(k)}
+        return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether Gram matrices of the parts of the inputs add up to those of every head, where they are spread."""
+        if not self.query.spread_inputs() or not self.key.spread_inputs() or self.query.head_dim > MAX_GRAM_DIM:
+            return False
+        cuts = self.query.cuts()
+        return None not in cuts and cuts == self.key.cuts()
+
+    def gaps(self, first_head: int = 0) -> str:
+        """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
+        if self.query.spread_inputs() or self.key.spread_inputs():
+            spread = "the inputs of W_Q or W_K are spread over processes"
+            return f", norms {'added up by the service' if self.adds_up else 'not measured'}: {spread}"
+        told = ""
+        for heads, why in (
+            (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
+            (self.apart, "norm of W_Q W_K^T of heads {} not measured: W_Q and W_K lie in different processes"),
+        ):
+            told += f", {why.format(', '.join(str(first_head + head) for head in heads))}" if heads else ""
+        return told
+
+    def _readers(self, kv_heads: Iterable[int]) -> set[int]:
+        group = len(self.query.starts) // len(self.key.starts)
+        return {kv_head * group + member for kv_head in kv_heads for member in range(group)}
+
+
+def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
+    """W_Q and W_K of an attention module, or None where they cannot be told."""
+    blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_multihead_attention(module, blocks, head_dim)
+    for query_name, key_name in _SEPARATE:
+        query = _child(module, query_name, heads * head_dim)
+        key = _child(module, key_name, kv_heads * head_dim)
+        if query is not None and key is not None:
+            layout = f"separate ({query_name}, {key_name}){_adapters(query, key)}"
+            return Projection(
+                layout, HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
+            )
+    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and _outputs(inner) is None:
+        return find_projection(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
+    fused_width = (heads + 2 * kv_heads) * head_dim
+    group = heads // kv_heads
+    for name in (*_FUSED_PER_KEY_HEAD, *(("wqkv",) if hasattr(module, "r_dim") else ())):
+        if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
+            starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
+            key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
+            return _fused(fused, f"fused per key head ({name})", starts, key_starts, head_dim)
+    for name in _FUSED:
+        if (fused := _child(module, name, fused_width)) is not None:
+            kind = "Conv1D" if _output_dim(fused) else "Linear"
+            shifted = [heads * head_dim + start for start in kv_blocks]
+            return _fused(fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
+    return None
+
+
+def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
+    return tuple(head * head_dim for head in range(heads))
+
+
+def _fused(child: nn.Module, layout: str, query: Sequence[int], key: Sequence[int], head_dim: int) -> Projection:
+    rows = (HeadRows(child, "weight", tuple(starts), head_dim) for starts in (query, key))
+    return Projection(layout + _adapters(child), *rows)
+
+
+def _adapters(*modules: nn.Module) -> str:
+    return ", with adapters" if any(has_adapters(module) for module in modules) else ""
+
+
+def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
+    """The projection of this name, if it is one and has this many outputs."""
+    child = getattr(module, name, None)
+    return child if isinstance(child, nn.Module) and _outputs(child) == outputs else None
+
+
+def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
+    """The heads of a query projection that is sharded, all processes together; None for any other."""
+    for name, _ in _SEPARATE:
+        child = getattr(module, name, None)
+        if (width := _outputs(child)) is not None:
+            return width // head_dim if is_sharded(child.weight) else None  # type: ignore[union-attr]
+    return None
+
+
+def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
+    """heads * head_dim as the module's own projections tell it, or None."""
+    for query_name, _ in _SEPARATE:
+        if (width := _outputs(getattr(module, query_name, None))) is not None:
+            return width
+    for name in (*_FUSED, *_FUSED_PER_KEY_HEAD):
+        width = _outputs(getattr(module, name, None))
+        if width is not None and width * heads % (heads + 2 * kv_heads) == 0:
+            return width * heads // (heads + 2 * kv_heads)
+    return None
+
+
+def _outputs(module: object) -> int | None:
+    if not isinstance(module, nn.Module) or (has_adapters(module) and adapted(module) is None):
+        return None  # the base's weight alone would give the norm of a W_Q that nobody uses
+    weight = getattr(base_of(module), "weight", None)
+    return weight.shape[_output_dim(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _output_dim(module: nn.Module) -> int:
+    return 1 if is_conv1d(base_of(module)) else 0
+
+
+def _turned(part: Part, module: nn.Module) -> Part:
+    return Part(part.columns, part.rows) if _output_dim(module) else part
+
+
+def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection:
+    if getattr(module, "_qkv_same_embed_dim", True):
+        keys = tuple(module.embed_dim + start for start in blocks)
+        query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))
+        return Projection("fused Q, K, V (in_proj_weight)", query, key)
+    query, key = (HeadRows(module, name, blocks, head_dim) for name in ("q_proj_weight", "k_proj_weight"))
+    return Projection("separate (q_proj_weight, k_proj_weight)", query, key)

@@ -1,0 +1,223 @@
+"""Counts leave the device here: at a step boundary, in stream order, the packed state is copied and zeroed.
+
+On CUDA the copy is asynchronous and is read steps later, when its event has passed; the host never waits. Losses and
+gradient norms that are tensors ride along, so that reading them costs no synchronisation either.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreshock.contract.slots import Words, identity_row
+from foreshock.monitor.model.sharding import is_sharded
+from foreshock.monitor.sampling.grams import GramPart
+from foreshock.monitor.sampling.norms import Measured
+
+logger: Final = logging.getLogger("foreshock")
+
+Floats = npt.NDArray[np.float64]
+
+MAX_NOTES: Final = 1024
+"""Losses kept between two samples; a step beyond it makes a sample due."""
+MAX_FLIGHTS: Final = 4
+"""Copies under way at once; while all are, counting simply goes on in the device's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Everything counted in the steps (since_step, step], on the host."""
+
+    step: int
+    since_step: int
+    words: Words
+    """int64 [N, SLOT_COUNT]."""
+    modes: npt.NDArray[np.int32]
+    losses: Floats
+    """Raw loss of each step that reported one, non-finite ones included."""
+    grad_norms: Floats
+    norms: dict[str, npt.NDArray[np.float32]]
+    """query_norm, key_norm, query_key_norm, each [N], NaN where unmeasured; empty when none were due."""
+    learning_rate: float | None
+    step_seconds: float | None
+    agent_seconds: float | None
+    parts: tuple[GramPart, ...] = ()
+    """Of Gram matrices, on the host."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    step: int
+    since_step: int
+    tensors: list[Tensor]
+    """state, losses, gradient norms, then norms and triangles if any; on the host once `landed`."""
+    norm_names: tuple[str, ...]
+    parts: tuple[GramPart, ...]
+    modes: npt.NDArray[np.int32]
+    learning_rate: float | None
+    step_seconds: float | None
+    agent_seconds: float | None
+    event: Any
+
+
+class Collector:
+    """Owns the notes between two samples and the copies under way. `state` is int64 [N, SLOT_COUNT], on any device."""
+
+    def __init__(self, state: Tensor, *, step: int = 0) -> None:
+        self._state = state
+        self._identity = torch.from_numpy(identity_row()).to(state.device).expand_as(state).clone()
+        self._losses: list[Tensor | float] = []
+        self._grad_norms: list[Tensor | float] = []
+        self._learning_rate: float | None = None
+        self._flights: deque[_Flight] = deque()
+        self._told_of_parts = False
+        self.since_step = step
+        """Last step of the last sample; the next one starts after it."""
+
+    @property
+    def crowded(self) -> bool:
+        """So many notes that a sample is due whatever the cadence says."""
+        return len(self._losses) >= MAX_NOTES
+
+    def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
+        """Keep one step's numbers; tensors stay on their device. Raises ValueError unless each is one number."""
+        if loss is not None:
+            self._losses.append(self._scalar(loss, "loss"))
+        grad_norm = self._whole(grad_norm)
+        if grad_norm is not None:
+            self._grad_norms.append(self._scalar(grad_norm, "grad_norm"))
+        if learning_rate is not None:
+            self._learning_rate = float(learning_rate)
+
+    def _whole(self, norm: Any) -> Any:
+        """The norm, or None where this process holds a part of it only, as clip_grad_norm_ returns it under FSDP2."""
+        if not is_sharded(norm):
+            return norm
+        if all(placement.is_replicate() for placement in norm.placements):
+            return norm.to_local()
+        if not self._told_of_parts:
+            self._told_of_parts = True
+            logger.warning(
+                "foreshock: grad_norm is spread over processes and is not recorded; give grad_norm.full_tensor(): that "
+                "is a collective, and the agent calls none by itself"
+            )
+        return None
+
+    def _scalar(self, value: Any, name: str) -> Tensor | float:
+        if not isinstance(value, Tensor):
+            return float(value)
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {list(value.shape)}; give one number, such as its mean")
+        scalar: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
+        return scalar.clone()  # a graphed step writes its loss into the same memory again
+
+    def snapshot(
+        self,
+        step: int,
+        modes: npt.NDArray[np.int32],
+        *,
+        norms: Callable[[], Measured] | None = None,
+        step_seconds: float | None = None,
+        agent_seconds: float | None = None,
+    ) -> bool:
+        """Start copying everything counted up to `step`, and zero the state behind the copy.
+
+        `norms` gives what the weights say, on their device. False when too many copies are still under way.
+        """
+        if len(self._flights) >= MAX_FLIGHTS:
+            return False
+        measured = norms() if norms is not None else Measured({})
+        tensors = [self._state, _stack(self._losses), _stack(self._grad_norms), *measured.norms.values()]
+        tensors += [part.triangles for part in measured.parts]
+        host = [_start_copy(t) for t in tensors]
+        self._state.copy_(self._identity)
+        event = None
+        if self._state.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        flight = _Flight(
+            step,
+            self.since_step,
+            host,
+            tuple(measured.norms),
+            measured.parts,
+            modes.copy(),
+            self._learning_rate,
+            step_seconds,
+            agent_seconds,
+            event,
+        )
+        self._flights.append(flight)
+        self._losses, self._grad_norms, self.since_step = [], [], step
+        return True
+
+    def landed(self, *, wait: bool = False) -> list[Counted]:
+        """The copies that have arrived, oldest first. `wait` waits for all of them."""
+        arrived = []
+        while self._flights:
+            event = self._flights[0].event
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            arrived.append(_counted(self._flights.popleft()))
+        return arrived
+
+
+def _stack(given: list[Tensor | float]) -> Tensor:
+    if not any(isinstance(v, Tensor) for v in given):
+        return torch.from_numpy(np.array(given, dtype=np.float64))
+    if len({(v.device, v.dtype) if isinstance(v, Tensor) else None for v in given}) == 1:
+        stacked = torch.stack(given)  # type: ignore[arg-type]  # two launches for all of them
+        return stacked if stacked.device.type == "mps" else stacked.to(torch.float64)
+    values = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in given]
+    devices = {v.device for v in values}
+    device = next(iter(devices)) if len(devices) == 1 else values[-1].device
+    # float64 exists on every device but Apple's; float32 there holds a loss exactly enough
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([v.to(device=device, dtype=dtype, non_blocking=True) for v in values])
+
+
+def _start_copy(source: Tensor) -> Tensor:
+    if not source.is_cuda:
+        return source.detach().to("cpu", copy=True)
+    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+
+
+def _counted(flight: _Flight) -> Counted:
+    state, losses, grad_norms, *norms = (t.numpy() for t in flight.tensors[: 3 + len(flight.norm_names)])
+    triangles = flight.tensors[3 + len(flight.norm_names) :]
+    return Counted(
+        step=flight.step,
+        since_step=flight.since_step,
+        words=state,
+        modes=flight.modes,
+        losses=losses.astype(np.float64, copy=False),
+        grad_norms=grad_norms.astype(np.float64, copy=False),
+        norms=dict(zip(flight.norm_names, norms, strict=True)),
+        learning_rate=flight.learning_rate,
+        step_seconds=flight.step_seconds,
+        agent_seconds=flight.agent_seconds,
+        parts=tuple(replace(part, triangles=t) for part, t in zip(flight.parts, triangles, strict=True)),
+    )
+
+
+def nonfinite(values: Floats) -> int:
+    """How many of the values are NaN or infinite."""
+    return int(np.count_nonzero(~np.isfinite(values)))
+
+
+def mean(values: Floats) -> float | None:
+    """The mean, NaN or infinite when a value is; None without values."""
+    return sum(values.tolist()) / values.size if values.size else None  # Python's sum warns of no infinity
+
+
+def largest(values: Floats) -> float | None:
+    """The largest value, NaN when one is; None without values."""
+    return float(values.max()) if values.size else None

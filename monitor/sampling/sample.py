@@ -1,0 +1,98 @@
+"""Samples and parts of Gram matrices as the training thread leaves them: raw arrays, built into messages elsewhere."""
+
+import base64
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import wire
+from foreshock.monitor.sampling.collector import Counted, Floats, largest, mean, nonfinite
+from foreshock.monitor.sampling.grams import GramPart
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDraft:
+    """What one sample will say. `risk` is float64 [N]; None where the detectors are off."""
+
+    counted: Counted
+    risk: Floats | None
+    unix_seconds: float = field(default_factory=time.time)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays as they will travel."""
+        raw = self.counted.words.nbytes + self.counted.modes.nbytes
+        raw += sum(values.nbytes for values in self.counted.norms.values())
+        raw += 0 if self.risk is None else self.risk.nbytes // 2  # travels as float32
+        return raw * 4 // 3
+
+    def build(self) -> wire.Sample:
+        """The message."""
+        counted = self.counted
+        return wire.Sample(
+            step=counted.step,
+            since_step=counted.since_step,
+            unix_seconds=self.unix_seconds,
+            states=_array(counted.words),
+            modes=_array(counted.modes),
+            loss=mean(counted.losses),
+            loss_max=largest(counted.losses),
+            loss_nonfinite_steps=nonfinite(counted.losses),
+            grad_norm=largest(counted.grad_norms),
+            grad_norm_nonfinite_steps=nonfinite(counted.grad_norms),
+            learning_rate=counted.learning_rate,
+            step_seconds=counted.step_seconds,
+            agent_seconds=counted.agent_seconds,
+            risk=_array(None if self.risk is None else self.risk.astype(np.float32)),
+            query_norm=_array(counted.norms.get("query_norm")),
+            key_norm=_array(counted.norms.get("key_norm")),
+            query_key_norm=_array(counted.norms.get("query_key_norm")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GramsDraft:
+    """A part as the training thread leaves it, on the host. The message is built from it where there is time."""
+
+    part: GramPart
+    step: int
+    began_step: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays as they will travel."""
+        return self.part.triangles.nbytes * 4 // 3
+
+    def build(self) -> wire.Grams:
+        """The message."""
+        part, triangles = self.part, self.part.triangles.numpy()
+        heads = len(triangles) - part.kv_heads
+        query, key = _encoded(triangles[:heads]), _encoded(triangles[heads:])
+        return wire.Grams(
+            step=self.step,
+            began_step=self.began_step,
+            layer=part.layer.layer,
+            heads=part.layer.heads,
+            head_dim=part.head_dim,
+            inputs=part.inputs,
+            all_inputs=part.all_inputs,
+            query=query,
+            key=key,
+        )
+
+
+Draft = SampleDraft | GramsDraft
+
+
+def _array(values: npt.NDArray[Any] | None) -> wire.Array | None:
+    return None if values is None else _encoded(values)
+
+
+def _encoded(values: npt.NDArray[Any]) -> wire.Array:
+    """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
+    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    dtype: Any = little.dtype.str
+    return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=base64.b64encode(little.data).decode())

@@ -1,0 +1,424 @@
+"""Carries events to the service: one daemon thread, which gathers them into batches, spools them and posts them.
+
+The training thread only appends to a queue, without a lock, so that it can be called from anywhere, a signal handler
+included. The thread runs an event loop, whose timeouts are total deadlines on the monotonic clock.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+from pydantic import ValidationError
+
+from foreshock.contract import wire
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.guard import Guard
+from foreshock.monitor.sampling.sample import Draft
+from foreshock.monitor.transport.retry import is_retryable, retry_delay
+from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
+
+logger: Final = logging.getLogger("foreshock")
+
+MAX_REPLY_BYTES: Final = 2**20
+"""Most bytes of an answer that are read: an acknowledgement carries commands, which may name many heads."""
+MAX_BATCH_EVENTS: Final = 256
+BATCH_BYTES: Final = 4 * 2**20
+MAX_COMMANDS: Final = 1024
+EVENT_BYTES: Final = 1024
+"""What an event without arrays counts for in the queue."""
+
+
+_MEASURED: Final = wire.Sample | wire.Grams
+"""What is dropped first where not everything can be kept."""
+
+
+class Store(Protocol):
+    """Batches waiting for their acknowledgement, oldest first."""
+
+    @property
+    def boot(self) -> str: ...
+    @property
+    def highest(self) -> int: ...
+    def __len__(self) -> int: ...
+    def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool: ...
+    def peek(self) -> tuple[int, bytes] | None: ...
+    def pop(self) -> None: ...
+
+
+class MemoryStore:
+    """Batches in memory, where there is no spool."""
+
+    def __init__(self, boot: str, max_bytes: int) -> None:
+        self.boot: str = boot
+        self.highest: int = 0
+        self._max_bytes = max_bytes
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool:
+        """Keep a batch; False when it does not fit (`force` allows half as much again)."""
+        bound = self._max_bytes * 3 // 2 if force else self._max_bytes
+        if self._bytes + len(payload) > bound:
+            return False
+        self._batches.append((sequence, payload))
+        self._bytes += len(payload)
+        self.highest = max(self.highest, sequence)
+        return True
+
+    def peek(self) -> tuple[int, bytes] | None:
+        """The oldest batch, (sequence, payload)."""
+        return self._batches[0] if self._batches else None
+
+    def pop(self) -> None:
+        """Forget the oldest batch."""
+        self._bytes -= len(self._batches.popleft()[1])
+
+
+class Sender:
+    """Sends one boot's events. `health` gives (step, contained faults by component)."""
+
+    def __init__(self, config: AgentConfig, *, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]):
+        self._config = config
+        self._run = run
+        self._boot = boot
+        self._health = health
+        self.dropped: Counter[str] = Counter()
+        """Events lost, by reason."""
+        self.faults: Counter[str] = Counter()
+        self.retries = 0
+        self._events: deque[tuple[int, wire.Event | Draft]] = deque()
+        self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
+        self._commands: deque[wire.Command] = deque(maxlen=MAX_COMMANDS)
+        self._sequence = 0
+        self._stores: list[Store] = []
+        self._own: Store = MemoryStore(boot, config.queue_bytes)
+        self._spool: Spool | None = None
+        self._failures = 0
+        self._all_cut = False
+        self._oldest_unsent_at: float | None = None
+        self._last_batch_at = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._more: asyncio.Event | None = None
+        self._close_seconds = config.close_seconds
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._thread_main, name="foreshock-sender", daemon=True)
+        self._guard = Guard("sender", self.faults)
+
+    # ---- called by the training thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, event: wire.Event | Draft) -> None:
+        """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
+        size = _size(event)
+        waiting = self._bytes_in - self._bytes_out
+        is_measured = isinstance(event, _MEASURED | Draft)
+        bound = self._config.queue_bytes if is_measured else self._config.queue_bytes * 3 // 2
+        if waiting + size > bound or not self._thread.is_alive():
+            self.dropped["queue_full" if self._thread.is_alive() else "sender_off"] += 1
+            return
+        self._bytes_in += size
+        self._events.append((size, event))
+
+    def has_room(self) -> bool:
+        """Whether so little waits that something large may be queued which is not urgent."""
+        return self._bytes_in - self._bytes_out <= self._config.queue_bytes // 4
+
+    def commands(self) -> list[wire.Command]:
+        """The commands that came in since the last call."""
+        arrived = []
+        while self._commands:
+            arrived.append(self._commands.popleft())
+        return arrived
+
+    def close(self, seconds: float) -> None:
+        """Send what waits, for at most `seconds`; what is left stays in the spool."""
+        self._close_seconds = seconds
+        if not self._thread.is_alive():
+            return
+        deadline = time.monotonic() + seconds
+        self._ready.wait(seconds)
+        if self._loop is not None and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(max(deadline - time.monotonic(), 0))
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _thread_main(self) -> None:
+        with self._guard, asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop, self._stop, self._more = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._open_stores()
+        self._ready.set()
+        async with self._client() as client:
+            cutting = asyncio.create_task(self._cut_again_and_again())
+            sending = asyncio.create_task(self._send_again_and_again(client))
+            await self._stop.wait()
+            cutting.cancel()
+            with self._guard:
+                self._cut()
+            self._all_cut = True
+            self._more.set()
+            await asyncio.wait({sending}, timeout=self._close_seconds * 0.8)
+            sending.cancel()
+            await asyncio.gather(cutting, sending, return_exceptions=True)
+        for store in self._stores:
+            if isinstance(store, Spool):
+                with self._guard:
+                    store.close()
+
+    def _client(self) -> httpx.AsyncClient:
+        headers = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if self._config.token is not None:
+            headers["Authorization"] = f"Bearer {self._config.token.get_secret_value()}"
+        # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
+        steps = httpx.Timeout(self._config.request_seconds, connect=0.4 * self._config.request_seconds)
+        return httpx.AsyncClient(base_url=str(self._config.url), headers=headers, timeout=steps)
+
+    def _open_stores(self) -> None:
+        self._stores = [self._own]
+        directory = self._config.spool_directory
+        if directory is None:
+            return
+        try:
+            path = spool_path(Path(directory), self._run, self._boot)
+            old, removed = leftovers(Path(directory), self._run, self._config.spool_bytes)
+            self._spool = Spool(path, self._config.spool_bytes)
+        except OSError as error:
+            self._spool_off(error)
+            return
+        if removed:
+            self.dropped["spool_full"] += removed
+        self._own = self._spool
+        self._stores = [self._spool, *self._stores, *old]
+
+    def _spool_off(self, error: OSError) -> None:
+        self.faults["spool"] += 1
+        self._spool = None
+        self._own = next((s for s in self._stores if isinstance(s, MemoryStore)), self._own)
+        logger.warning("foreshock: the spool is off, unsent batches stay in memory: %s", error.strerror)
+
+    # ---- events become batches ------------------------------------------------------------------------------------
+
+    async def _cut_again_and_again(self) -> None:
+        while self._guard.on:
+            await asyncio.sleep(self._config.send_every_seconds)
+            with self._guard:
+                self._cut()
+
+    def _cut(self) -> None:
+        """Gather what waits into batches, and keep them in the spool or in memory."""
+        while events := self._take():
+            self._keep(events)
+        idle = time.monotonic() - self._last_batch_at >= self._config.heartbeat_seconds
+        if idle and not any(len(store) for store in self._stores):
+            self._keep([self._health_event()])
+
+    def _take(self) -> list[wire.Event]:
+        events: list[wire.Event] = []
+        size = 0
+        while self._events and len(events) < MAX_BATCH_EVENTS and size < BATCH_BYTES:
+            bytes_, waiting = self._events.popleft()
+            self._bytes_out += bytes_
+            size += bytes_
+            if (event := self._finished(waiting)) is not None:
+                events.append(event)
+        return events
+
+    def _finished(self, waiting: wire.Event | Draft) -> wire.Event | None:
+        """The event itself. A draft that cannot be built is a fault of ours, and costs no other event."""
+        if not isinstance(waiting, Draft):
+            return waiting
+        try:
+            return waiting.build()
+        except Exception as fault:
+            self.faults["sample"] += 1
+            self.dropped["unbuilt"] += 1
+            logger.warning("foreshock: a sample could not be built: %s: %s", type(fault).__name__, str(fault)[:300])
+            return None
+
+    def _health_event(self) -> wire.AgentHealth:
+        step, faults = self._health()
+        age = 0.0 if self._oldest_unsent_at is None else time.monotonic() - self._oldest_unsent_at
+        return wire.AgentHealth(
+            step=step,
+            dropped=dict(self.dropped),
+            faults=dict(Counter(faults) + self.faults),
+            retries=self.retries,
+            spool_bytes=self._spool.size_bytes if self._spool is not None else 0,
+            oldest_unsent_seconds=age,
+        )
+
+    def _keep(self, events: list[wire.Event]) -> None:
+        if not self._append(events, force=False):
+            # what was decided and done is kept when samples no longer fit
+            words = [event for event in events if not isinstance(event, _MEASURED)]
+            kept = len(words) if words and self._append(words, force=True) else 0
+            self.dropped["spool_full" if self._spool is not None else "queue_full"] += len(events) - kept
+        if self._more is not None:
+            self._more.set()
+
+    def _append(self, events: Sequence[wire.Event], *, force: bool) -> bool:
+        batch = wire.Batch(
+            run=self._run, rank=self._config.rank, boot=self._boot, sequence=self._sequence + 1, events=tuple(events)
+        )
+        payload = batch.model_dump_json().encode()
+        try:
+            kept = self._own.append(batch.sequence, payload, force=force)
+        except OSError as error:
+            self._spool_off(error)
+            kept = self._own.append(batch.sequence, payload, force=force)
+        if kept:
+            self._sequence = batch.sequence
+            self._last_batch_at = time.monotonic()
+            if self._oldest_unsent_at is None:
+                self._oldest_unsent_at = self._last_batch_at
+        return kept
+
+    # ---- batches become requests ----------------------------------------------------------------------------------
+
+    async def _send_again_and_again(self, client: httpx.AsyncClient) -> None:
+        assert self._more is not None
+        while self._guard.on:
+            before = self.faults["sender"]
+            with self._guard:
+                waiting = self._oldest()
+                if waiting is None:
+                    self._oldest_unsent_at = None
+                    if self._all_cut:  # not at the stop itself, which comes before the last batch is cut
+                        return
+                    self._more.clear()
+                    await self._more.wait()
+                elif not await self._deliver(client, *waiting) and await self._back_off():
+                    return
+            if self.faults["sender"] > before:
+                await asyncio.sleep(1)
+
+    def _oldest(self) -> tuple[Store, int, bytes] | None:
+        """This boot's oldest batch, or when all are sent, one of a dead boot's."""
+        for store in self._stores:
+            try:
+                waiting = store.peek()
+            except OSError as error:
+                self.dropped["spool_lost"] += len(store)
+                self._stores.remove(store)
+                if isinstance(store, Spool) and store is self._spool:
+                    self._spool_off(error)
+                return self._oldest()
+            if waiting is not None:
+                return store, *waiting
+        return None
+
+    async def _back_off(self) -> bool:
+        """Wait before the next try; True when the agent closes meanwhile."""
+        assert self._stop is not None
+        self.retries += 1
+        try:
+            async with asyncio.timeout(retry_delay(self._failures, self._retry_after)):
+                await self._stop.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    _retry_after: str | None = None
+
+    async def _deliver(self, client: httpx.AsyncClient, store: Store, sequence: int, payload: bytes) -> bool:
+        """Post one batch; True when it is done with: stored, or refused for good."""
+        self._retry_after = None
+        try:
+            async with asyncio.timeout(self._config.request_seconds):
+                status, retry_after, body = await _post(client, payload)
+        except (TimeoutError, httpx.HTTPError, OSError):
+            self._failures += 1
+            return False
+        if 200 <= status < 300 and self._acknowledged(store, sequence, body):
+            self._failures = 0
+            store.pop()
+            return True
+        if 200 <= status < 300 or is_retryable(status):
+            self._failures += 1
+            self._retry_after = retry_after
+            return False
+        self.dropped[f"refused_{status}"] += 1
+        logger.warning("foreshock: the service refused batch %d for good with status %d", sequence, status)
+        store.pop()
+        return True
+
+    def _acknowledged(self, store: Store, sequence: int, body: bytes | None) -> bool:
+        """Whether the answer acknowledges this batch; its commands are taken if it does."""
+        if body is None:
+            return False
+        try:
+            ack = wire.Ack.model_validate_json(body)
+        except (ValidationError, RecursionError):
+            return False
+        if ack.boot != store.boot or not sequence <= ack.acknowledged <= max(store.highest, sequence):
+            return False
+        self._commands.extend(ack.commands)
+        return True
+
+
+async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | None, bytes | None]:
+    """(status, Retry-After, body); the body is None when it is longer than MAX_REPLY_BYTES."""
+    async with client.stream("POST", "/v1/batches", content=payload) as response:
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > MAX_REPLY_BYTES:
+                return response.status_code, response.headers.get("retry-after"), None
+        return response.status_code, response.headers.get("retry-after"), bytes(body)
+
+
+def _size(event: wire.Event | Draft) -> int:
+    if isinstance(event, Draft):
+        return EVENT_BYTES + event.nbytes
+    if isinstance(event, wire.Grams):
+        return EVENT_BYTES + len(event.query.data) + len(event.key.data)
+    if not isinstance(event, wire.Sample):
+        return EVENT_BYTES
+    arrays = (event.states, event.modes, event.query_norm, event.key_norm, event.query_key_norm, event.risk)
+    return EVENT_BYTES + sum(len(array.data) for array in arrays if array is not None)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Resolves names in daemon threads: the executor's threads would be waited for when the interpreter exits."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        """As the base class."""
+        future: asyncio.Future[Any] = self.create_future()
+
+        def resolve() -> None:
+            try:
+                found, error = socket.getaddrinfo(host, port, **options), None
+            except OSError as failure:
+                found, error = None, failure
+            try:
+                self.call_soon_threadsafe(settle, found, error)
+            except RuntimeError:
+                return  # the loop is closed; nobody waits any more
+
+        def settle(found: Any, error: OSError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+        threading.Thread(target=resolve, name="foreshock-resolver", daemon=True).start()
+        return await future

@@ -1,0 +1,224 @@
+"""Who asks, and may they? Closed by default: a request that no rule lets through never reaches a route.
+
+Without a token the service listens on loopback alone; then Host and Origin must be loopback names, so that a web page
+elsewhere cannot reach it by rebinding DNS, and bodies must be JSON, which a foreign page cannot send unasked. With
+tokens every path but the public ones needs one, as a bearer token or as the page's session cookie; what the cookie
+authorises and changes something also needs the CSRF token.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from dataclasses import dataclass
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
+from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
+
+COOKIE: Final = "foreshock_session"
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_OPEN: Final = frozenset(
+    {
+        *((method, path) for method in ("GET", "HEAD") for path in ("/", "/healthz", "/v1/session", "/favicon.ico")),
+        ("POST", "/v1/login"),
+        ("POST", "/v1/webhooks/grafana"),  # signed instead: the route checks
+    }
+)
+"""What needs no token, besides the page's files under /assets/."""
+_SECURITY_HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+_RAW_SECURITY_HEADERS: Final = [(name.encode(), value.encode()) for name, value in _SECURITY_HEADERS.items()]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes the request."""
+
+    name: str
+    scopes: frozenset[str]
+    run_prefix: str = ""
+    csrf_token: str | None = None
+
+    def may(self, scope: Scope) -> bool:
+        """True when the caller holds the scope; admin holds all of them."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+ANYONE: Final = Caller("local", frozenset(ALL_SCOPES))
+NOBODY: Final = Caller("nobody", frozenset())
+
+
+class Gate:
+    """ASGI middleware round the whole application, static files and unknown paths included."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring") -> None:
+        self.app = app
+        self.keyring = keyring
+        self.hosts = frozenset(settings.allowed_hosts)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        replaced = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start":
+                given = message["headers"] = list(message["headers"])
+                names = {name for name, _ in given}
+                given.extend(header for header in _RAW_SECURITY_HEADERS if header[0] not in names)
+                if message["status"] == 413 and (b"content-type", b"application/problem+json") not in given:
+                    replaced = True  # the framework's body limit answers in plain text, past every handler
+                    await problem(413, TOO_LARGE, headers=_SECURITY_HEADERS)(scope, receive, send)
+            if not replaced:
+                await send(message)
+
+        try:
+            scope.setdefault("state", {})["caller"] = self._admit(scope)
+        except ProblemError as error:
+            await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
+            return
+        await self.app(scope, receive, send_with_headers)
+
+    def _admit(self, scope: AsgiScope) -> Caller:
+        headers = Headers(scope=scope)
+        method, path = scope["method"], scope["path"]
+        self._check_host(headers)
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ProblemError(415, "Bodies are taken uncompressed; leave out Content-Encoding.")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if has_body and headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise ProblemError(415, "Only application/json is taken; set Content-Type.")
+        if not self.keyring.tokens:
+            return ANYONE
+        caller = self.keyring.caller(headers)
+        if caller.csrf_token and method not in _SAFE_METHODS and path != "/v1/login":
+            given = headers.get("x-csrf-token", "")
+            if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
+                raise ProblemError(403, "The session cookie alone cannot change anything; send X-CSRF-Token.")
+        if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
+            raise ProblemError(
+                401,
+                "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return caller
+
+    def _check_host(self, headers: Headers) -> None:
+        allowed = self.hosts or (frozenset() if self.keyring.tokens else _LOOPBACK_NAMES)
+        if not allowed:
+            return
+        host = _host_name(headers.get("host", ""))
+        if host not in allowed:
+            raise ProblemError(403, "This Host name is not one of the service's (FORESHOCK_ALLOWED_HOSTS).")
+        origin = headers.get("origin")
+        if origin is not None and _host_name(urlsplit(origin).netloc) not in allowed:
+            raise ProblemError(403, "Requests from other origins are refused.")
+
+
+class Keyring:
+    """The tokens, and the session cookies that stand for them. Holds hashes only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.tokens = settings.all_tokens
+        self.session_seconds = settings.session_seconds
+        # The same in every replica that has the same tokens, so that a session holds behind a load balancer.
+        self._key = hashlib.sha256("".join(sorted(t.sha256 for t in self.tokens)).encode()).digest()
+
+    def caller(self, headers: Headers) -> Caller:
+        """Who sends these headers."""
+        values = headers.getlist("authorization")
+        if len(values) == 1 and values[0][:7].lower() == "bearer ":
+            digest = hashlib.sha256(values[0][7:].strip().encode()).hexdigest()
+            return _as_caller(self._token_with(digest))
+        session = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+        return self._session(session) if session and not values else NOBODY
+
+    def _token_with(self, digest: str) -> Token | None:
+        found = None
+        for token in self.tokens:  # compares with every token, so that time tells nothing
+            if hmac.compare_digest(token.sha256, digest):
+                found = token
+        return found
+
+    def login(self, secret: str) -> tuple[str, Caller] | None:
+        """The session cookie for a token's secret, or None when no token has it."""
+        token = self._token_with(hashlib.sha256(secret.encode()).hexdigest())
+        if token is None:
+            return None
+        claim = json.dumps({"token": token.sha256[:16], "until": time.time() + self.session_seconds})
+        body = base64.urlsafe_b64encode(claim.encode()).decode().rstrip("=")
+        cookie = f"{body}.{self._sign('session', body)}"
+        return cookie, self._session(cookie)
+
+    def _session(self, cookie: str) -> Caller:
+        body, _, signature = cookie.partition(".")
+        if not hmac.compare_digest(self._sign("session", body).encode(), signature.encode()):
+            return NOBODY
+        claim = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        if claim["until"] < time.time():
+            return NOBODY
+        token = next((t for t in self.tokens if t.sha256.startswith(claim["token"])), None)
+        return _as_caller(token, csrf_token=self._sign("csrf", body))
+
+    def _sign(self, purpose: str, body: str) -> str:
+        return hmac.new(self._key, f"{purpose}:{body}".encode(), hashlib.sha256).hexdigest()
+
+
+def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
+    if token is None:
+        return NOBODY
+    return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token)
+
+
+def _host_name(netloc: str) -> str:
+    name = netloc.rsplit(":", 1)[0] if netloc.rpartition(":")[2].isdigit() else netloc
+    return name.lower()
+
+
+def caller_of(request: Request) -> Caller:
+    """Who makes this request."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller
+
+
+class Needs:
+    """A route's dependency: the caller holds `scope`, and the run in the path, if any, is within its reach."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope: Scope = scope
+
+    async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
+        caller = caller_of(request)
+        if not caller.may(self.scope):
+            raise ProblemError(403, f"The token {caller.name} lacks the scope {self.scope!r}.")
+        run = request.path_params.get("run")
+        if run is not None:
+            check_run(caller, run)
+        return caller
+
+
+Reader = Annotated[Caller, Depends(Needs("read"))]
+Actor = Annotated[Caller, Depends(Needs("act"))]
+
+
+def check_run(caller: Caller, run: str) -> None:
+    """Raises ProblemError when the caller's token does not reach the run."""
+    if not run.startswith(caller.run_prefix):
+        raise ProblemError(403, f"The token {caller.name} does not reach run {run[:128]}.")

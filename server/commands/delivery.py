@@ -1,0 +1,245 @@
+"""Commands on their way: out with the acks, back with the answers; every transition audited.
+
+Each open command goes out with every ack to each rank that holds a named head, until that rank has answered or the
+command has expired. What one rank switched by itself becomes a command to the others that hold the head.
+"""
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import Row, and_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.wire import Batch, Command, HeadRef, Switched
+from foreshock.server.commands.heads_by_rank import Holding, holdings
+from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, tracks_of
+from foreshock.server.models import CommandState
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import command_ranks, commands, runs
+
+_ANSWER_GRACE_SECONDS: Final = 60.0
+"""How long after its expiry a delivered command waits for the answer that may be under way."""
+_MAX_PER_ACK: Final = 256
+_LOCAL_EXPIRY_SECONDS: Final = 3600.0
+
+
+def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
+    """The ranks that have to answer a command."""
+    heads = None if row.heads is None else {(layer, head) for layer, head in row.heads}
+    return {
+        rank
+        for rank, holding in ranks.items()
+        if not holding.finished and (heads is None or not holding.known or holding.heads & heads)
+    }
+
+
+async def exchange(
+    store: Store,
+    connection: AsyncConnection,
+    run_ids: Mapping[str, int],
+    switched: Sequence[tuple[Batch, Switched]],
+    group: Sequence[Batch],
+) -> dict[tuple[str, int, str], tuple[Command, ...]]:
+    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do."""
+    for batch, answer in switched:
+        if answer.command is not None:
+            await _answer(store, connection, run_ids[batch.run], batch, answer)
+        else:
+            await _pass_on(store, connection, run_ids[batch.run], batch, answer)
+    query = (
+        select(commands, runs.c.name.label("run"))
+        .join(runs)
+        .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
+        .order_by(commands.c.number)
+    )
+    rows = (await connection.execute(query.with_for_update())).all()
+    if not rows:
+        return {}
+    held = await holdings(connection, {row.run_id for row in rows})
+    tracks = await tracks_of(connection, [row.id for row in rows])
+    orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
+    now = time.time()
+    for row in rows:
+        ranks = held.get(row.run_id, {})
+        concerned = _concerned(row, ranks)
+        track = tracks.get(row.id, {})
+        if await _settle(store, connection, row, concerned, track):
+            continue
+        for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
+            _, rank, boot = boot_key
+            state = track.get(rank)
+            answered = state is not None and state.outcome is not None
+            late = row.expires is not None and now > row.expires and state is None
+            if rank not in concerned or answered or late or ranks[rank].boot != boot:
+                continue
+            if len(orders[boot_key]) < _MAX_PER_ACK:
+                orders[boot_key].append(_as_wire(row))
+                await _delivered(store, connection, row, rank, state)
+    return {key: tuple(value) for key, value in orders.items()}
+
+
+def _as_wire(row: Row[Any]) -> Command:
+    return Command(
+        id=row.id,
+        heads=None if row.heads is None else tuple((layer, head) for layer, head in row.heads),
+        mode=row.mode,
+        expect=row.expect,
+        reason=row.reason,
+        issued_by=row.issued_by,
+        expires_unix_seconds=row.expires,
+        expires_step=row.expires_step,
+        dry_run=row.dry_run,
+    )
+
+
+async def _delivered(
+    store: Store, connection: AsyncConnection, row: Row[Any], rank: int, track: Row[Any] | None
+) -> None:
+    same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == rank)
+    if track is not None:
+        await connection.execute(update(command_ranks).where(same).values(deliveries=track.deliveries + 1))
+        return
+    await connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
+    changed = update(commands).where(commands.c.id == row.id, commands.c.state == "pending").values(state="delivered")
+    if (await connection.execute(changed)).rowcount:
+        await tell(store, connection, row, row.run, "delivered", "service", {"rank": rank})
+    else:
+        details = {"rank": rank, "state": "delivered"}
+        await audit.append(
+            store, connection, actor="service", action="command", run=row.run, command=row.id, details=details
+        )
+
+
+async def _answer(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
+    query = select(commands, runs.c.name.label("run")).join(runs)
+    row = (
+        await connection.execute(query.where(commands.c.id == switched.command, commands.c.run_id == run_id))
+    ).first()
+    if row is None or switched.outcome == "proposed":
+        return
+    same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == batch.rank)
+    values = {"outcome": switched.outcome, "switched": switched.model_dump_json()}
+    track = (await connection.execute(select(command_ranks).where(same))).first()
+    if track is None:
+        await connection.execute(
+            command_ranks.insert().values(command_id=row.id, rank=batch.rank, deliveries=0, **values)
+        )
+    elif track.outcome is None:
+        await connection.execute(update(command_ranks).where(same).values(values))
+    else:
+        return
+    details = {
+        "rank": batch.rank,
+        "outcome": switched.outcome,
+        "step": switched.step,
+        "heads": [list(ref) for ref in switched.heads[:64]],
+        "before": sorted(set(switched.before)),
+        "after": sorted(set(switched.after)),
+        "reason": switched.reason,
+    }
+    actor = f"rank {batch.rank}"
+    await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
+    if row.state not in OPEN:
+        ranks = (await holdings(connection, [run_id])).get(run_id, {})
+        track_of = (await tracks_of(connection, [row.id])).get(row.id, {})
+        await _settle(store, connection, row, _concerned(row, ranks), track_of)
+
+
+async def _settle(
+    store: Store,
+    connection: AsyncConnection,
+    row: Row[Any],
+    concerned: set[int],
+    track: dict[int, Row[Any]],
+) -> bool:
+    """Close a command when every rank concerned has answered, or when it has expired. True when it is closed."""
+    outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None}
+    waiting = {rank for rank in concerned if rank not in outcomes}
+    now = time.time()
+    expired = row.expires is not None and now > row.expires
+    under_way = any(rank in track for rank in waiting) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
+    state: CommandState
+    if outcomes and not waiting:
+        state = next((s for s in ("refused", "expired", "dry_run") if s in outcomes.values()), "applied")
+    elif expired and not under_way:
+        state = "expired"
+    else:
+        return False
+    if state != row.state:
+        await connection.execute(update(commands).where(commands.c.id == row.id).values(state=state))
+        details = {"outcomes": {str(rank): outcome for rank, outcome in sorted(outcomes.items())}}
+        await tell(store, connection, row, row.run, state, "service", details)
+    return True
+
+
+async def expire(store: Store, connection: AsyncConnection) -> None:
+    """Close what has expired; run from time to time, for runs that have gone silent."""
+    query = (
+        select(commands, runs.c.name.label("run"))
+        .join(runs)
+        .where(commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time())
+    )
+    rows = (await connection.execute(query.with_for_update())).all()
+    held = await holdings(connection, {row.run_id for row in rows})
+    tracks = await tracks_of(connection, [row.id for row in rows])
+    for row in rows:
+        await _settle(store, connection, row, _concerned(row, held.get(row.run_id, {})), tracks.get(row.id, {}))
+
+
+async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
+    """What one rank did by itself, the other ranks that hold the heads are told; what it proposes, people are asked."""
+    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
+    for ref, mode in zip(switched.heads, switched.after, strict=True):
+        by_mode[mode].append(ref)
+    actor = f"rank {batch.rank}"
+    details: dict[str, Any] = {
+        "outcome": switched.outcome,
+        "step": switched.step,
+        "heads": [list(ref) for ref in switched.heads[:64]],
+    }
+    details |= {"before": sorted(set(switched.before)), "after": sorted(by_mode), "reason": switched.reason}
+    await audit.append(store, connection, actor=actor, action="local switch", run=batch.run, details=details)
+    if switched.outcome not in ("applied", "proposed"):
+        return
+    ranks = (await holdings(connection, [run_id])).get(run_id, {})
+    if batch.rank not in ranks or ranks[batch.rank].boot != batch.boot:
+        return  # a superseded boot's news comes too late to be an order
+    for mode, heads in sorted(by_mode.items()):
+        name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
+        command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():
+            continue
+        state: CommandState = "proposed"
+        if switched.outcome == "applied":
+            others = {r for r, h in ranks.items() if r != batch.rank and not h.finished and h.heads & set(heads)}
+            state = "pending" if others else "applied"
+        elif await _already_proposed(connection, run_id, heads, mode):
+            continue
+        order = Order(
+            run_id=run_id,
+            run=batch.run,
+            source="rank" if switched.outcome == "applied" else "agent",
+            issued_by=actor,
+            reason=switched.reason or "local decision",
+            heads=heads,
+            mode=mode,
+            state=state,
+            expires=time.time() + _LOCAL_EXPIRY_SECONDS,
+            id=command_id,
+            answered=(batch.rank, switched) if switched.outcome == "applied" else None,
+        )
+        await create(store, connection, order)
+
+
+async def _already_proposed(connection: AsyncConnection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
+    query = select(commands.c.heads).where(
+        commands.c.run_id == run_id, commands.c.state.in_(("proposed", *OPEN)), commands.c.mode == mode
+    )
+    wanted = {tuple(ref) for ref in heads}
+    return any(
+        row.heads is None or wanted <= {tuple(ref) for ref in row.heads} for row in await connection.execute(query)
+    )

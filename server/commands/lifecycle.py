@@ -1,0 +1,322 @@
+"""Commands: created once, decided by people or policy, and shown. delivery.py takes them to the ranks.
+
+    proposed -> pending | rejected | expired
+    pending -> delivered | expired
+    delivered -> applied | refused | expired | dry_run
+
+Delivery is at least once; the agent applies an id once. No collective and no common step: the ranks may switch at
+different steps (house decision 5).
+"""
+
+import hashlib
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Row, desc, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.wire import HeadRef, Switched
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.commands.heads_by_rank import holdings
+from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer, Verification
+from foreshock.server.runs.words import heads_in_words, printable
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import command_ranks, commands, events, runs
+
+OPEN: Final = ("pending", "delivered")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A command about to be created."""
+
+    run_id: int
+    run: str
+    source: str
+    issued_by: str
+    reason: str
+    heads: Sequence[HeadRef] | None
+    mode: str
+    state: CommandState = "pending"
+    expect: str | None = None
+    dry_run: bool = False
+    expires: float | None = None
+    expires_step: int | None = None
+    idempotency_key: str | None = None
+    request_hash: str | None = None
+    id: str = ""
+    answered: tuple[int, Switched] | None = None
+    """The rank that has it already, and what it did, when a local switch is passed on."""
+    undoes: str | None = None
+
+
+async def create(store: Store, connection: AsyncConnection, order: Order) -> str:
+    """Create a command with its audit row and event; its id."""
+    command_id = order.id or f"cmd-{uuid.uuid4().hex}"
+    heads = None if order.heads is None else [list(ref) for ref in order.heads]
+    await connection.execute(
+        commands.insert().values(
+            id=command_id,
+            run_id=order.run_id,
+            state=order.state,
+            source=order.source,
+            issued_by=printable(order.issued_by[:128]),
+            reason=printable(order.reason[:500]),
+            heads=heads,
+            mode=order.mode,
+            expect=order.expect,
+            dry_run=order.dry_run,
+            created=time.time(),
+            expires=order.expires,
+            expires_step=order.expires_step,
+            idempotency_key=order.idempotency_key,
+            request_hash=order.request_hash,
+            undoes=order.undoes,
+        )
+    )
+    if order.answered is not None:
+        rank, switched = order.answered
+        await connection.execute(
+            command_ranks.insert().values(
+                command_id=command_id, rank=rank, deliveries=0, outcome="applied", switched=switched.model_dump_json()
+            )
+        )
+    row = (await connection.execute(select(commands).where(commands.c.id == command_id))).one()
+    await tell(store, connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
+    return command_id
+
+
+async def create_from_request(
+    store: Store,
+    connection: AsyncConnection,
+    run: str,
+    request: CommandRequest,
+    caller: str,
+    idempotency_key: str | None,
+    default_expiry_seconds: float,
+) -> tuple[str, bool]:
+    """A person's command: goes out under every policy. Its id, and whether it is new."""
+    run_id = await run_id_of(connection, run)
+    digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+    if idempotency_key is not None:
+        same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
+        old = (await connection.execute(select(commands.c.id, commands.c.request_hash).where(*same))).first()
+        if old is not None and old.request_hash != digest:
+            raise ProblemError(409, "This Idempotency-Key was used for another command; take a new key.")
+        if old is not None:
+            return old.id, False
+    if request.heads is not None:
+        await _check_heads(connection, run_id, run, request.heads)
+    order = Order(
+        run_id=run_id,
+        run=run,
+        source="api",
+        issued_by=f"{request.who} ({caller})",
+        reason=request.reason,
+        heads=request.heads,
+        mode=request.mode,
+        expect=request.expect,
+        dry_run=request.dry_run,
+        expires=time.time() + (request.expires_in_seconds or default_expiry_seconds),
+        expires_step=request.expires_step,
+        idempotency_key=idempotency_key,
+        request_hash=digest,
+    )
+    return await create(store, connection, order), True
+
+
+async def run_id_of(connection: AsyncConnection, run: str) -> int:
+    """The id of a run. Raises ProblemError when there is none."""
+    run_id: int | None = (await connection.execute(select(runs.c.id).where(runs.c.name == run))).scalar()
+    if run_id is None:
+        raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+    return run_id
+
+
+async def _check_heads(connection: AsyncConnection, run_id: int, run: str, heads: Sequence[HeadRef]) -> None:
+    if not heads:
+        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
+    held: set[HeadRef] = set()
+    for holding in (await holdings(connection, [run_id])).get(run_id, {}).values():
+        held |= holding.heads
+    unknown = [ref for ref in heads if ref not in held]
+    if held and unknown:
+        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
+
+
+async def decide(
+    store: Store, connection: AsyncConnection, command_id: str, approve: bool, who: str, reason: str, expiry: float
+) -> None:
+    """Approve or reject a proposed command."""
+    row = await _command(connection, command_id)
+    if row.state != "proposed":
+        raise ProblemError(409, f"Command {command_id} is {row.state}, no longer proposed.")
+    state: CommandState = "pending" if approve else "rejected"
+    values: dict[str, Any] = {"state": state}
+    if approve:
+        values["expires"] = time.time() + expiry
+    await connection.execute(update(commands).where(commands.c.id == command_id).values(values))
+    await tell(store, connection, row, row.run, state, who, {"reason": reason, "decided": True})
+
+
+async def undo(
+    store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str, dry_run: bool, expiry: float
+) -> list[str]:
+    """Order the modes back that a command changed: one order for each former mode; their ids.
+
+    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied
+    and nothing takes it back yet.
+    """
+    row = await _command(connection, command_id)
+    if row.state != "applied":
+        raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
+    if other := (await _undone(connection, [command_id])).get(command_id):
+        raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
+    own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
+    former: dict[HeadRef, str] = {}
+    for _, track in sorted((await tracks_of(connection, [command_id])).get(command_id, {}).items()):
+        said = Switched.model_validate_json(track.switched) if track.switched else None
+        if said is not None and said.outcome == "applied":
+            for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
+                if before != after == row.mode and (own is None or ref in own):
+                    former.setdefault(ref, before)
+    if not former:
+        raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
+    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
+    for ref, before in sorted(former.items()):
+        by_mode[before].append(ref)
+    return [
+        await create(
+            store,
+            connection,
+            Order(
+                run_id=row.run_id,
+                run=row.run,
+                source="api",
+                issued_by=who,
+                reason=reason,
+                heads=heads,
+                mode=mode,
+                expect=row.mode,
+                dry_run=dry_run,
+                expires=time.time() + expiry,
+                undoes=command_id,
+            ),
+        )
+        for mode, heads in sorted(by_mode.items())
+    ]
+
+
+async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, str]:
+    """For each command that is taken back, or about to be, the command that does so."""
+    standing = commands.c.state.in_((*OPEN, "applied"))
+    query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), standing, ~commands.c.dry_run)
+    return {row.undoes: row.id for row in await connection.execute(query)}
+
+
+async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
+    query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
+    row = (await connection.execute(query.with_for_update())).first()
+    if row is None:
+        raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
+    return row
+
+
+async def tracks_of(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
+    """For each command, where it stands with each rank that it went to."""
+    tracks: dict[str, dict[int, Row[Any]]] = defaultdict(dict)
+    for row in await connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
+        tracks[row.command_id][row.rank] = row
+    return tracks
+
+
+async def tell(
+    store: Store,
+    connection: AsyncConnection,
+    row: Row[Any],
+    run: str,
+    state: CommandState,
+    actor: str,
+    details: dict[str, Any],
+    sentence: str | None = None,
+    verification: Verification | None = None,
+) -> None:
+    """The audit row and the event of a transition, or of what became of the heads."""
+    full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
+    await audit.append(store, connection, actor=actor, action="command", run=run, command=row.id, details=full)
+    change = CommandChange(
+        id=row.id,
+        state=state,
+        source=row.source,
+        issued_by=row.issued_by,
+        reason=row.reason,
+        heads=None if row.heads is None else [(layer, head) for layer, head in row.heads],
+        mode=row.mode,
+        verification=verification,
+    )
+    if sentence is None:
+        sentence = f"Command to switch {heads_in_words(change.heads)} to {row.mode} is {state} ({actor}): {row.reason}"
+    await connection.execute(
+        events.insert().values(
+            run_id=row.run_id,
+            kind="command",
+            unix_seconds=time.time(),
+            sentence=sentence,
+            mode=row.mode,
+            outcome=state,
+            payload=change.model_dump_json(),
+        )
+    )
+
+
+async def status(
+    connection: AsyncConnection, run_id: int | None, command_id: str | None, limit: int
+) -> list[CommandStatus]:
+    """Commands of a run, newest first; or the one with the id."""
+    query = select(commands, runs.c.name.label("run")).join(runs).order_by(desc(commands.c.number)).limit(limit)
+    query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
+    rows = (await connection.execute(query)).all()
+    ids = [row.id for row in rows]
+    tracks, undone = await tracks_of(connection, ids), await _undone(connection, ids)
+    return [_status(row, tracks.get(row.id, {}), undone.get(row.id)) for row in rows]
+
+
+def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) -> CommandStatus:
+    own = ["id", "run", "state", "source", "issued_by", "reason", "heads", "mode", "expect", "dry_run"]
+    fields = [*own, "verification", "undoes"]
+    answers = []
+    for rank, state in sorted(track.items()):
+        said = Switched.model_validate_json(state.switched) if state.switched else None
+        answers.append(
+            RankAnswer(
+                rank=rank,
+                deliveries=state.deliveries,
+                outcome=state.outcome,
+                step=said.step if said else None,
+                heads=list(said.heads) if said else [],
+                before=list(said.before) if said else [],
+                after=list(said.after) if said else [],
+                reason=said.reason if said else "",
+            )
+        )
+    return CommandStatus.model_validate(
+        {
+            **{name: getattr(row, name) for name in fields},
+            "created_unix_seconds": row.created,
+            "expires_unix_seconds": row.expires,
+            "expires_step": row.expires_step,
+            "ranks": answers,
+            "undone_by": undone_by,
+        }
+    )
+
+
+async def pending_by_run(connection: AsyncConnection) -> dict[int, int]:
+    """How many commands of each run wait for an answer."""
+    query = select(commands.c.run_id, func.count()).where(or_(*(commands.c.state == s for s in OPEN)))
+    return {row.run_id: row[1] for row in await connection.execute(query.group_by(commands.c.run_id))}

@@ -1,0 +1,184 @@
+"""Curves against the step: many at once, in one pass over the roll-ups and samples of a run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import BY_KEY, Floats, Metric
+from foreshock.contract.slots import SLOT_COUNT
+from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, badness, merge, stream_chunks
+from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
+from foreshock.server.curves.spans import Spans
+from foreshock.server.models import Line
+from foreshock.server.store.schema import samples
+
+_SAMPLES_READ: Final = 2000
+_BYTES_READ: Final = 256 * 2**20
+"""Up to so many samples, of so many bytes, are read one by one where roll-ups would draw too few points."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is asked for: a metric of the run, of one head, or of the worst head of a layer."""
+
+    metric: Metric
+    layer: int | None = None
+    head: int | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where its Spans stand in a Drawing."""
+        return self.metric.key, RUN_LEVEL if self.layer is None else self.layer
+
+    def heads(self, axis: Axis) -> list[int]:
+        """Where its heads stand on the axis; none for what the run does not have."""
+        own = columns_by_layer(axis).get(self.place[1], slice(0, 0))
+        return [i for i in range(own.start, own.stop) if self.head in (None, axis.heads[i][1])]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps that are drawn, both ends included, and in how many points at most."""
+
+    run_id: int
+    first: int
+    last: int
+    points: int
+    reach: tuple[int, int]
+    """The same steps, and beyond the ends those at which nothing was sampled."""
+
+    @property
+    def width(self) -> int:
+        """Steps of one point."""
+        return max(1, math.ceil((self.last - self.first + 1) / self.points))
+
+
+class Drawing:
+    """Curves that are being drawn: the Spans of each metric and layer, over those of its heads that are wanted."""
+
+    def __init__(self, axis: Axis, curves: Sequence[Curve], window: Window) -> None:
+        self.axis, self.window = axis, window
+        wanted = {i for curve in curves for i in curve.heads(axis)}
+        if any(curve.metric.key == "run.worst_risk" for curve in curves):
+            wanted = set(range(len(axis.heads)))  # it is read from every head
+        self.picked = np.array(sorted(wanted), dtype=np.intp)
+        self.only = axis.only(self.picked)
+        self.columns = {**columns_by_layer(self.only), RUN_LEVEL: slice(0, 1)}
+        self.spans: dict[tuple[str, int], Spans] = {}
+        for curve in curves:
+            own = self.columns.get(curve.place[1])
+            if own is not None:
+                self.spans[curve.place] = Spans.for_points(
+                    window.first, window.last, window.points, own.stop - own.start
+                )
+
+    async def take_in(self, connection: AsyncConnection, roller: Roller) -> None:
+        """Read roll-ups where they are fine enough or the samples are too many, and the samples of the rest."""
+        window = self.window
+        within = samples.c.run_id == window.run_id, samples.c.step.between(window.first, window.last)
+        count = (await connection.execute(select(func.count()).select_from(samples).where(*within))).scalar_one()
+        size = count * len(self.axis.heads) * SLOT_COUNT * 8
+        many = count > _SAMPLES_READ or (size > _BYTES_READ and len(self.picked) > 0)
+        rolled: set[int] = set()
+        if many or window.width >= FINE:
+            rolled = await built_spans(connection, window.run_id, *window.reach)
+            await self._take_rolled(connection, rolled)
+        names = frozenset[str]().union(*(arrays_of(BY_KEY[key]) for key, _ in self.spans))
+        wanted = LIVE_SAMPLES.where(samples.c.run_id == window.run_id)
+        if not names:
+            wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
+        for begin, end in _gaps(window.first, window.last, rolled):
+            async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
+                readings = merge(self.only, chunk, names)
+                self._take_readings(readings)
+                if many:
+                    for span in np.unique(readings.steps // COARSE):
+                        roller.touch(window.run_id, int(span) * COARSE)
+
+    async def _take_rolled(self, connection: AsyncConnection, rolled: set[int]) -> None:
+        keys, layers = {key for key, _ in self.spans}, {layer for _, layer in self.spans}
+        width = COARSE if self.window.width >= 2 * FINE else FINE
+        found = await read(connection, self.axis, self.window.run_id, width, keys, layers, rolled)
+        first = {layer: own.start for layer, own in columns_by_layer(self.axis).items()}
+        for place, part in found.items():
+            spans = self.spans.get(place)
+            if spans is None:
+                continue
+            values = part.values
+            if place[1] != RUN_LEVEL:
+                values = values[:, :, self.picked[self.columns[place[1]]] - first[place[1]]]
+            low, high, last = values.astype(np.float64).transpose(1, 0, 2)
+            spans.add(part.steps, low, high, last, part.bad)
+
+    def _take_readings(self, readings: Readings) -> None:
+        for (key, layer), spans in self.spans.items():
+            metric = BY_KEY[key]
+            if metric.head is not None:
+                values, bad = readings.head_values(metric)[:, self.columns[layer]], None
+            else:
+                run_values, given = readings.run_values(key)
+                values, bad = run_values[:, None], given & np.isnan(run_values)
+            spans.add(readings.steps, values, values, values, bad)
+
+    def line(self, curve: Curve) -> Line | None:
+        """What was drawn; None for a head that the run does not have."""
+        spans = self.spans.get(curve.place)
+        heads = [head for layer, head in self.only.heads if layer == curve.layer]
+        if spans is None or (curve.head is not None and curve.head not in heads):
+            return None
+        filled = np.flatnonzero(spans.steps >= 0)
+        low, high, last = (values[filled] for values in (spans.low, spans.high, spans.last))
+        worst_head = None
+        if curve.metric.head is None or curve.head is not None:
+            at = np.full((len(filled), 1), 0 if curve.head is None else heads.index(curve.head))
+        else:
+            size = np.fmax(badness(curve.metric, low), badness(curve.metric, high))
+            known = ~np.isnan(size).all(axis=1)
+            at = np.argmax(np.where(np.isnan(size), -np.inf, size), axis=1)[:, None]
+            worst_head = [heads[w] if k else None for w, k in zip(at[:, 0].tolist(), known.tolist(), strict=True)]
+        low, high, last = (np.take_along_axis(values, at, axis=1)[:, 0] for values in (low, high, last))
+        finals = _numbers(last)
+        for i in np.flatnonzero(spans.bad[filled]):
+            finals[i] = math.nan
+        return Line(
+            layer=curve.layer,
+            head=curve.head,
+            steps=spans.steps[filled].tolist(),
+            low=_numbers(low),
+            high=_numbers(high),
+            last=finals,
+            worst_head=worst_head,
+        )
+
+
+async def draw(
+    connection: AsyncConnection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
+) -> list[Line | None]:
+    """The line of each curve; None for a head that the run does not have."""
+    drawing = Drawing(axis, curves, window)
+    await drawing.take_in(connection, roller)
+    return [drawing.line(curve) for curve in curves]
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    """Values for an answer: NaN, where nothing was counted, becomes null."""
+    found: list[float | None] = values.tolist()
+    for i in np.flatnonzero(np.isnan(values)):
+        found[i] = None
+    return found
+
+
+def _gaps(first: int, last: int, rolled: set[int]) -> list[tuple[int, int]]:
+    """The parts of [first, last] outside the coarse spans `rolled`."""
+    gaps = []
+    begin = first
+    for span in sorted(rolled):
+        if begin < span * COARSE:
+            gaps.append((begin, span * COARSE - 1))
+        begin = (span + 1) * COARSE
+    return [*gaps, (begin, last)] if begin <= last else gaps

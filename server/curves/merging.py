@@ -1,0 +1,219 @@
+"""From the ranks' samples to one reading per step and head of the run.
+
+Ranks merge in the fixed order (rank, boot, sequence), so the same samples always give the same bits. A head that a rank
+does not hold, or that no rank counted, has no value: it is never taken as zero.
+"""
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Row, Select, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import HEAD_METRICS, Floats, Metric
+from foreshock.contract.slots import identity_row, merge_words
+from foreshock.contract.wire import HeadRef
+from foreshock.server.store.packing import SCALARS, unpack_arrays, unpack_scalars
+from foreshock.server.store.schema import boots, samples, topologies
+from foreshock.server.store.topology import heads_of_layers
+
+RUN_SCALARS: Final = {
+    "run.loss": "loss",
+    "run.grad_norm": "grad_norm",
+    "run.learning_rate": "learning_rate",
+    "run.step_time": "step_seconds",
+    "run.agent_time": "agent_seconds",
+}
+"""Run-level metrics that a sample carries, by catalogue key."""
+SERIES_KEYS: Final = (*RUN_SCALARS, "run.worst_risk")
+"""Run-level metrics that have a series; the worst risk comes from the heads."""
+_MEAN: Final = frozenset({"loss", "learning_rate"})
+_FIELDS: Final[tuple[str, ...]] = tuple(m.head.field for m in HEAD_METRICS if m.head is not None and m.head.field)
+_SIGNED: Final = frozenset({"head.score_offset", "head.delta_bias", "head.delta_bias_z"})
+_STEPS_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The heads of a run, all ranks and boots together, in the order (layer, head)."""
+
+    heads: tuple[HeadRef, ...]
+    rows: dict[int, npt.NDArray[np.intp]]
+    """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers, ascending."""
+        return sorted({layer for layer, _ in self.heads})
+
+    def index(self) -> dict[HeadRef, int]:
+        """Where each head stands."""
+        return {ref: i for i, ref in enumerate(self.heads)}
+
+    def only(self, picked: npt.NDArray[np.intp]) -> "Axis":
+        """The axis of some of its heads, given by where they stand, ascending."""
+        place = np.full(len(self.heads), -1, dtype=np.intp)
+        place[picked] = np.arange(len(picked))
+        return Axis(tuple(self.heads[i] for i in picked), {boot: place[where] for boot, where in self.rows.items()})
+
+
+async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
+    """The heads of a run."""
+    return (await axes_of(connection, [run_id]))[run_id]
+
+
+async def axes_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Axis]:
+    """The heads of each of these runs, in two queries."""
+    query = select(boots.c.run_id, boots.c.id, boots.c.topology)
+    known = await connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
+    by_run: dict[int, dict[int, str]] = {run_id: {} for run_id in run_ids}
+    for row in known:
+        by_run[row.run_id][row.id] = row.topology
+    hashes = {digest for by_boot in by_run.values() for digest in by_boot.values()}
+    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
+    refs = {row.hash: heads_of_layers(row.layers) for row in found}
+    return {run_id: _axis(by_boot, refs) for run_id, by_boot in by_run.items()}
+
+
+def _axis(by_boot: dict[int, str], known: dict[str, tuple[HeadRef, ...]]) -> Axis:
+    refs = {digest: known[digest] for digest in set(by_boot.values())}
+    heads = tuple(sorted({ref for known in refs.values() for ref in known}))
+    index = {ref: i for i, ref in enumerate(heads)}
+    rows = {digest: np.array([index[ref] for ref in known], dtype=np.intp) for digest, known in refs.items()}
+    return Axis(heads, {boot: rows[digest] for boot, digest in by_boot.items()})
+
+
+LIVE_SAMPLES: Final[Select[Any]] = (
+    select(samples, boots.c.rank, boots.c.boot)
+    .join(boots, samples.c.boot_id == boots.c.id)
+    .where(or_(boots.c.until_step.is_(None), samples.c.step <= boots.c.until_step))
+    .order_by(samples.c.step, boots.c.rank, boots.c.boot, samples.c.sequence, samples.c.position)
+)
+"""Samples that no later boot of the same rank has superseded, in the fixed order."""
+
+
+@dataclass
+class Readings:
+    """Some steps of a run, ranks merged. Heads stand in the order of the axis; NaN where nothing was counted."""
+
+    steps: npt.NDArray[np.int64]
+    """[steps], ascending."""
+    words: npt.NDArray[np.int64]
+    """[steps, heads, SLOT_COUNT]."""
+    counted: npt.NDArray[np.bool_]
+    """[steps, heads]: some rank sent this head's words."""
+    fields: dict[str, Floats]
+    """[steps, heads] each: modes, spectral norms, risk."""
+    scalars: dict[str, Floats]
+    """[steps] each: run-level numbers."""
+    given: dict[str, npt.NDArray[np.bool_]]
+    """[steps] each: some rank sent this number; tells a NaN loss from none."""
+
+    def head_values(self, metric: Metric) -> Floats:
+        """A per-head metric, [steps, heads]. Raises ValueError for another metric."""
+        if metric.head is None:
+            raise ValueError(f"{metric.key} is not a per-head metric")
+        if metric.head.read is None:
+            return self.fields[metric.head.field or ""]
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            return np.where(self.counted, metric.head.read(self.words), np.nan)
+
+    def run_values(self, key: str) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """A run-level metric, [steps], and where it was sent."""
+        if key == "run.worst_risk":
+            risk = self.fields["risk"]
+            worst = np.fmax.reduce(risk, axis=1, initial=np.nan)
+            return worst, ~np.isnan(worst)
+        name = RUN_SCALARS[key]
+        return self.scalars[name], self.given[name]
+
+    def latest(self) -> dict[str, float | None]:
+        """The run-level metrics of the last step, by catalogue key."""
+        found = {}
+        for key in SERIES_KEYS:
+            values, given = self.run_values(key)
+            found[key] = float(values[-1]) if given[-1] else None
+        return found
+
+
+def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> Readings:
+    """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
+    by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
+    shape = len(by_step), len(axis.heads)
+    words = (
+        np.tile(identity_row(), (*shape, 1)) if names is None or "states" in names else np.empty((*shape, 0), np.int64)
+    )
+    counted = np.zeros(shape, dtype=np.bool_)
+    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS if names is None or name in names}
+    held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}
+    scalars: dict[str, Floats] = {name: np.full(len(by_step), np.nan) for name in SCALARS}
+    given = {name: np.zeros(len(by_step), dtype=np.bool_) for name in SCALARS}
+    for i, (_, group) in enumerate(by_step):
+        for row in group:
+            where = axis.rows.get(row.boot_id)
+            if where is None or names == frozenset():
+                continue
+            own = held[row.boot_id]
+            for name, values in unpack_arrays(row.arrays, names).items():
+                if values.shape[:1] != where.shape:
+                    continue  # not as many heads as the boot said it watches: no telling which is which
+                at, values = where[own], values[own]
+                if name == "states":
+                    known = counted[i, at].any()
+                    words[i, at] = merge_words([words[i, at], values]) if known else values
+                    counted[i, at] = True
+                else:
+                    pick = np.fmin if name == "modes" else np.fmax  # a mode is on when every rank has it
+                    old = fields[name][i, at]
+                    fields[name][i, at] = pick(old, values.reshape(len(at)).astype(np.float64))
+        for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
+            if value is not None:
+                scalars[name][i], given[name][i] = value, True
+    return Readings(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
+
+
+def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Run-level numbers of the ranks: the mean loss and learning rate, of the others the largest; NaN stays NaN."""
+    merged: dict[str, float | None] = {}
+    for name in SCALARS:
+        values = [value for part in parts if (value := part[name]) is not None]
+        if not values:
+            merged[name] = None
+        elif len(values) == 1:
+            merged[name] = values[0]
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                merged[name] = float(np.mean(values) if name in _MEAN else np.max(values))
+    return merged
+
+
+async def stream_chunks(connection: AsyncConnection, query: Select[Any]) -> AsyncIterator[list[Row[Any]]]:
+    """Rows of a query in the fixed order, some whole steps at a time: a long run of a wide model fits into memory."""
+    chunk: list[Row[Any]] = []
+    steps = 0
+    async with connection.stream(query.execution_options(yield_per=_STEPS_AT_ONCE)) as rows:
+        async for row in rows:
+            if not chunk or row.step != chunk[-1].step:
+                if steps == _STEPS_AT_ONCE:
+                    yield chunk
+                    chunk, steps = [], 0
+                steps += 1
+            chunk.append(row)
+    if chunk:
+        yield chunk
+
+
+def badness(metric: Metric, values: Floats) -> Floats:
+    """By which the worst head is chosen: the size of what has a sign, otherwise the value itself."""
+    return np.abs(values) if metric.key in _SIGNED else values
+
+
+def arrays_of(metric: Metric) -> frozenset[str]:
+    """Which arrays of a sample a metric needs."""
+    if metric.head is None:
+        return frozenset({"risk"}) if metric.key == "run.worst_risk" else frozenset()
+    return frozenset({metric.head.field or "states"})

@@ -1,0 +1,317 @@
+"""The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import JSONResponse, Response
+
+from foreshock.contract.catalog import BY_KEY
+from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.commands import lifecycle as commands
+from foreshock.server.curves.matrix import matrix
+from foreshock.server.curves.merging import SERIES_KEYS
+from foreshock.server.curves.series import curve_of, curves, metric_of, series
+from foreshock.server.http.exposition import Exposer
+from foreshock.server.models import (
+    AuditPage,
+    Catalog,
+    CommandList,
+    CommandRequest,
+    CommandStatus,
+    Curves,
+    Decision,
+    EventList,
+    Health,
+    Login,
+    Matrix,
+    MetricInfo,
+    Problem,
+    RunDetail,
+    RunList,
+    Series,
+    Session,
+    Undo,
+)
+from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.listing import list_runs, run_detail
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import runs
+
+router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
+
+Limit = Annotated[int, Query(ge=1, le=500)]
+StepQuery = Annotated[int | None, Query(ge=0, le=2**53)]
+Cursor = Annotated[int | None, Query(ge=1, le=2**62)]
+
+
+def _store(request: Request) -> Store:
+    store: Store = request.app.state.store
+    return store
+
+
+@router.get("/v1/catalog")
+async def get_catalog(_: Reader) -> Catalog:
+    """Every metric that can be drawn."""
+    return Catalog(
+        metrics=[
+            MetricInfo(key=m.key, title=m.title, help=m.help, bad=m.bad, unit=m.unit, per_head=m.head is not None)
+            for m in BY_KEY.values()
+            if m.head is not None or m.key in SERIES_KEYS
+        ]
+    )
+
+
+@router.get("/v1/runs")
+async def get_runs(
+    request: Request,
+    caller: Reader,
+    limit: Limit = 100,
+    cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
+) -> RunList:
+    """Runs, the one heard from last first."""
+    async with _store(request).read() as connection:
+        return await list_runs(connection, caller.run_prefix, cursor, limit)
+
+
+@router.get("/v1/runs/{run:path}/series")
+async def get_series(
+    request: Request,
+    _: Reader,
+    run: str,
+    metric: Annotated[str, Query(max_length=64)],
+    layer: Annotated[int | None, Query(ge=0, lt=100_000)] = None,
+    head: Annotated[int | None, Query(ge=0, lt=100_000)] = None,
+    from_step: StepQuery = None,
+    to_step: StepQuery = None,
+    max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Series:
+    """One metric against the step."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        span = from_step, to_step
+        return await series(
+            connection, request.app.state.roller, run_id, run, metric_of(metric), layer, head, span, max_points
+        )
+
+
+@router.get("/v1/runs/{run:path}/curves")
+async def get_curves(
+    request: Request,
+    _: Reader,
+    run: str,
+    line: Annotated[list[Annotated[str, Query(max_length=80)]], Query(min_length=1, max_length=256)],
+    from_step: StepQuery = None,
+    to_step: StepQuery = None,
+    max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Curves:
+    """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
+    wanted = [curve_of(text) for text in line]
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        return await curves(connection, request.app.state.roller, run_id, run, wanted, (from_step, to_step), max_points)
+
+
+@router.get("/v1/runs/{run:path}/matrix")
+async def get_matrix(
+    request: Request,
+    _: Reader,
+    run: str,
+    metric: Annotated[str, Query(max_length=64)],
+    step: StepQuery = None,
+    max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
+) -> Matrix:
+    """One per-head metric, layers by heads, at or just before a step."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        return await matrix(connection, run_id, run, metric_of(metric, per_head=True), step, max_steps)
+
+
+@router.get("/v1/runs/{run:path}/events")
+async def get_events(
+    request: Request,
+    _: Reader,
+    run: str,
+    kind: Annotated[list[Literal["started", "verdict", "switched", "command", "finished"]], Query()] = [],  # noqa: B006
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> EventList:
+    """What happened in a run, newest first."""
+    async with _store(request).read() as connection:
+        await commands.run_id_of(connection, run)
+        found = await read_events(connection, run=run, kinds=tuple(kind), before=cursor, limit=limit + 1)
+    more = found[limit - 1].id if len(found) > limit else None
+    return EventList(events=found[:limit], next_cursor=str(more) if more else None)
+
+
+@router.get("/v1/runs/{run:path}/commands")
+async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100) -> CommandList:
+    """Commands of a run, newest first."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        return CommandList(commands=await commands.status(connection, run_id, None, limit))
+
+
+@router.post("/v1/runs/{run:path}/commands", status_code=201)
+async def post_command(
+    request: Request,
+    caller: Actor,
+    run: str,
+    order: CommandRequest,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> CommandStatus:
+    """Order a switch. With an Idempotency-Key, the same order sent again answers 200 with the first one's state."""
+    state = request.app.state
+    expiry = state.settings.command_expiry_seconds
+    async with state.store.write() as connection:
+        command_id, new = await commands.create_from_request(
+            state.store, connection, run, order, caller.name, idempotency_key, expiry
+        )
+        [status] = await commands.status(connection, None, command_id, 1)
+    response.status_code = 201 if new else 200
+    state.broadcaster.wake()
+    return status
+
+
+@router.get("/v1/runs/{run:path}")
+async def get_run(request: Request, _: Reader, run: str) -> RunDetail:
+    """Everything known of a run at its last step."""
+    async with _store(request).read() as connection:
+        row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
+        if row is None:
+            raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        return await run_detail(connection, row)
+
+
+@router.get("/v1/commands/{command}")
+async def get_command(request: Request, caller: Reader, command: str) -> CommandStatus:
+    """One command and its way through the ranks."""
+    async with _store(request).read() as connection:
+        return await _reachable(connection, caller, command)
+
+
+async def _reachable(connection: AsyncConnection, caller: Caller, command: str) -> CommandStatus:
+    found = await commands.status(connection, None, command, 1)
+    if not found:
+        raise ProblemError(404, f"There is no command {command[:128]!r}.")
+    check_run(caller, found[0].run)
+    return found[0]
+
+
+@router.post("/v1/commands/{command}/approve")
+async def approve(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
+    """Let a proposed command go out."""
+    return await _decide(request, caller, command, decision, approved=True)
+
+
+@router.post("/v1/commands/{command}/reject")
+async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
+    """Turn a proposed command down."""
+    return await _decide(request, caller, command, decision, approved=False)
+
+
+@router.post("/v1/commands/{command}/undo", status_code=201)
+async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
+    """Order the modes back that a command changed; heads that have another mode by now refuse."""
+    state = request.app.state
+    who, expiry = f"{order.who} ({caller.name})", state.settings.command_expiry_seconds
+    reason = f"undo: {order.reason}"[:500]
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        ids = await commands.undo(state.store, connection, command, who, reason, order.dry_run, expiry)
+        found = [status for one in ids for status in await commands.status(connection, None, one, 1)]
+    state.broadcaster.wake()
+    return CommandList(commands=found)
+
+
+async def _decide(
+    request: Request, caller: Caller, command: str, decision: Decision, *, approved: bool
+) -> CommandStatus:
+    state = request.app.state
+    who, expiry = f"{decision.who} ({caller.name})", state.settings.command_expiry_seconds
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        await commands.decide(state.store, connection, command, approved, who, decision.reason, expiry)
+        [status] = await commands.status(connection, None, command, 1)
+    state.broadcaster.wake()
+    return status
+
+
+@router.get("/v1/audit")
+async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
+    """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
+    if caller.run_prefix:
+        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+    async with _store(request).read() as connection:
+        rows = await audit.page(connection, cursor, limit + 1)
+    intact = audit.intact(rows)
+    more = rows[limit - 1].sequence if len(rows) > limit else None
+    return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
+
+
+@router.get("/metrics", response_class=Response)
+async def get_metrics(request: Request, caller: Reader) -> Response:
+    """For Prometheus."""
+    exposer: Exposer = request.app.state.exposer
+    body, content_type = await exposer.expose(request.headers.get("accept", ""), caller.run_prefix)
+    return Response(body, headers={"content-type": content_type})
+
+
+@router.get("/healthz")
+async def get_healthz() -> Health:
+    """The process lives."""
+    return Health(status="ok", checks={})
+
+
+@router.get("/readyz")
+async def get_readyz(request: Request, _: Reader) -> Any:
+    """The service can store a batch."""
+    state = request.app.state
+    checks = {"ingest queue": "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"}
+    try:
+        async with state.store.read() as connection:
+            await connection.execute(select(runs.c.id).limit(1))
+        checks["store"] = "ok"
+    except Exception as error:
+        checks["store"] = type(error).__name__
+    good = all(value == "ok" for value in checks.values())
+    health = Health(status="ok" if good else "degraded", checks=checks)
+    return JSONResponse(health.model_dump(), 200 if good else 503)
+
+
+@router.get("/v1/session")
+async def get_session(request: Request) -> Session:
+    """Who this browser is to the service."""
+    caller = caller_of(request)
+    known = bool(caller.scopes)
+    return Session(
+        login_needed=not known,
+        name=caller.name if known else None,
+        scopes=sorted(caller.scopes),
+        csrf_token=caller.csrf_token,
+    )
+
+
+@router.post("/v1/login")
+async def post_login(request: Request, login: Login, response: Response) -> Session:
+    """Exchange a token for the page's session cookie."""
+    keyring: Keyring = request.app.state.keyring
+    granted = keyring.login(login.token)
+    if granted is None:
+        raise ProblemError(401, "No token of this service has that secret.")
+    cookie, caller = granted
+    secure = request.url.scheme == "https"
+    seconds = int(keyring.session_seconds)
+    response.set_cookie(COOKIE, cookie, max_age=seconds, httponly=True, samesite="strict", secure=secure)
+    return Session(login_needed=False, name=caller.name, scopes=sorted(caller.scopes), csrf_token=caller.csrf_token)
+
+
+@router.post("/v1/logout")
+async def post_logout(response: Response) -> Session:
+    """Forget the session cookie."""
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return Session(login_needed=True, scopes=[])

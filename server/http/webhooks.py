@@ -1,0 +1,224 @@
+"""Webhooks in: an alert may ask for a switch, never more.
+
+Alertmanager proves itself by a bearer token with the scope `act`, Grafana by signing the raw body. A delivery may come
+twice, late or resolved: an alert acts once (by fingerprint and start), and only alerts on the list below act at all.
+What it may do is the run's policy: under `observe` nothing but an audit row, under `approve` a proposed command, under
+`auto` a command, bounded by a cool-down and by so many an hour.
+"""
+
+import hashlib
+import hmac
+import time
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, ValidationError
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import BY_KEY, WATCHDOG
+from foreshock.server.access.auth import Actor
+from foreshock.server.access.problems import ProblemError, items
+from foreshock.server.commands import lifecycle as commands
+from foreshock.server.commands.bounds import refusal
+from foreshock.server.commands.heads_by_rank import holdings
+from foreshock.server.models import Problem, WebhookResult
+from foreshock.server.runs.listing import described
+from foreshock.server.settings import Settings
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.store.schema import boots, runs, service_state, webhook_alerts
+
+router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
+
+SWITCHING_ALERTS: Final = frozenset(alert.name for alert in BY_KEY["warning.active"].alerts)
+SIGNATURE: Final = "x-grafana-alerting-signature"
+TIMESTAMP: Final = "x-grafana-alerting-signature-timestamp"
+_REMEMBERED_SECONDS: Final = 7 * 86_400.0
+
+Text = Annotated[str, Field(max_length=1024)]
+
+
+class Alert(BaseModel):
+    """One alert of a delivery, as Alertmanager and Grafana both send it; fields that we do not use are ignored."""
+
+    status: Text
+    labels: dict[Text, Text] = Field(default_factory=dict, max_length=64)
+    startsAt: Text = ""  # noqa: N815 - the sender's spelling
+    fingerprint: Text = ""
+
+
+class Delivery(BaseModel):
+    """A webhook's body."""
+
+    version: Text = ""
+    status: Text = ""
+    alerts: list[Alert] = Field(max_length=1000)
+
+
+@router.post("/v1/webhooks/alertmanager")
+async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery) -> WebhookResult:
+    """A delivery of Alertmanager (version 4)."""
+    return await _handle(request, "alertmanager", delivery, caller.run_prefix)
+
+
+@router.post(
+    "/v1/webhooks/grafana",
+    openapi_extra={
+        "requestBody": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Delivery"}}}}
+    },
+)
+async def from_grafana(request: Request) -> WebhookResult:
+    """A delivery of Grafana, signed with HMAC-SHA256."""
+    settings: Settings = request.app.state.settings
+    body = await request.body()
+    try:
+        _check_signature(settings, request, body)
+        delivery = Delivery.model_validate_json(body)
+        await _refuse_replay(request.app.state.store, request, body)
+    except ProblemError as error:
+        await _refused(request, "grafana", error.detail)
+        raise
+    except ValidationError as error:
+        await _refused(request, "grafana", "malformed body")
+        found = error.errors(include_input=False, include_url=False)
+        raise ProblemError(422, "The delivery is malformed.", errors=items(found)) from None
+    return await _handle(request, "grafana", delivery, "")
+
+
+def _check_signature(settings: Settings, request: Request, body: bytes) -> None:
+    if settings.grafana_hmac_secret is None:
+        raise ProblemError(403, "Grafana's webhook is closed; set FORESHOCK_GRAFANA_HMAC_SECRET to open it.")
+    signatures = request.headers.getlist(SIGNATURE)
+    stamps = request.headers.getlist(TIMESTAMP)
+    if len(signatures) != 1 or len(stamps) > 1:
+        raise ProblemError(401, f"Exactly one header {SIGNATURE} is needed, and at most one {TIMESTAMP}.")
+    signed = body
+    if stamps:
+        stamp = stamps[0]
+        if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 12):
+            raise ProblemError(401, f"{TIMESTAMP} is not a Unix time.")
+        if abs(time.time() - int(stamp)) > settings.webhook_window_seconds:
+            raise ProblemError(401, "The signature is too old or from the future.")
+        signed = stamp.encode() + b":" + body
+    secret = settings.grafana_hmac_secret.get_secret_value().encode()
+    if not hmac.compare_digest(hmac.new(secret, signed, hashlib.sha256).hexdigest().encode(), signatures[0].encode()):
+        raise ProblemError(401, "The signature does not match the body.")
+
+
+async def _refuse_replay(store: Store, request: Request, body: bytes) -> None:
+    """A stamped delivery counts once. Without a stamp, repeats are the sender's own; alerts still act once."""
+    stamp = request.headers.get(TIMESTAMP)
+    if stamp is None:
+        return
+    key = hashlib.sha256(b"delivery:" + stamp.encode() + b":" + body).hexdigest()
+    async with store.write() as connection:
+        if not await _first_time(store, connection, key):
+            raise ProblemError(409, "This delivery was taken before.")
+
+
+async def _refused(request: Request, sender: str, why: str) -> None:
+    state = request.app.state
+    state.counters.webhooks[sender, "refused"] += 1
+    if state.buckets.take(("refused webhook", sender)) > 0:
+        return  # a flood of forgeries is counted, not written down one by one
+    async with state.store.write() as connection:
+        await audit.append(state.store, connection, actor=sender, action="webhook refused", details={"why": why})
+
+
+async def _first_time(store: Store, connection: AsyncConnection, key: str) -> bool:
+    """Remember a key for a week; True when it was not known."""
+    now = time.time()
+    forgotten = delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS)
+    await connection.execute(forgotten)
+    statement = insert_or_ignore(store, webhook_alerts).values(key=key, unix_seconds=now)
+    return bool((await connection.execute(statement.returning(webhook_alerts.c.key))).first())
+
+
+async def _handle(request: Request, sender: str, delivery: Delivery, prefix: str) -> WebhookResult:
+    state = request.app.state
+    results = []
+    async with state.store.write() as connection:
+        for alert in delivery.alerts:
+            result = await _act(state.settings, state.store, connection, sender, alert, prefix)
+            state.counters.webhooks[sender, result.split(":")[0]] += 1
+            results.append(result)
+    state.broadcaster.wake()
+    return WebhookResult(results=results)
+
+
+async def _act(
+    settings: Settings, store: Store, connection: AsyncConnection, sender: str, alert: Alert, prefix: str
+) -> str:
+    name = alert.labels.get("alertname", "")
+    if name == WATCHDOG.name and alert.status == "firing":
+        await _seen(store, connection)
+        return "watchdog"
+    if name not in SWITCHING_ALERTS:
+        return "ignored: no action is tied to this alert"
+    if alert.status != "firing":
+        return "ignored: resolved alerts undo nothing"
+    run, layer, head = (alert.labels.get(label, "") for label in ("run", "layer", "head"))
+    row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
+    if row is None or not run.startswith(prefix):
+        return "refused: no such run"
+    held = {ref for h in (await holdings(connection, [row.id])).get(row.id, {}).values() for ref in h.heads}
+    ref = (int(layer), int(head)) if _is_number(layer) and _is_number(head) else None
+    if ref is None or ref not in held:
+        return "refused: no such head"
+    key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{ref}".encode()).hexdigest()
+    if not await _first_time(store, connection, key):
+        return "duplicate: this alert has acted before"
+    return await _switch(settings, store, connection, sender, row.id, run, ref, alert)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 7
+
+
+async def _switch(
+    settings: Settings,
+    store: Store,
+    connection: AsyncConnection,
+    sender: str,
+    run_id: int,
+    run: str,
+    ref: tuple[int, int],
+    alert: Alert,
+) -> str:
+    known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
+    said = described(known)
+    policy, mode = said.get("policy", "observe"), said.get("mitigation", "exact_delta")
+    details = {"alert": alert.labels.get("alertname"), "head": list(ref), "policy": policy, "mode": mode}
+
+    async def note(action: str) -> None:
+        await audit.append(store, connection, actor=sender, action=action, run=run, details=details)
+
+    if policy == "observe":
+        await note("webhook observed")
+        return "observed: the run's policy is observe"
+    if why := await refusal(settings, connection, run_id, [ref], mode):
+        details["why"] = why
+        await note("webhook refused")
+        return f"refused: {why}"
+    order = commands.Order(
+        run_id=run_id,
+        run=run,
+        source=sender,
+        issued_by=sender,
+        reason=f"alert {alert.labels['alertname']}: {alert.labels.get('cause', '')} {alert.labels.get('signal', '')}",
+        heads=[ref],
+        mode=mode,
+        state="pending" if policy == "auto" else "proposed",
+        expires=time.time() + settings.command_expiry_seconds,
+    )
+    await commands.create(store, connection, order)
+    return "ordered" if policy == "auto" else "proposed"
+
+
+async def _seen(store: Store, connection: AsyncConnection) -> None:
+    values: dict[str, Any] = {"key": "watchdog", "value": time.time()}
+    await connection.execute(insert_or_ignore(store, service_state).values(values))
+    await connection.execute(
+        update(service_state).where(service_state.c.key == "watchdog").values(value=values["value"])
+    )

@@ -1,0 +1,208 @@
+"""POST /v1/batches: one writer commits groups of batches; nothing is acknowledged before its commit."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+from fastapi import APIRouter, Depends, Request
+from pydantic import ValidationError
+from sqlalchemy.exc import DataError, SQLAlchemyError
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foreshock.contract.wire import Ack, Batch
+from foreshock.server.access.auth import Needs, check_run
+from foreshock.server.access.limits import Buckets, retry_after
+from foreshock.server.access.problems import ProblemError, items, problem
+from foreshock.server.commands.delivery import exchange
+from foreshock.server.counters import Counters
+from foreshock.server.curves.rollups import Roller
+from foreshock.server.ingest.recorder import key_of, record
+from foreshock.server.models import Problem
+from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.words import printable
+from foreshock.server.settings import Settings
+from foreshock.server.store.database import Store
+
+log = structlog.get_logger()
+
+
+PATH: Final = "/v1/batches"
+_may_ingest: Final = Needs("ingest")
+router = APIRouter(dependencies=[Depends(_may_ingest)])
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
+"""Last words of an address under /v1/runs/{run}; a run may not end in /word."""
+
+
+@dataclass
+class _Item:
+    batch: Batch
+    size: int
+    done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Writer:
+    """The one task that writes. Requests wait in a bounded queue; what comes in during a commit goes into the next."""
+
+    def __init__(
+        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
+    ) -> None:
+        self._settings, self._store, self._counters = settings, store, counters
+        self._broadcaster, self._roller = broadcaster, roller
+        self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
+        self._bytes = 0
+        self._closed = False
+
+    def refuse_when_full(self, size: int = 0) -> None:
+        """Raises ProblemError 429 when the queue has no room for a batch of so many bytes."""
+        full = self._waiting.qsize() >= self._settings.ingest_queue_batches
+        if full or (self._bytes and self._bytes + size > self._settings.ingest_queue_bytes):
+            self._counters.batches["busy"] += 1
+            raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
+
+    async def submit(self, batch: Batch, size: int) -> Ack:
+        """Store a batch; returns after the commit. Raises ProblemError 429 when the queue is full, 503 on a fault."""
+        self.refuse_when_full(size)
+        if self._closed:
+            raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
+        item = _Item(batch, size)
+        self._bytes += size
+        self._waiting.put_nowait(item)
+        try:
+            return await asyncio.shield(item.done)
+        finally:
+            self._bytes -= size
+
+    @property
+    def depth(self) -> int:
+        """Batches that wait."""
+        return self._waiting.qsize()
+
+    async def run(self) -> None:
+        """Write until `close`, then what is left."""
+        while (first := await self._waiting.get()) is not None:
+            group = [first]
+            while len(group) < self._settings.commit_batches and not self._waiting.empty():
+                item = self._waiting.get_nowait()
+                if item is None:
+                    self._waiting.put_nowait(None)
+                    break
+                group.append(item)
+            await self._commit(group)
+
+    def close(self) -> None:
+        """Take no more; `run` ends when what waits is written."""
+        self._closed = True
+        self._waiting.put_nowait(None)
+
+    async def _commit(self, group: list[_Item]) -> None:
+        began = time.monotonic()
+        try:
+            acks = await self._write([item.batch for item in group])
+        except Exception as error:
+            if len(group) > 1:
+                for item in group:  # one batch that cannot be stored must not hold up the others
+                    await self._commit([item])
+            else:
+                self._fail(group[0], error)
+            return
+        self._counters.commit_seconds = time.monotonic() - began
+        for item, ack in zip(group, acks, strict=True):
+            if not item.done.done():
+                item.done.set_result(ack)
+
+    def _fail(self, item: _Item, error: Exception) -> None:
+        if isinstance(error, OverflowError | DataError):
+            self._counters.batches["refused"] += 1
+            answer = ProblemError(422, "The batch holds a number that is too large to be stored.")
+        else:
+            expected = isinstance(error, SQLAlchemyError)
+            log.error("batch not stored", run=item.batch.run, error=str(error)[:500], exc_info=not expected)
+            answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
+        if not item.done.done():
+            item.done.set_exception(answer)
+            item.done.exception()  # the client may be gone; then nobody else asks for it
+
+    async def _write(self, group: list[Batch]) -> list[Ack]:
+        async with self._store.write() as connection:
+            done = await record(self._store, connection, group)
+            orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+        self._counters.batches["stored"] += len(done.new)
+        self._counters.batches["duplicate"] += len(group) - len(done.new)
+        for run_id, step in done.stepped:
+            self._roller.touch(run_id, step)
+        self._broadcaster.committed(done.new)
+        return [
+            Ack(boot=batch.boot, acknowledged=batch.sequence, commands=orders.get(key_of(batch), ())) for batch in group
+        ]
+
+
+class Shortcut:
+    """ASGI middleware that takes POST /v1/batches past the framework's routing, whose layers cost a third of a batch.
+
+    What lies round it stays: admission, the body limit, errors as problems. The route below describes it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        try:
+            response = await post_batch(Request(scope, receive))
+        except ProblemError as error:
+            response = problem(error.status, error.detail, error.errors, error.headers)
+        await response(scope, receive, send)
+
+
+@router.post(
+    PATH,
+    summary="Store a batch",
+    response_model=Ack,
+    responses={s: {"model": Problem} for s in (400, 401, 403, 413, 415, 422, 429, 503)},
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def post_batch(request: Request) -> Response:
+    """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
+    caller, state = await _may_ingest(request), request.app.state
+    try:
+        state.writer.refuse_when_full()  # before the batch is read: a refusal is cheap
+    except ProblemError:
+        await asyncio.sleep(random.uniform(0.5, 1.0))  # noqa: S311 - clients that hammer wait here, and cost little
+        raise
+    body = await request.body()
+    try:
+        batch = _read(body)
+    except ProblemError as error:
+        state.counters.batches["refused"] += 1
+        if state.refusals.take(caller.name) == 0:  # the log says why once a minute, the counter how often
+            why = [f"{item.where}: {item.message}" for item in error.errors[:3]] or [error.detail]
+            log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
+        raise
+    check_run(caller, batch.run)
+    buckets: Buckets = state.buckets
+    wait = buckets.take((caller.name, batch.run))
+    if wait > 0:
+        state.counters.batches["busy"] += 1
+        raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
+    ack = await state.writer.submit(batch, len(body))
+    return Response(ack.model_dump_json(), media_type="application/json")
+
+
+def _read(body: bytes) -> Batch:
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_url=False)
+        raise ProblemError(
+            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
+        ) from None
+    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
+        last = batch.run.rpartition("/")[2]
+        raise ProblemError(422, f"A run's name may not end in /{last}: the service's addresses do.")
+    return batch

@@ -1,0 +1,197 @@
+"""Adds up the Gram matrices of heads whose inputs are spread over processes, and keeps their norms as one more sample.
+
+Parts wait in the store until a sum is complete, so they may come in any order and to any replica. The norms stand in a
+sample of sequence 0, which no batch has, of the boot that sent the first part: they are read, rolled up and superseded
+as any other sample's. A sum that stays incomplete expires.
+"""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Row, delete, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.wire import Array, Grams, Sample
+from foreshock.server.curves.rollups import COARSE, forget
+from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.store.packing import pack_sample, unpack_arrays
+from foreshock.server.store.schema import boots, grams, samples, topologies
+from foreshock.server.store.topology import heads_of_layers
+
+NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
+KEPT_SECONDS: Final = 3600.0
+MAX_BYTES: Final = 2**30
+"""Most bytes of parts that wait in one run; beyond it the oldest steps go."""
+_SEQUENCE: Final = 0
+
+
+class Part(NamedTuple):
+    """What a boot sent."""
+
+    run_id: int
+    boot_id: int
+    grams: Grams
+
+
+async def add_up(
+    store: Store, connection: AsyncConnection, parts: Sequence[Part], started: Collection[int], now: float
+) -> set[tuple[int, int]]:
+    """Keep new parts and store the norms of every sum that is complete; (run id, step) of those.
+
+    `started` are boots that have just said what they watch: a sum of theirs may have waited for that alone.
+    """
+    if parts:
+        await connection.execute(insert_or_ignore(store, grams), [_row(part, now) for part in parts])
+    waiting = select(grams.c.run_id, grams.c.step).where(grams.c.boot_id.in_(started)).distinct()
+    touched = {(row.run_id, row.step) for row in await connection.execute(waiting)} if started else set()
+    touched |= {(part.run_id, part.grams.step) for part in parts}
+    stepped = {at for at in sorted(touched) if await _complete(connection, *at)}
+    if stepped:
+        await forget(connection, {(run_id, step // COARSE) for run_id, step in stepped})
+    for run_id in sorted({part.run_id for part in parts}):
+        await _bound(connection, run_id)
+    return stepped
+
+
+async def expire(store: Store, now: float) -> None:
+    """Forget parts whose others have not come for an hour."""
+    async with store.write() as connection:
+        await connection.execute(delete(grams).where(grams.c.received < now - KEPT_SECONDS))
+
+
+def _row(part: Part, now: float) -> dict[str, Any]:
+    said = part.grams
+    triangles = said.query.numpy().tobytes() + said.key.numpy().tobytes()
+    return {
+        "run_id": part.run_id,
+        "boot_id": part.boot_id,
+        "step": said.step,
+        "layer": said.layer,
+        "began_step": said.began_step,
+        "heads": json.dumps(said.heads),
+        "head_dim": said.head_dim,
+        "first_input": said.inputs[0],
+        "end_input": said.inputs[1],
+        "all_inputs": said.all_inputs,
+        "received": now,
+        "size": len(triangles),
+        "triangles": triangles,
+    }
+
+
+async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool:
+    """Store the norms of the sums of one step that are complete, and forget their parts; whether there was one."""
+    own = grams.c.run_id == run_id, grams.c.step == step
+    query = (
+        select(*(c for c in grams.c if c.key != "triangles"), topologies.c.layers)
+        .join(boots, grams.c.boot_id == boots.c.id)
+        .outerjoin(topologies, boots.c.topology == topologies.c.hash)
+        .where(*own, or_(boots.c.until_step.is_(None), boots.c.until_step >= step))
+        .order_by(grams.c.first_input, boots.c.boot.desc(), boots.c.rank)
+    )
+    sums: dict[tuple[Any, ...], dict[tuple[int, int], Row[Any]]] = defaultdict(dict)
+    found: Any = await connection.execute(query)
+    for row in found:
+        same = row.layer, row.began_step, row.heads, row.head_dim, row.size, row.all_inputs
+        sums[same].setdefault((row.first_input, row.end_input), row)  # the newest boot's, where two sent the same part
+    stored = False
+    for (layer, began_step, heads, head_dim, _, all_inputs), parts in sums.items():
+        first = next(iter(parts.values()))
+        if first.layers is None or not _tile(parts, all_inputs):
+            continue
+        mine = *own, grams.c.layer == layer, grams.c.began_step == began_step, grams.c.heads == heads
+        held = {
+            row.boot_id: row.triangles
+            for row in await connection.execute(select(grams.c.boot_id, grams.c.triangles).where(*mine))
+        }
+        numbers = json.loads(heads)
+        triangles = [held[row.boot_id] for row in parts.values()]
+        norms = await asyncio.to_thread(spectral_norms, triangles, len(numbers), head_dim)
+        await _store_norms(connection, first, {(layer, head): i for i, head in enumerate(numbers)}, norms)
+        await connection.execute(delete(grams).where(*mine))
+        stored = True
+    return stored
+
+
+def _tile(parts: Iterable[tuple[int, int]], size: int) -> bool:
+    """Whether the parts, by their start, cover [0, size) once."""
+    at = 0
+    for start, stop in parts:
+        if start != at:
+            return False
+        at = stop
+    return at == size
+
+
+def spectral_norms(parts: Sequence[bytes], heads: int, head_dim: int) -> npt.NDArray[np.float32]:
+    """Norms of W_Q, W_K and W_Q W_K^T, [3, heads], from the parts of their Gram matrices; NaN where one is not finite.
+
+    With L = W_Q W_Q^T and W_K W_K^T = B B^T the third is the root of the largest eigenvalue of B^T L B.
+    """
+    upper = np.triu_indices(head_dim)
+    summed = np.zeros(1)
+    with np.errstate(invalid="ignore"):
+        for part in parts:  # in float64, in the order of the inputs: the same parts give the same bits
+            summed = summed + np.frombuffer(part, "<f4").reshape(-1, len(upper[0])).astype(np.float64)
+    sound = np.logical_and.reduce(np.isfinite(summed), axis=1)
+    matrices = np.zeros((len(summed), head_dim, head_dim))
+    matrices[:, upper[0], upper[1]] = matrices[:, upper[1], upper[0]] = np.where(sound[:, None], summed, 0.0)
+    group = heads // (len(summed) - heads)
+    query, key = matrices[:heads], matrices[heads:]
+    values, vectors = np.linalg.eigh(key)
+    root = np.repeat(vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :], group, axis=0)
+    largest = np.stack(
+        [
+            np.linalg.eigvalsh(query)[:, -1],
+            np.repeat(values[:, -1], group),
+            np.linalg.eigvalsh(root.transpose(0, 2, 1) @ query @ root)[:, -1],
+        ]
+    )
+    known = np.stack([sound[:heads], np.repeat(sound[heads:], group)])
+    known = np.stack([*known, known.all(axis=0)])
+    with np.errstate(over="ignore"):
+        return np.where(known, np.sqrt(np.maximum(largest, 0.0)), np.nan).astype(np.float32)
+
+
+async def _store_norms(
+    connection: AsyncConnection, first: Row[Any], place: dict[tuple[int, int], int], norms: npt.NDArray[np.float32]
+) -> None:
+    """Put the norms of some heads, [3, heads], beside those that the boot's sample of sequence 0 holds already."""
+    refs = heads_of_layers(first.layers)
+    same = (
+        samples.c.run_id == first.run_id,
+        samples.c.step == first.step,
+        samples.c.boot_id == first.boot_id,
+        samples.c.sequence == _SEQUENCE,
+    )
+    old = (await connection.execute(select(samples.c.id, samples.c.arrays).where(*same))).first()
+    known = unpack_arrays(old.arrays) if old else {}
+    arrays: dict[str, Any] = {}
+    for name, values in zip(NORMS, norms, strict=True):
+        whole = known[name].copy() if name in known else np.full(len(refs), np.nan, np.float32)
+        for i, ref in enumerate(refs):
+            if ref in place:
+                whole[i] = values[place[ref]]
+        arrays[name] = Array.of(whole)
+    sample = Sample(step=first.step, since_step=first.step, unix_seconds=0.0, **arrays)
+    row = {"run_id": first.run_id, "boot_id": first.boot_id, "sequence": _SEQUENCE, "position": 0}
+    # a new row before the old one goes: its id is new too, by which a roll-up in the making sees that it is late
+    await connection.execute(samples.insert().values(**row, **pack_sample(sample)))
+    if old is not None:
+        await connection.execute(delete(samples).where(samples.c.id == old.id))
+
+
+async def _bound(connection: AsyncConnection, run_id: int) -> None:
+    sizes = select(grams.c.step, func.sum(grams.c.size).label("size")).where(grams.c.run_id == run_id)
+    found = (await connection.execute(sizes.group_by(grams.c.step).order_by(grams.c.step))).all()
+    over = sum(row.size for row in found) - MAX_BYTES
+    for row in found:
+        if over <= 0:
+            return
+        await connection.execute(delete(grams).where(grams.c.run_id == run_id, grams.c.step == row.step))
+        over -= row.size

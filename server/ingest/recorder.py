@@ -1,0 +1,291 @@
+"""Writes batches: in one transaction, in any order, each exactly once.
+
+Whatever the order of arrival, the same batches leave the same rows: everything kept per boot is a sum, a minimum, or
+the value with the highest sequence.
+"""
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Row, bindparam, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
+from foreshock.server.curves.rollups import COARSE, forget, forget_runs
+from foreshock.server.ingest.grams import Part, add_up
+from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
+from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.store.packing import pack_sample
+from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
+
+BootKey = tuple[str, int, str]
+_MERGED = (
+    "last_sequence",
+    "last_seen",
+    "topology",
+    "description",
+    "started_step",
+    "earliest_step",
+    "health",
+    "health_sequence",
+    "nonfinite_steps",
+    "finished_status",
+)
+
+
+@dataclass
+class Recorded:
+    """What a group of batches changed."""
+
+    new: list[Batch] = field(default_factory=list)
+    boot_ids: dict[BootKey, int] = field(default_factory=dict)
+    run_ids: dict[str, int] = field(default_factory=dict)
+    switched: list[tuple[Batch, Switched]] = field(default_factory=list)
+    stepped: set[tuple[int, int]] = field(default_factory=set)
+    """(run id, step) of every sample."""
+
+
+def key_of(batch: Batch) -> BootKey:
+    """What identifies the boot that sent the batch."""
+    return batch.run, batch.rank, batch.boot
+
+
+async def record(store: Store, connection: AsyncConnection, group: Sequence[Batch]) -> Recorded:
+    """Write every batch of the group that is not stored yet."""
+    now = time.time()
+    done = Recorded()
+    rows = await _find_runs_and_boots(store, connection, group, now, done)
+    await _keep_new(store, connection, group, done)
+    if not done.new:
+        return done
+    run_ids = {done.run_ids[b.run] for b in done.new}
+    if not store.sqlite:  # SQLite's one writer holds the lock of everything
+        # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
+        await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
+        rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
+    await _write_samples(connection, done)
+    await _merge_boots(store, connection, done, rows, now)
+    await _write_events(store, connection, done, now)
+    await _merge_warnings(connection, done)
+    await _add_up_grams(store, connection, done, now)
+    seen = update(runs).where(runs.c.id == bindparam("own"), runs.c.last_seen < now).values(last_seen=now)
+    await connection.execute(seen, [{"own": run_id} for run_id in sorted(run_ids)])
+    return done
+
+
+async def _find_runs_and_boots(
+    store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
+) -> dict[int, Row[Any]]:
+    """Find or make them; the rows of the boots by id."""
+    names = sorted({batch.run for batch in group})
+    for attempt in (1, 2):
+        found = await connection.execute(select(runs.c.name, runs.c.id).where(runs.c.name.in_(names)))
+        done.run_ids = {row.name: row.id for row in found}
+        missing = [name for name in names if name not in done.run_ids]
+        if not missing or attempt == 2:
+            break
+        values = [{"name": name, "first_seen": now, "last_seen": now} for name in missing]
+        await connection.execute(insert_or_ignore(store, runs), values)
+    keys = sorted({key_of(batch) for batch in group})
+    run_names = {run_id: name for name, run_id in done.run_ids.items()}
+    rows: dict[int, Row[Any]] = {}
+    for attempt in (1, 2):
+        query = select(boots).where(boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys}))
+        for row in await connection.execute(query):
+            done.boot_ids[run_names[row.run_id], row.rank, row.boot] = row.id
+            rows[row.id] = row
+        absent = [key for key in keys if key not in done.boot_ids]
+        if not absent or attempt == 2:
+            break
+        values = [
+            {"run_id": done.run_ids[run], "rank": rank, "boot": boot, "last_seen": now} for run, rank, boot in absent
+        ]
+        await connection.execute(insert_or_ignore(store, boots), values)
+    return rows
+
+
+async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
+    wanted = {(done.boot_ids[key_of(b)], b.sequence): b for b in reversed(group)}
+    values = [{"boot_id": boot_id, "sequence": sequence} for boot_id, sequence in sorted(wanted)]
+    statement = insert_or_ignore(store, batches).returning(batches.c.boot_id, batches.c.sequence)
+    stored = {(row.boot_id, row.sequence) for row in await connection.execute(statement, values)}
+    done.new = [wanted[key] for key in sorted(stored)]
+
+
+async def _lock_boots(connection: AsyncConnection, boot_ids: Iterable[int]) -> dict[int, Row[Any]]:
+    query = select(boots).where(boots.c.id.in_(boot_ids)).order_by(boots.c.id).with_for_update()
+    return {row.id: row for row in await connection.execute(query)}
+
+
+async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
+    rows = []
+    for batch in done.new:
+        for position, sample in enumerate(batch.events):
+            if isinstance(sample, Sample):
+                rows.append(
+                    {
+                        "run_id": done.run_ids[batch.run],
+                        "boot_id": done.boot_ids[key_of(batch)],
+                        "sequence": batch.sequence,
+                        "position": position,
+                        **pack_sample(sample),
+                    }
+                )
+    if rows:
+        await connection.execute(samples.insert(), rows)
+        done.stepped = {(row["run_id"], row["step"]) for row in rows}
+        await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
+
+
+async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+    owned = [(done.run_ids[b.run], done.boot_ids[key_of(b)], event) for b in done.new for event in b.events]
+    parts = [Part(run_id, boot_id, event) for run_id, boot_id, event in owned if isinstance(event, Grams)]
+    started = {boot_id for _, boot_id, event in owned if isinstance(event, Started)}
+    if parts or started:
+        done.stepped |= await add_up(store, connection, parts, started, now)
+
+
+async def _merge_boots(
+    store: Store, connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]], now: float
+) -> None:
+    merged: dict[int, dict[str, Any]] = {}
+    layers_by_hash: dict[str, str] = {}
+    moved: set[int] = set()
+    for batch in done.new:
+        boot_id = done.boot_ids[key_of(batch)]
+        boot = merged.setdefault(boot_id, dict(rows[boot_id]._mapping))
+        boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
+        boot["last_seen"] = now
+        for event in batch.events:
+            if isinstance(event, Started):
+                boot["topology"] = _topology(event.layers, layers_by_hash)
+                boot["description"] = event.model_dump_json(exclude={"layers"})
+                boot["started_step"] = event.step
+                moved.add(boot_id)
+            elif isinstance(event, Sample):
+                boot["nonfinite_steps"] += max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
+                if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
+                    boot["earliest_step"] = event.since_step
+                    moved.add(boot_id)
+            elif isinstance(event, AgentHealth) and batch.sequence >= boot["health_sequence"]:
+                boot["health"] = event.model_dump_json()
+                boot["health_sequence"] = batch.sequence
+            elif isinstance(event, Finished):
+                boot["finished_status"] = event.status
+    if layers_by_hash:
+        values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
+        await connection.execute(insert_or_ignore(store, topologies), values)
+    await connection.execute(
+        update(boots).where(boots.c.id == bindparam("row_id")).values({c: bindparam(f"new_{c}") for c in _MERGED}),
+        [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())],
+    )
+    if moved:
+        await _supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
+    reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
+    await forget_runs(connection, reshaped)
+
+
+def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
+    text = json.dumps([layer.model_dump(mode="json") for layer in layers], separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    seen[digest] = text
+    return digest
+
+
+async def _supersede(connection: AsyncConnection, ranks: set[tuple[int, int]]) -> None:
+    """A boot's samples count up to the step at which a later boot of the same rank took over."""
+    query = select(boots).where(boots.c.run_id.in_({run_id for run_id, _ in ranks}))
+    by_rank: dict[tuple[int, int], list[Row[Any]]] = defaultdict(list)
+    for row in await connection.execute(query):
+        if (row.run_id, row.rank) in ranks:
+            by_rank[row.run_id, row.rank].append(row)
+    cut: set[int] = set()
+    for rows in by_rank.values():
+        until: int | None = None
+        for row in sorted(rows, key=lambda r: r.boot, reverse=True):
+            if row.until_step != until:
+                await connection.execute(update(boots).where(boots.c.id == row.id).values(until_step=until))
+                cut.add(row.run_id)
+            first = row.started_step if row.started_step is not None else row.earliest_step
+            if first is not None:
+                until = first if until is None else min(until, first)
+    await forget_runs(connection, cut)
+
+
+async def _write_events(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+    rows: list[dict[str, Any]] = []
+    for batch in done.new:
+        for event in batch.events:
+            row: dict[str, Any] = {"mode": None, "outcome": None, "payload": None}
+            if isinstance(event, Verdict):
+                row |= {
+                    "sentence": printable(event.sentence),
+                    "payload": event.model_dump_json(),
+                    "outcome": event.state,
+                }
+            elif isinstance(event, Switched):
+                done.switched.append((batch, event))
+                row |= {"sentence": switched_sentence(event), "payload": event.model_dump_json()}
+                row |= {"mode": event.after[0] if event.after else None, "outcome": event.outcome}
+            elif isinstance(event, Started):
+                row |= {"sentence": started_sentence(batch.rank, event)}
+            elif isinstance(event, Finished):
+                row |= {"sentence": finished_sentence(batch.rank, event)}
+            else:
+                continue
+            row |= {"run_id": done.run_ids[batch.run], "boot_id": done.boot_ids[key_of(batch)], "rank": batch.rank}
+            rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
+    if rows:
+        await store.lock_log(connection)
+        await connection.execute(events.insert(), rows)
+
+
+async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
+    """Keep each warning's newest word, whatever order the words came in."""
+    newest: dict[tuple[int, int, str], dict[str, Any]] = {}
+    verdicts = [
+        (batch, position, event)
+        for batch in done.new
+        for position, event in enumerate(batch.events)
+        if isinstance(event, Verdict)
+    ]
+    if not verdicts:
+        return
+    query = select(warnings).where(
+        warnings.c.run_id.in_({done.run_ids[batch.run] for batch, _, _ in verdicts}),
+        warnings.c.uid.in_({verdict.id for _, _, verdict in verdicts}),
+    )
+    before = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in await connection.execute(query)}
+    for batch, position, verdict in verdicts:
+        key = done.run_ids[batch.run], batch.rank, verdict.id
+        old = newest.get(key) or before.get(key)
+        row = {
+            "run_id": key[0],
+            "rank": key[1],
+            "uid": key[2],
+            "boot_id": done.boot_ids[key_of(batch)],
+            "boot": batch.boot,
+            "sequence": batch.sequence,
+            "position": position,
+            "raised_step": verdict.step,
+            "cause": verdict.cause,
+            "active": verdict.state != "cleared",
+            "verdict": verdict.model_dump_json(),
+        }
+        if old is not None:
+            raised = min(old["raised_step"], verdict.step)
+            if (old["boot"], old["sequence"], old["position"]) > (batch.boot, batch.sequence, position):
+                row = old
+            row = {**row, "raised_step": raised}
+        newest[key] = row
+    for key, row in sorted(newest.items(), key=lambda item: item[0]):
+        if key in before:
+            same = (warnings.c.run_id == key[0], warnings.c.rank == key[1], warnings.c.uid == key[2])
+            await connection.execute(update(warnings).where(*same).values(row))
+        else:
+            await connection.execute(warnings.insert().values(row))

@@ -1,0 +1,135 @@
+"""What happens, handed to everybody who listens: events of the log with their id, and that a run moved."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+from fastapi.sse import ServerSentEvent
+
+from foreshock.contract.wire import Batch, Sample
+from foreshock.server.curves.merging import RUN_SCALARS, merge_scalars
+from foreshock.server.models import RunEvent, StreamSample
+from foreshock.server.runs.eventlog import read_events
+from foreshock.server.settings import Settings
+from foreshock.server.store.database import Store
+from foreshock.server.store.packing import SCALARS
+
+log = structlog.get_logger()
+REPLAYED_AT_ONCE: Final = 1000
+"""Events of the log that are read at once."""
+_POLL_SECONDS: Final = 1.0
+_SAMPLE_SECONDS: Final = 0.25
+
+
+@dataclass(eq=False)
+class Client:
+    """One who listens."""
+
+    run: str | None
+    prefix: str
+    waiting: asyncio.Queue[ServerSentEvent | None]
+    lost: bool = False
+    since: int = 0
+    resumes: bool = False
+    joined: int | None = None
+    """Newest event when the client came; None until that is known."""
+
+    def wants(self, run: str) -> bool:
+        return self.run in (None, run) and run.startswith(self.prefix)
+
+    def offer(self, event: ServerSentEvent | None) -> None:
+        """Put an event into the client's queue; a client too slow for its queue is cut off and may resume."""
+        if self.lost:
+            return
+        if self.waiting.full():
+            self.lost = True
+            self.waiting.get_nowait()
+            event = None
+        self.waiting.put_nowait(event)
+
+
+@dataclass
+class Broadcaster:
+    """Reads new events from the store, this replica's and the others', and hands them to the clients."""
+
+    store: Store
+    settings: Settings
+    clients: set[Client] = field(default_factory=set)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._moved = asyncio.Event()
+        self._samples: dict[str, StreamSample] = {}
+
+    def committed(self, batches: Sequence[Batch]) -> None:
+        """Called after a commit."""
+        if not self.clients:
+            return
+        for batch in batches:
+            newest = max((e for e in batch.events if isinstance(e, Sample)), key=lambda e: e.step, default=None)
+            if newest is not None:
+                self._samples[batch.run] = _as_stream_sample(batch.run, newest)
+        self._moved.set()
+
+    def wake(self) -> None:
+        """Called after events were written by a route."""
+        self._moved.set()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        last: int | None = None
+        while not self.closed:
+            try:
+                last = await self._turn(last)
+            except Exception:
+                log.exception("the stream could not read the store")
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def _turn(self, last: int | None) -> int | None:
+        try:
+            async with asyncio.timeout(_POLL_SECONDS):
+                await self._moved.wait()
+            await asyncio.sleep(_SAMPLE_SECONDS / 4)  # what is committed close together is read together
+        except TimeoutError:
+            pass
+        self._moved.clear()
+        joined = [client.joined for client in self.clients if client.joined is not None]
+        if not joined:
+            return None  # nobody listens: nothing to read until somebody does
+        after = min(joined) if last is None else last
+        async with self.store.read() as connection:
+            found = await read_events(connection, after=after, limit=REPLAYED_AT_ONCE)
+        last = after
+        waiting, self._samples = self._samples, {}
+        if len(found) == REPLAYED_AT_ONCE:
+            self._moved.set()
+        for event in found:
+            last = event.id
+            self._hand_out(event.run, as_server_sent_event(event))
+        for run, sample in waiting.items():
+            self._hand_out(run, ServerSentEvent(event="sample", data=sample))
+        return last
+
+    def _hand_out(self, run: str, event: ServerSentEvent) -> None:
+        for client in self.clients:
+            if client.wants(run):
+                client.offer(event)
+
+    def close(self) -> None:
+        """End every stream, so that the service can go down."""
+        self.closed = True
+        self._moved.set()
+        for client in self.clients:
+            client.offer(None)
+
+
+def as_server_sent_event(event: RunEvent) -> ServerSentEvent:
+    """An event of the log as it travels; a client that comes back names its id."""
+    return ServerSentEvent(event=event.kind, id=str(event.id), data=event)
+
+
+def _as_stream_sample(run: str, sample: Sample) -> StreamSample:
+    scalars = merge_scalars([{name: getattr(sample, name) for name in SCALARS}])
+    return StreamSample(run=run, step=sample.step, latest={k: scalars[name] for k, name in RUN_SCALARS.items()})

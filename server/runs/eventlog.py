@@ -1,0 +1,52 @@
+"""Reading the log of what happened: verdicts, switches, commands, starts and ends."""
+
+from typing import Any
+
+from sqlalchemy import Row, desc, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.wire import Switched, Verdict
+from foreshock.server.models import CommandChange, RunEvent
+from foreshock.server.store.schema import events, runs
+
+
+async def read_events(
+    connection: AsyncConnection,
+    *,
+    run: str | None = None,
+    kinds: tuple[str, ...] = (),
+    after: int | None = None,
+    before: int | None = None,
+    limit: int,
+) -> list[RunEvent]:
+    """Events after an id, oldest first; otherwise before an id (or all), newest first."""
+    query = select(events, runs.c.name.label("run")).join(runs, events.c.run_id == runs.c.id).limit(limit)
+    query = query.order_by(events.c.id if after is not None else desc(events.c.id))
+    if run is not None:
+        query = query.where(runs.c.name == run)
+    if kinds:
+        query = query.where(events.c.kind.in_(kinds))
+    if after is not None:
+        query = query.where(events.c.id > after)
+    if before is not None:
+        query = query.where(events.c.id < before)
+    return [_as_event(row) for row in await connection.execute(query)]
+
+
+def _as_event(row: Row[Any]) -> RunEvent:
+    event = RunEvent(
+        id=row.id,
+        run=row.run,
+        kind=row.kind,
+        rank=row.rank,
+        step=row.step,
+        unix_seconds=row.unix_seconds,
+        sentence=row.sentence,
+    )
+    if row.kind == "verdict":
+        event.verdict = Verdict.model_validate_json(row.payload)
+    elif row.kind == "switched":
+        event.switched = Switched.model_validate_json(row.payload)
+    elif row.kind == "command":
+        event.command = CommandChange.model_validate_json(row.payload)
+    return event

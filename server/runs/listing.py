@@ -1,0 +1,210 @@
+"""What is known of runs: the list, and one run at its last step."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Row, and_, desc, func, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.slots import mode_name
+from foreshock.contract.wire import AgentHealth, Layer, Verdict
+from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, axes_of, axis_of, merge
+from foreshock.server.curves.series import number
+from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
+from foreshock.server.store.schema import boots, runs, samples, topologies, warnings
+from foreshock.server.store.topology import layers_of
+
+_STEPS_LOOKED_AT = 16
+
+
+async def list_runs(connection: AsyncConnection, prefix: str, cursor: str | None, limit: int) -> RunList:
+    """Runs whose name begins with `prefix`, the one heard from last first."""
+    query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
+    if prefix:
+        query = query.where(runs.c.name.startswith(prefix, autoescape=True))
+    if cursor is not None:
+        last_seen, _, run_id = cursor.partition("-")
+        query = query.where(tuple_(runs.c.last_seen, runs.c.id) < tuple_(float.fromhex(last_seen), int(run_id)))
+    rows = (await connection.execute(query)).all()
+    more = rows[limit - 1] if len(rows) > limit else None
+    found = [RunSummary.model_validate(s) for s, _ in await summaries(connection, rows[:limit])]
+    return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.id}" if more else None)
+
+
+async def summaries(
+    connection: AsyncConnection, rows: Sequence[Row[Any]]
+) -> list[tuple[dict[str, Any], Readings | None]]:
+    """The fields of RunSummary for each run, with its newest reading."""
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
+        found[boot.run_id].append(boot)
+    raised = await active_warnings(connection, [row.id for row in rows])
+    newest = await newest_readings(connection, [row.id for row in rows])
+    result = []
+    for row in rows:
+        reading = newest[row.id][1] if row.id in newest else None
+        latest = reading.latest() if reading else {}
+        result.append(
+            (
+                {
+                    "run": row.name,
+                    "first_seen_unix_seconds": row.first_seen,
+                    "last_seen_unix_seconds": row.last_seen,
+                    "last_step": int(reading.steps[-1]) if reading else None,
+                    "loss": latest.get("run.loss"),
+                    "worst_risk": latest.get("run.worst_risk"),
+                    "active_warnings": len(raised.get(row.id, [])),
+                    "forecast_steps": _shortest(raised.get(row.id, [])),
+                    **_described(found[row.id]),
+                },
+                reading,
+            )
+        )
+    return result
+
+
+def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
+    return min((w.forecast_steps for w in raised if w.forecast_steps is not None), default=None)
+
+
+def newest_boots(rows: Sequence[Row[Any]]) -> list[Row[Any]]:
+    """The newest boot of each rank, by rank."""
+    newest: dict[int, Row[Any]] = {}
+    for row in rows:
+        if row.rank not in newest or newest[row.rank].boot < row.boot:
+            newest[row.rank] = row
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
+    """A run has finished when the newest boot of every rank has; the worst ending names it."""
+    endings = {row.finished_status for row in newest_boots(rows)}
+    if not endings or None in endings:
+        return "active"
+    return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
+
+
+def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
+    """What the newest boot said of itself when it started, without its layers; empty when none has yet."""
+    newest = max((row for row in rows if row.description), key=lambda row: (row.boot, -row.rank), default=None)
+    said: dict[str, Any] = json.loads(newest.description) if newest else {}
+    return said
+
+
+def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
+    said = described(rows)
+    keys = ("policy", "numerics", "mitigation", "world_size")
+    return {
+        "status": status_of(rows),
+        "ranks": len({row.rank for row in rows}),
+        "labels": said.get("labels", {}),
+        **{key: said.get(key) for key in keys},
+    }
+
+
+async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, Readings]]:
+    """The heads of each run that has a sample, and its newest reading: in three queries, however many the runs.
+
+    It is the newest step that as many ranks have reported as any of the last few.
+    """
+    live = LIVE_SAMPLES.order_by(None)
+    steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
+    nth = steps.order_by(desc(samples.c.step)).offset(_STEPS_LOOKED_AT - 1).limit(1).correlate(runs).scalar_subquery()
+    lately = select(runs.c.id, func.coalesce(nth, 0).label("first")).where(runs.c.id.in_(run_ids)).cte()
+    ranks = func.count(func.distinct(boots.c.rank))
+    place = func.row_number().over(partition_by=samples.c.run_id, order_by=(desc(ranks), desc(samples.c.step)))
+    placed = live.with_only_columns(samples.c.run_id, samples.c.step, place.label("place"))
+    placed = placed.join(lately, and_(samples.c.run_id == lately.c.id, samples.c.step >= lately.c.first))
+    newest = placed.group_by(samples.c.run_id, samples.c.step).cte()
+    same = and_(samples.c.run_id == newest.c.run_id, samples.c.step == newest.c.step, newest.c.place == 1)
+    rows: dict[int, list[Row[Any]]] = defaultdict(list)
+    for row in await connection.execute(LIVE_SAMPLES.join(newest, same)):
+        rows[row.run_id].append(row)
+    axes = await axes_of(connection, rows.keys())
+    return {run_id: (axes[run_id], merge(axes[run_id], own)) for run_id, own in rows.items()}
+
+
+async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:
+    """Warnings that are raised, not cleared, and not of steps that a later boot does again."""
+    query = (
+        select(warnings, boots.c.until_step)
+        .join(boots, warnings.c.boot_id == boots.c.id)
+        .where(warnings.c.run_id.in_(run_ids), warnings.c.active)
+        .order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)
+    )
+    raised: dict[int, list[ActiveWarning]] = defaultdict(list)
+    for row in await connection.execute(query):
+        said = Verdict.model_validate_json(row.verdict)
+        if row.until_step is not None and said.step > row.until_step:
+            continue
+        fields = said.model_dump(exclude={"kind", "state"})
+        raised[row.run_id].append(ActiveWarning(**fields, rank=row.rank, raised_step=row.raised_step))
+    return raised
+
+
+async def run_detail(connection: AsyncConnection, row: Row[Any]) -> RunDetail:
+    """Everything known of a run."""
+    [(summary, reading)] = await summaries(connection, [row])
+    rows = (await connection.execute(select(boots).where(boots.c.run_id == row.id))).all()
+    dropped, faults = health_totals(rows)
+    return RunDetail(
+        **summary,
+        versions=described(rows).get("versions", {}),
+        layers=await _layers(connection, rows, reading, row.id),
+        warnings=(await active_warnings(connection, [row.id])).get(row.id, []),
+        latest=reading.latest() if reading else {},
+        agent_dropped=dropped,
+        agent_faults=faults,
+    )
+
+
+def health_totals(rows: Sequence[Row[Any]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Events dropped by reason and faults by component, all boots together."""
+    dropped: dict[str, int] = defaultdict(int)
+    faults: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row.health:
+            health = AgentHealth.model_validate_json(row.health)
+            for reason, count in health.dropped.items():
+                dropped[reason] += count
+            for component, count in health.faults.items():
+                faults[component] += count
+    return dict(sorted(dropped.items())), dict(sorted(faults.items()))
+
+
+async def _layers(
+    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: Readings | None, run_id: int
+) -> list[LayerState]:
+    hashes = {row.topology for row in rows if row.topology}
+    known: dict[int, Layer] = {}
+    heads: dict[int, set[int]] = defaultdict(set)
+    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
+    for topology in found:
+        for layer in layers_of(topology.layers):
+            known[layer.layer] = layer
+            heads[layer.layer] |= set(layer.heads)
+    index = (await axis_of(connection, run_id)).index()
+    states = []
+    for number_, layer in sorted(known.items()):
+        own = sorted(heads[number_])
+        where = [index[number_, head] for head in own]
+        modes = [reading.fields["modes"][-1, i] for i in where] if reading else [math.nan] * len(own)
+        states.append(
+            LayerState(
+                **layer.model_dump(include={"layer", "name", "kv_heads", "head_dim", "served_by", "sampled"}),
+                heads=own,
+                modes=[None if math.isnan(mode) else _mode_name(int(mode)) for mode in modes],
+                risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],
+            )
+        )
+    return states
+
+
+def _mode_name(mode: int) -> str | None:
+    try:
+        return mode_name(mode)
+    except ValueError:
+        return None

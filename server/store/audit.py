@@ -1,0 +1,74 @@
+"""The audit trail: append-only, each row hashed over the one before, so that a changed or missing row shows."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from sqlalchemy import desc, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.server.models import AuditRow
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import audit
+
+GENESIS: Final = "0" * 64
+
+
+async def append(
+    store: Store,
+    connection: AsyncConnection,
+    *,
+    actor: str,
+    action: str,
+    run: str | None = None,
+    command: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Append a row in the caller's transaction: it stands if and only if what it tells of stands."""
+    await store.lock_log(connection)
+    last = (
+        await connection.execute(select(audit.c.sequence, audit.c.hash).order_by(desc(audit.c.sequence)).limit(1))
+    ).first()
+    row = AuditRow(
+        sequence=last.sequence + 1 if last else 1,
+        unix_seconds=time.time(),
+        actor=actor[:160],
+        action=action,
+        run=run,
+        command=command,
+        details=details or {},
+        previous_hash=last.hash if last else GENESIS,
+        hash="",
+    )
+    row.hash = row_hash(row)
+    values = row.model_dump(exclude={"details"})
+    await connection.execute(insert(audit).values(**values, details=_canonical(row.details)))
+
+
+def row_hash(row: AuditRow) -> str:
+    """SHA-256 over the previous hash and everything else in the row."""
+    return hashlib.sha256(_canonical(row.model_dump(exclude={"hash"})).encode()).hexdigest()
+
+
+def intact(rows: Sequence[AuditRow]) -> bool:
+    """True when the rows, newest first, hash to what they say and follow one another."""
+    linked = all(
+        newer.previous_hash == older.hash and newer.sequence == older.sequence + 1 for newer, older in pairwise(rows)
+    )
+    return linked and all(row.hash == row_hash(row) for row in rows)
+
+
+async def page(connection: AsyncConnection, before: int | None, limit: int) -> list[AuditRow]:
+    """Rows, newest first."""
+    query = select(audit).order_by(desc(audit.c.sequence)).limit(limit)
+    if before is not None:
+        query = query.where(audit.c.sequence < before)
+    rows = (await connection.execute(query)).mappings()
+    return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -1,0 +1,188 @@
+"""The database: one engine, one writer at a time, migrations shipped in the package.
+
+SQLite runs in WAL mode with synchronous=FULL: what is committed survives a kill and a power cut. PostgreSQL is chosen
+by URL and may be shared by several replicas of the service.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, Table, create_engine, event, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+_EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
+
+
+T = TypeVar("T")
+
+
+class StoreError(ValueError):
+    """The store cannot be used as it is; the message says what to do."""
+
+
+class Store:
+    """Connections to the database. `write` is exclusive within the process; `read` is not."""
+
+    def __init__(self, url: str) -> None:
+        parsed = make_url(url)
+        drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+        backend = parsed.drivername.split("+")[0]
+        if backend not in drivers:
+            raise StoreError(
+                f"database_url begins with {parsed.drivername!r}; give sqlite:///path/to/file.db or "
+                "postgresql://user:password@host/database"
+            )
+        self.sqlite = backend == "sqlite"
+        if self.sqlite and not parsed.database:
+            raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
+        if self.sqlite and parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        self.engine: AsyncEngine = create_async_engine(
+            parsed.set(drivername=drivers[backend]), **({} if self.sqlite else {"pool_size": 8, "pool_pre_ping": True})
+        )
+        self.path = Path(parsed.database) if self.sqlite and parsed.database else None
+        self._writing = asyncio.Lock()
+        self._look_engine: Engine | None = None
+        if self.sqlite:
+            event.listen(self.engine.sync_engine, "connect", _sqlite_connect)
+            event.listen(self.engine.sync_engine, "begin", _sqlite_begin)
+            self._look_engine = create_engine(parsed.set(drivername="sqlite"))
+            event.listen(self._look_engine, "connect", _sqlite_connect)
+            event.listen(self._look_engine, "begin", _sqlite_begin)
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """A connection that sees one consistent state."""
+        async with self.engine.connect() as connection:
+            if not self.sqlite:
+                await connection.execution_options(isolation_level="REPEATABLE READ")
+            yield connection
+
+    async def look(self, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
+        """Many reads of one consistent state. On SQLite they run in one thread: a busy event loop delays them once."""
+        if self._look_engine is not None:
+            return await asyncio.to_thread(_look, self._look_engine, read)
+        async with self.read() as connection:
+            return await read(connection)
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction: committed when the block ends, rolled back when it raises."""
+        async with self._writing, self.engine.connect() as connection:
+            if self.sqlite:
+                await connection.execution_options(foreshock_write=True)
+            async with connection.begin():
+                yield connection
+
+    async def lock_log(self, connection: AsyncConnection) -> None:
+        """Called before rows are appended to `events` or `audit`: replicas append in one order, ids never overtake."""
+        if not self.sqlite:
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _EVENTS_LOCK})
+
+    async def migrate(self) -> None:
+        """Bring the schema to this version. Raises StoreError when the database is newer than this package."""
+        await self._check_not_newer()
+        async with self.engine.connect() as connection, connection.begin():
+            await connection.run_sync(_upgrade)
+
+    async def check_schema(self) -> None:
+        """Raises StoreError unless the schema is exactly this version's."""
+        await self._check_not_newer()
+        current, head = await self._revisions()
+        if current != head:
+            raise StoreError(
+                f"the database is at schema {current or 'none'}, this service needs {head}; start one service with "
+                "FORESHOCK_MIGRATE=true, or take a backup and do so"
+            )
+
+    async def _revisions(self) -> tuple[str | None, str | None]:
+        async with self.engine.connect() as connection:
+            current = await connection.run_sync(lambda c: MigrationContext.configure(c).get_current_revision())
+        return current, ScriptDirectory.from_config(_alembic_config(None)).get_current_head()
+
+    async def _check_not_newer(self) -> None:
+        current, _ = await self._revisions()
+        known = {s.revision for s in ScriptDirectory.from_config(_alembic_config(None)).walk_revisions()}
+        if current is not None and current not in known:
+            raise StoreError(
+                f"the database was written by a newer foreshock (schema {current}); install that version, "
+                "or restore the backup that was taken before the upgrade"
+            )
+
+    async def size_bytes(self, connection: AsyncConnection) -> float:
+        """Bytes that the store takes."""
+        if self.path is not None:
+            parts = (self.path, self.path.with_name(self.path.name + "-wal"))
+            return float(sum(part.stat().st_size for part in parts if part.exists()))
+        size = await connection.execute(text("SELECT pg_database_size(current_database())"))
+        return float(size.scalar_one())
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._look_engine is not None:
+            self._look_engine.dispose()
+        await self.engine.dispose()
+
+
+class _Immediate:
+    """The face of an AsyncConnection whose answers are there at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, statement: Any, parameters: Any = None) -> Any:
+        """Execute in the calling thread."""
+        return self._connection.execute(statement, parameters)
+
+
+def _look(engine: Engine, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
+    with engine.connect() as connection:
+        reading = read(cast(AsyncConnection, _Immediate(connection)))
+        try:
+            reading.send(None)
+        except StopIteration as done:
+            found: T = done.value
+            return found
+        reading.close()
+        raise RuntimeError("a look at the store waited for something else")
+
+
+def insert_or_ignore(store: Store, table: Table) -> Any:
+    """An INSERT that leaves rows alone which are there already."""
+    insert = sqlite.insert(table) if store.sqlite else postgresql.insert(table)
+    return insert.on_conflict_do_nothing()
+
+
+def _alembic_config(connection: Connection | None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(files("foreshock.server.store") / "migrations"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    return config
+
+
+def _upgrade(connection: Connection) -> None:
+    command.upgrade(_alembic_config(connection), "head")
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions begin where `_sqlite_begin` says, not where the driver guesses
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON", "cache_size=-65536"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    write = connection.get_execution_options().get("foreshock_write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
