@@ -1,12 +1,16 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.lab.training.model import ModelConfig
 
 Numerics = Literal["kernel", "paper", "float32"]
+Text = Literal["bytes", "byte pairs"]
+"""The source of the standard library as bytes (corpus.py), or what is installed as byte pairs (byte_pairs.py)."""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 
@@ -19,25 +23,51 @@ class Arm:
     policy: Policy = "observe"
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
-    centred_keys: bool = False
-    """Attention is given keys without their mean (foreshock.lab.training.offset_removal.centred)."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the recipe's model that this arm has otherwise."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the recipe that this arm has otherwise."""
+
+    @property
+    def cured(self) -> bool:
+        """Whether something is done against a failure of rounding from the first step on."""
+        return self.numerics == "float32" or self.mode != "plain" or bool(self.model or self.settings)
 
 
 UNTREATED = Arm(name="untreated")
 RESCUED = Arm(name="rescued", policy="auto")
 CONTROL = Arm(name="control", numerics="float32")
+PAPER = Arm(name="paper", numerics="paper")
+
+
+def mode_arms(numerics: Numerics, prefix: str = "") -> tuple[Arm, ...]:
+    """An arm for every mode that kernels have, by its name with dashes, from the first step on and on every head."""
+    names = (name for name in MODE_NAMES if name != "plain")
+    return tuple(Arm(name=prefix + name.replace("_", "-"), numerics=numerics, mode=name) for name in names)
+
+
+HABITS = (
+    Arm(name="no-key-bias", model={"key_bias": False}),
+    Arm(name="qk-norm", model={"qk_norm": True}),
+    Arm(name="bias-decay", settings={"bias_decay": 0.1}),
+    Arm(name="eps-1e-6", settings={"epsilon": 1e-6}),
+    Arm(name="eps-1e-5", settings={"epsilon": 1e-5}),
+    Arm(name="clip", settings={"clip": 1.0}),
+)
+"""What people can do without us."""
 ARMS = {
     arm.name: arm
     for arm in (
         UNTREATED,
         RESCUED,
         CONTROL,
-        Arm(name="paper", numerics="paper"),
-        Arm(name="exact-delta", mode="exact_delta"),
-        Arm(name="paper-exact-delta", numerics="paper", mode="exact_delta"),
+        PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
-        Arm(name="centred", centred_keys=True),
-        Arm(name="paper-centred", numerics="paper", centred_keys=True),
+        *mode_arms("kernel"),
+        *mode_arms("paper", "paper-"),
+        Arm(name="centred", model={"centred_keys": True}),
+        Arm(name="paper-centred", numerics="paper", model={"centred_keys": True}),
+        *HABITS,
     )
 }
 
@@ -68,10 +98,13 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    bias_decay: float | None = None
+    """Weight decay of vectors (biases and gains); None for that of all else."""
     clip: float | None = 1.0
     """Largest gradient norm; None leaves gradients as they are."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
+    text: Text = "bytes"
     repeats: int = 1
     """Every token of the text stands so many times in a row."""
     leading: int = 0
@@ -87,8 +120,7 @@ class Recipe:
 
     def truth_of(self, arm: Arm) -> Truth:
         """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
-        cured = arm.numerics == "float32" or arm.mode != "plain" or arm.centred_keys
-        return "healthy" if self.truth == "rounding" and cured else self.truth
+        return "healthy" if self.truth == "rounding" and arm.cured else self.truth
 
     def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""
@@ -103,12 +135,13 @@ class Recipe:
         }
 
     def shaped(self, arm: Arm) -> ModelConfig:
-        """The model of one arm: the control's attention is given float32 operands, and keys are centred where asked."""
-        return replace(
-            self.model,
-            attention_dtype="float32" if arm.numerics == "float32" else "bfloat16",
-            centred_keys=self.model.centred_keys or arm.centred_keys,
-        )
+        """The model of one arm: the control's attention is given float32 operands."""
+        dtype = "float32" if arm.numerics == "float32" else "bfloat16"
+        return replace(self.model, **{"attention_dtype": dtype, **arm.model})
+
+    def under(self, arm: Arm) -> "Recipe":
+        """The recipe as an arm of it trains."""
+        return replace(self, **arm.settings, model=self.shaped(arm))
 
 
 _SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)
@@ -171,6 +204,20 @@ _HEALTHY_SMALL = replace(
 )
 
 
+_REAL_TEXT = Recipe(
+    name="kb256",
+    summary="Four layers, four heads, on byte pairs, for a GPU: biases on queries, keys and values as GPT-2 has them, "
+    "nothing injected. Heads of the first layer run away within 10,000 steps.",
+    model=ModelConfig(layers=4, heads=4, width=256, context=256, vocabulary=8192, matmul_dtype="bfloat16"),
+    batch=32,
+    steps=14000,
+    learning_rate=2e-3,
+    warmup_steps=500,
+    text="byte pairs",
+    on_gpu=True,
+)
+
+
 def _small(name: str, summary: str, rate: float = 4e-3, **shape: Any) -> Recipe:
     model = replace(_HEALTHY_SMALL.model, **shape)
     return replace(
@@ -201,6 +248,14 @@ _ALL = (
         warmup_steps=500,
         split="tuning",
         on_gpu=True,
+    ),
+    _REAL_TEXT,
+    replace(_REAL_TEXT, name="kb256b128", summary="The same at batch 128, where it fails earlier in steps.", batch=128),
+    replace(
+        _REAL_TEXT,
+        name="kb512",
+        summary="Eight layers, eight heads, on byte pairs: it runs away slowly.",
+        model=replace(_REAL_TEXT.model, layers=8, heads=8, width=512, context=512),
     ),
     _SHARED_VALUES,
     _PAPER_VALUES,

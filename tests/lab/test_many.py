@@ -52,7 +52,7 @@ def test_a_set_is_made_by_processes_and_what_is_there_is_not_made_again(tmp_path
 def test_a_branch_goes_on_from_its_trunk_after_the_warning_and_switches_what_it_says(
     tmp_path: Path, corpus: Corpus
 ) -> None:
-    trunk = many._Run(TRUNK, tmp_path, corpus, [10])
+    trunk = many._Run(TRUNK, tmp_path, corpus, [("warning", 10)])
     while trunk.training.step < 20:
         trunk.turn()
     trunk._hear(wire.Verdict(
@@ -74,9 +74,9 @@ def test_a_run_that_fails_stops_no_other(tmp_path: Path, corpus: Corpus, monkeyp
     broken = replace(TINY, name="broken", learning_rate=-1.0)
     entries = [Entry(recipe=broken, arm=UNTREATED, seed=0), TRUNK]
     entries.append(replace(entries[0], branch=Branch(name="never")))
-    monkeypatch.setattr(many, "standard_library", lambda: corpus)
+    monkeypatch.setattr(many, "text_of", lambda name: corpus)
     (tmp_path / "claims").mkdir()
-    many._work(entries, tmp_path, 1, 1e12, None)
+    many._work(entries, tmp_path, 1, 1e12, None, True)
     assert [path.name for path in tmp_path.glob("*.jsonl.gz")] == ["tiny_untreated_seed3.jsonl.gz"]
 
 
