@@ -9,6 +9,7 @@ them (`TraceWriter.probe`), each [heads of all layers]:
   in nats. The keys are the raw ones: a mode that centres them changes nothing here.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -58,13 +59,13 @@ class NullPart:
 def _common(query: Tensor, key: Tensor) -> Tensor:
     """scale * q_i . mean(k), [B, H, S], of query [B, H, S, D] and key [B, Hkv, S, D]."""
     mean = key.float().mean(2, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return (query.float() * mean).sum(-1) / query.shape[3] ** 0.5
+    return (query.float() * mean).sum(-1) / math.sqrt(query.shape[3])
 
 
 def _key_bias_norm(attention: Any) -> Tensor:
     """[H]."""
-    heads, kv_heads, bias = attention.n_head, attention.n_kv_head, attention.c_attn.bias
+    heads, kv_heads, bias = int(attention.n_head), int(attention.n_kv_head), attention.c_attn.bias
     if bias is None:
         return torch.zeros(heads, device=attention.c_attn.weight.device)
-    norms: Tensor = bias.view(heads + 2 * kv_heads, -1)[heads : heads + kv_heads].float().norm(dim=1)
-    return norms.repeat_interleave(heads // kv_heads)
+    norms: Tensor = cast(Tensor, bias).view(heads + 2 * kv_heads, -1)[heads : heads + kv_heads].float().norm(dim=1)
+    return torch.repeat_interleave(norms, heads // kv_heads)

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.modes import MODES, is_mode
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.lab.training.model import ModelConfig
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["kernel", "paper", "float32"]
 Text = Literal["bytes", "byte pairs"]
@@ -21,6 +23,10 @@ class Arm:
     name: str
     numerics: Numerics = "kernel"
     policy: Policy = "observe"
+    mitigation: ModeName = AgentConfig.model_fields["mitigation"].default
+    """What the policy auto switches to."""
+    switch_scope: SwitchScope = AgentConfig.model_fields["switch_scope"].default
+    """Which heads it switches."""
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -40,12 +46,6 @@ CONTROL = Arm(name="control", numerics="float32")
 PAPER = Arm(name="paper", numerics="paper")
 
 
-def mode_arms(numerics: Numerics, prefix: str = "") -> tuple[Arm, ...]:
-    """An arm for every mode that kernels have, by its name with dashes, from the first step on and on every head."""
-    names = (name for name in MODE_NAMES if name != "plain")
-    return tuple(Arm(name=prefix + name.replace("_", "-"), numerics=numerics, mode=name) for name in names)
-
-
 HABITS = (
     Arm(name="no-key-bias", model={"key_bias": False}),
     Arm(name="qk-norm", model={"qk_norm": True}),
@@ -63,8 +63,7 @@ ARMS = {
         CONTROL,
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
-        *mode_arms("kernel"),
-        *mode_arms("paper", "paper-"),
+        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
         Arm(name="centred", model={"centred_keys": True}),
         Arm(name="paper-centred", numerics="paper", model={"centred_keys": True}),
         *HABITS,
@@ -124,6 +123,7 @@ class Recipe:
 
     def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""
+        switching = {"mitigation": arm.mitigation, "switch_scope": arm.switch_scope} if arm.policy == "auto" else {}
         return {
             "recipe": self.name,
             "arm": arm.name,
@@ -132,6 +132,8 @@ class Recipe:
             "split": self.split,
             "truth": self.truth_of(arm),
             "nature": "injected" if self.injection else "natural",
+            "policy": arm.policy,
+            **switching,
         }
 
     def shaped(self, arm: Arm) -> ModelConfig:
@@ -343,7 +345,27 @@ def find_recipe(name: str) -> Recipe:
 
 
 def find_arm(name: str) -> Arm:
-    """The arm of that name. Raises ValueError with the names that exist."""
-    if name not in ARMS:
-        raise ValueError(f"arm {name!r} does not exist; allowed are {', '.join(ARMS)}")
-    return ARMS[name]
+    """The arm of that name. An arm is also made of the name of any mode, with dashes, unions joined by +:
+    "MODE" from the first step on and on every head, "rescued-MODE" once a head is warned about, "rescued-all-MODE" on
+    every head at the first warning; each of these with "paper-" before it under the paper's numerics.
+
+    Raises ValueError with the names that exist.
+    """
+    if name in ARMS:
+        return ARMS[name]
+    for numerics, rest in (("kernel", name), ("paper", name.removeprefix("paper-"))):
+        for prefix, settings in _PREFIXES.items():
+            if rest.startswith(prefix) and is_mode(mode := rest.removeprefix(prefix).replace("-", "_")):
+                field_name = "mitigation" if prefix else "mode"
+                return Arm(name=name, **{"numerics": numerics, field_name: mode, **settings})
+    raise ValueError(
+        f"arm {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
+        "exact-delta+stable-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
+    )
+
+
+_PREFIXES: dict[str, dict[str, Any]] = {
+    "": {},
+    "rescued-all-": {"policy": "auto", "switch_scope": "model"},
+    "rescued-": {"policy": "auto", "switch_scope": "head"},
+}

@@ -92,6 +92,8 @@ class Training:
             "url": url,
             "numerics": arm.numerics,
             "policy": arm.policy,
+            "mitigation": arm.mitigation,
+            "switch_scope": arm.switch_scope,
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,
@@ -263,15 +265,10 @@ def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
     rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
     matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    decay = recipe.weight_decay if recipe.bias_decay is None else recipe.bias_decay
-    groups = (
-        [{"params": others}]
-        if decay == recipe.weight_decay
-        else [
-            {"params": [p for p in others if p.dim() > 1]},
-            {"params": [p for p in others if p.dim() == 1], "weight_decay": decay},
-        ]
-    )
+    split = [[p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if recipe.bias_decay is not None:
+        groups = [{"params": split[0]}, {"params": split[1], "weight_decay": recipe.bias_decay}]
     adamw = torch.optim.AdamW(
         groups,
         lr=torch.tensor(rate, device="cuda") if on_gpu else rate,
