@@ -37,7 +37,7 @@ Sink = Callable[[wire.Event], None]
 _RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
 _FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's float32 attention without the whole score matrix; the other one where heads share keys."""
-FAST_CONTROL = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 64}
+FAST_CONTROL: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 64}
 """Settings of the agent that watches it, by a sample of rows in every step."""
 
 

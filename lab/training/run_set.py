@@ -193,10 +193,10 @@ class _Run:
         return training.step < self.entry.recipe.steps and self._recorder.dead_steps < _DEAD_STEPS
 
     def _leave(self, point: Point) -> None:
-        assert self._warning is not None
+        warning = self._warning
         path = _checkpoint(self._folder, self.entry, point)
         path.parent.mkdir(exist_ok=True)
-        head = [self._warning.layer or 0, self._warning.head or 0]
+        head = [0, 0] if warning is None else [warning.layer or 0, warning.head or 0]
         torch.save({"checkpoint": self.training.checkpoint(), "head": head}, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
         print(f"{self.entry.name}: {point[0]}+{point[1]} at step {self.training.step}", flush=True)
