@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from foreshock.contract.metric import Metric
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.modes import mode_name, served_modes
 
 Panel = dict[str, Any]
 
@@ -273,8 +273,8 @@ def layers_over_time(metric: Metric, expr: str) -> Panel:
 def _modes() -> list[dict[str, Any]]:
     """Mode flags by their names, whatever is switched in blue."""
     names = {
-        str(int(mode)): {"text": name, "index": index, **({"color": "semi-dark-blue"} if mode else {})}
-        for index, (name, mode) in enumerate(MODE_NAMES.items())
+        str(int(mode)): {"text": mode_name(mode), "index": index, **({"color": "semi-dark-blue"} if mode else {})}
+        for index, mode in enumerate(served_modes())
     }
     return [{"type": "value", "options": names}]
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.metric import MORE_CHARTS
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
@@ -30,6 +31,7 @@ from foreshock.server.models import (
     Matrix,
     MetricInfo,
     MetricLevels,
+    ModeChoice,
     Problem,
     RunDetail,
     RunList,
@@ -57,7 +59,7 @@ def _store(request: Request) -> Store:
 
 @router.get("/v1/catalog")
 async def get_catalog(_: Reader) -> Catalog:
-    """Every metric that can be drawn."""
+    """Every metric that can be drawn, and every mode that can be ordered."""
     return Catalog(
         metrics=[
             MetricInfo(
@@ -75,7 +77,18 @@ async def get_catalog(_: Reader) -> Catalog:
             )
             for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
             if m.has_series
-        ]
+        ],
+        modes=[
+            ModeChoice(
+                name=mode.name,
+                does=mode.does,
+                cures=mode.cures,
+                excludes=[other.name for other in MODES if other.flag & mode.excludes],
+            )
+            for mode in MODES
+            if mode.served
+        ],
+        default_mode=DEFAULT_MITIGATION,
     )
 
 
