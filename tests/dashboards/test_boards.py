@@ -274,7 +274,7 @@ def test_a_line_is_drawn_on_the_axis_that_the_catalogue_names(panel: dict[str, A
 
 def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
     levels = {level for m in METRICS if m.levels for level in (m.levels.watch, m.levels.alarm)} | {None}
-    for panel in (parameter.values[0] for parameter in PANELS):
+    for panel in (panel for board in BOARDS.values() for panel in board["panels"]):
         if panel["title"] == "Service":  # whether it can be scraped is no metric of ours
             continue
         steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
