@@ -61,11 +61,12 @@ def cure_sets() -> dict[str, list[Entry]]:
             *_runs(shared, [CONTROL], first),
             *_branches(shared, UNTREATED, first, _LATE, CURES),
             *_branches(shared, UNTREATED, first[:3], _EARLY, CURES),
-            *_runs(shared, at_once, first),
+            *_runs(shared, at_once, first[:3]),
             *_runs(shared, map(_arm, CURES), first[:1]),
             *_runs(paper, [PAPER, CONTROL], (1, 2, 3)),
             *_branches(paper, PAPER, (1, 2, 3), [("warning", 0), *_LATE], CURES[:4]),
             *_runs(shared, HABITS, first[:1]),
+            *_runs(shared, at_once[:1], first[3:]),
             *_runs(shared, [UNTREATED, CONTROL, at_once[0]], later),
         ],
         "cure-text": [
