@@ -154,6 +154,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     stronger = STRONGER.get(row.mode) if loose else None
     if loose:
         said += f". Escalate: {stronger}." if stronger else ". No stronger mode is left: go back to a checkpoint."
+    await store.lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if (await connection.execute(open_)).rowcount == 0:
         return  # another replica was first
