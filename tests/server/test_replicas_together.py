@@ -79,7 +79,12 @@ def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody(postgres: 
 
         async def order(run: str, where: Any, other: Any) -> None:
             for turn in range(12):
-                body = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
+                body: dict[str, Any] = {
+                    "who": "ann",
+                    "reason": "drift",
+                    "heads": [[0, turn % 3]],
+                    "mode": "exact_delta",
+                }
                 body["expires_in_seconds"] = 0.05 if turn % 3 == 0 else 60
                 key = {"idempotency-key": f"{run}-{turn}"}
                 address = f"/v1/runs/{run}/commands"
