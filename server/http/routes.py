@@ -1,5 +1,6 @@
 """The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -7,13 +8,13 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.catalog import METRICS
+from foreshock.contract.metric import MORE_CHARTS
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.curves.matrix import matrix
-from foreshock.server.curves.merging import SERIES_KEYS
 from foreshock.server.curves.series import curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
@@ -29,6 +30,7 @@ from foreshock.server.models import (
     Login,
     Matrix,
     MetricInfo,
+    MetricLevels,
     ModeChoice,
     Problem,
     RunDetail,
@@ -61,9 +63,21 @@ async def get_catalog(_: Reader) -> Catalog:
     """Every metric that can be drawn, and every mode that can be ordered."""
     return Catalog(
         metrics=[
-            MetricInfo(key=m.key, title=m.title, help=m.help, bad=m.bad, unit=m.unit, per_head=m.head is not None)
-            for m in BY_KEY.values()
-            if m.head is not None or m.key in SERIES_KEYS
+            MetricInfo(
+                key=m.key,
+                title=m.title,
+                help=m.help,
+                bad=m.bad,
+                unit=m.unit,
+                per_head=m.head is not None,
+                signed=m.signed,
+                scale=m.scale,
+                percent=m.percent,
+                levels=None if m.levels is None else MetricLevels(**asdict(m.levels)),
+                chart=None if m.chart is None else "first" if m.chart < MORE_CHARTS else "more",
+            )
+            for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
+            if m.has_series
         ],
         modes=[
             ModeChoice(
