@@ -91,8 +91,8 @@ def run_set(
 
     Without `gpus` the processes train on the CPU, with them they are spread over these devices; cores are dealt out to
     them. Every process trains `runs_per_process` runs at once, each on a GPU in a stream of its own, and twice as
-    many branches beside them. `rivals` False leaves out what only rival monitors read. A run that fails stops no other; one that
-    time cuts short leaves its trace in the folder "unfinished".
+    many branches beside them. `rivals` False leaves out what only rival monitors read. A run that fails stops no
+    other; one that time cuts short leaves its trace in the folder "unfinished".
     """
     shutil.rmtree(folder / "claims", ignore_errors=True)
     (folder / "claims").mkdir(parents=True)
