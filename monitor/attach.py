@@ -1,7 +1,9 @@
 """`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
 
+import difflib
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +35,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     """
     settings = make_config(config, {**_place(config), **overrides})
     _refuse_unfit(model)
+    _refuse_unknown_names(model, settings)
     found = find_attention(model, settings.heads)
     watched = [f for f in found if f.problem is None]
     if not found:
@@ -47,10 +50,24 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     keeper = Keeper(layers, placed.state, settings, prove=prove)
     undo = _install(model, watched, layers, keeper, numbered=settings.attention == "kernels" or prove)
     try:
-        return Agent(settings, _instruments(settings, found, watched, placed, keeper), undo)
+        agent = Agent(settings, _instruments(settings, found, watched, placed, keeper), undo)
     except BaseException:
         undo()
         raise
+    _agents.update(dict.fromkeys(layers, weakref.ref(agent)))
+    return agent
+
+
+_agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
+
+
+def detach(model: nn.Module) -> None:
+    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does."""
+    layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if LAYER_ATTRIBUTE in vars(module)]
+    for layer in layers:
+        agent = known() if (known := _agents.get(layer)) is not None else None
+        if agent is not None:
+            agent.close("stopped")
 
 
 def _place(config: AgentConfig | None) -> dict[str, int]:
@@ -68,11 +85,22 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError("nn.DataParallel runs copies of the model in threads; use DistributedDataParallel")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model lies on the meta device, without numbers; attach when its weights have a device")
     for name, module in model.named_modules():
         if LAYER_ATTRIBUTE in module.__dict__:
             raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
+
+
+def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for setting, told in (("heads", settings.heads), ("layers", settings.layers)):
+        for unknown in told.keys() - names:
+            near = difflib.get_close_matches(unknown, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"
+            raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
 
 
 def _accelerated(device: torch.device) -> bool:

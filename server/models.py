@@ -6,9 +6,9 @@ are Unix seconds by the service's clock unless a field says otherwise.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.metric import Scale
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -53,8 +53,16 @@ class Problem(Response):
     errors: list[ProblemItem] = Field(default_factory=list, description="up to ten of them")
 
 
+class MetricLevels(Response):
+    """From where on a value is marked; with `below`, small values are the bad ones."""
+
+    alarm: float
+    watch: float | None
+    below: bool
+
+
 class MetricInfo(Response):
-    """A metric of the catalogue, for labels, tooltips and choices."""
+    """A metric of the catalogue: all that is needed to draw it."""
 
     key: str
     title: str
@@ -62,12 +70,28 @@ class MetricInfo(Response):
     bad: str
     unit: str
     per_head: bool
+    signed: bool = Field(description="either sign may be bad; the worst head is the largest in size")
+    scale: Scale = Field(description="of its axis; symlog is linear between -1 and 1 and logarithmic beyond")
+    percent: bool = Field(description="a share, read in percent")
+    levels: MetricLevels | None
+    chart: Literal["first", "more"] | None = Field(description="drawn at once, on demand, or in no chart of its own")
+
+
+class ModeChoice(Response):
+    """A mode that a head may be switched to, alone or with others."""
+
+    name: str
+    does: str
+    cures: str
+    excludes: list[str] = Field(description="modes that cannot be joined with it")
 
 
 class Catalog(Response):
-    """Every metric that series and, where per_head, matrix can show."""
+    """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
 
     metrics: list[MetricInfo]
+    modes: list[ModeChoice]
+    default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
 
 
 class Session(Response):
@@ -93,7 +117,7 @@ class RunSummary(Response):
     status: RunStatus
     policy: Policy | None = Field(description="null until a boot has said what it watches")
     numerics: str | None
-    mitigation: ModeName | None
+    mitigation: str | None
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
     first_seen_unix_seconds: float
@@ -125,7 +149,7 @@ class LayerState(Response):
     head_dim: int
     served_by: str
     sampled: bool
-    modes: list[ModeName | None]
+    modes: list[str | None]
     risk: list[Number]
 
 
@@ -232,13 +256,6 @@ class CommandRequest(BaseModel):
     expires_step: Step | None = None
     dry_run: bool = False
 
-    @field_validator("mode", "expect")
-    @classmethod
-    def _mode_exists(cls, value: str | None) -> str | None:
-        if value is not None and value not in MODE_NAMES:
-            raise ValueError(f"mode {value[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
-        return value
-
 
 class Decision(BaseModel):
     """Approval or rejection of a proposed command."""
@@ -265,8 +282,8 @@ class RankAnswer(Response):
     outcome: Outcome | None = Field(description="null until the rank has answered")
     step: int | None
     heads: list[HeadRef]
-    before: list[ModeName]
-    after: list[ModeName]
+    before: list[str]
+    after: list[str]
     reason: str
 
 
@@ -283,8 +300,8 @@ class CommandStatus(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
-    expect: ModeName | None
+    mode: str
+    expect: str | None
     dry_run: bool
     created_unix_seconds: float
     expires_unix_seconds: float | None
@@ -313,7 +330,7 @@ class CommandChange(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
+    mode: str
     verification: Verification | None = None
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from sqlalchemy import Row, and_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import Batch, Command, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, tracks_of
@@ -44,7 +45,10 @@ async def exchange(
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
 ) -> dict[tuple[str, int, str], tuple[Command, ...]]:
-    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do."""
+    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
+
+    The caller holds the runs (`Store.lock_runs`).
+    """
     for batch, answer in switched:
         if answer.command is not None:
             await _answer(store, connection, run_ids[batch.run], batch, answer)
@@ -56,7 +60,7 @@ async def exchange(
         .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
         .order_by(commands.c.number)
     )
-    rows = (await connection.execute(query.with_for_update())).all()
+    rows = (await connection.execute(query)).all()
     if not rows:
         return {}
     held = await holdings(connection, {row.run_id for row in rows})
@@ -74,7 +78,7 @@ async def exchange(
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in concerned or answered or late or ranks[rank].boot != boot:
+            if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK:
                 orders[boot_key].append(_as_wire(row))
@@ -178,12 +182,11 @@ async def _settle(
 
 async def expire(store: Store, connection: AsyncConnection) -> None:
     """Close what has expired; run from time to time, for runs that have gone silent."""
-    query = (
-        select(commands, runs.c.name.label("run"))
-        .join(runs)
-        .where(commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time())
-    )
-    rows = (await connection.execute(query.with_for_update())).all()
+    overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
+    owners = set((await connection.execute(select(commands.c.run_id).where(*overdue))).scalars())
+    await store.lock_runs(connection, owners)
+    query = select(commands, runs.c.name.label("run")).join(runs).where(*overdue, commands.c.run_id.in_(owners))
+    rows = (await connection.execute(query)).all()
     held = await holdings(connection, {row.run_id for row in rows})
     tracks = await tracks_of(connection, [row.id for row in rows])
     for row in rows:
@@ -209,6 +212,8 @@ async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch
     if batch.rank not in ranks or ranks[batch.rank].boot != batch.boot:
         return  # a superseded boot's news comes too late to be an order
     for mode, heads in sorted(by_mode.items()):
+        if not is_mode(mode):
+            continue  # of an agent newer than this service, which cannot order it; the history keeps it
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():

@@ -116,7 +116,7 @@ def test_a_padded_batch_keeps_its_own_attention_and_every_row_of_it_can_be_measu
     agent.step()
     agent.close()
     words = listener.of(wire.Sample)[0].words()
-    seen = slot_values(words, Slot.ROWS) + slot_values(words, Slot.ROWS_EMPTY)
+    seen = slot_values(words, Slot.ROWS) + slot_values(words, Slot.EMPTY_ROWS)
     assert seen.tolist() == [3 * 12] * len(words)
 
 

@@ -122,7 +122,7 @@ def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count
     assert got.rows == [2 * 12 * mode.micro_batches * STEPS] * heads
     if kind.startswith("checkpointing"):
         plain = watched(Logits(name, Mode(), "eager"), Mode().loop, **EVERY_ROW)
-        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ]
+        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ]
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
 
 
@@ -144,7 +144,7 @@ def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str
     plain = watched(Logits(name, Mode(), "eager"), loop, **EVERY_ROW)
     compiled = True
     got = watched(Logits(name, Mode(), "eager"), loop, **EVERY_ROW)
-    assert {int(words[0, [Slot.ROWS, Slot.ROWS_EMPTY]].sum()) for words in got.words} == {2 * 12}
+    assert {int(words[0, [Slot.ROWS, Slot.EMPTY_ROWS]].sum()) for words in got.words} == {2 * 12}
     np.testing.assert_array_equal(counts(got), counts(plain))
     torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
 
