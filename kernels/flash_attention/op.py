@@ -70,7 +70,8 @@ def _attention_forward(
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
     [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
-    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`);
+    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
+    times `residual_scale`;
     log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     given = spec_of(spec)

@@ -109,6 +109,12 @@ def residual_dtype(dtype: torch.dtype, numerics: Numerics) -> torch.dtype:
     return operand_dtype(dtype) if numerics in ("kernel", "paper") else compute_dtype(numerics)
 
 
+def residual_scale(dtype: torch.dtype) -> float:
+    """What O's rounding residual is multiplied by before it is stored in this dtype. In fp16 the residual of an O below
+    about 1e-3 would underflow; times the inverse of fp16's relative step it is about as large as O itself."""
+    return 2.0**11 if dtype == torch.float16 else 1.0
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics) -> None:
     """Raise ValueError with a sentence unless query [B, H, Sq, D] and key, value [B, Hkv, Sk, D] fit together."""
     if not query.dim() == key.dim() == value.dim() == 4:

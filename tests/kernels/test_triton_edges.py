@@ -1,7 +1,5 @@
 """The edges of what the kernels serve: sizes near the ends of their types, odd strides, tiny and huge scores."""
 
-import math
-
 import pytest
 import torch
 from tests.kernels.triton_calls import (
@@ -17,10 +15,9 @@ from tests.kernels.triton_calls import (
 )
 from torch import Tensor
 
-from foreshock.contract.slots import Mode, Slot
-from foreshock.kernels.flash_attention import new_state
+from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention import new_state, op
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
-from foreshock.kernels.flash_attention import op
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
@@ -71,7 +68,7 @@ FAR = 2**31 - 1
         ((2**40, 2**40), (-1, -1)),
     ],
 )
-@pytest.mark.parametrize("lengths", [(37, 37), (41, 23)])
+@pytest.mark.parametrize("lengths", [(41, 23)])
 def test_a_window_wider_than_any_tensor_is_unlimited(
     attention: object, window: tuple[int, int], same_as: tuple[int, int], lengths: tuple[int, int]
 ) -> None:
@@ -113,7 +110,7 @@ def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
             assert torch.equal(one_of, other)
 
 
-def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 48, keys: int = 56) -> Inputs:
+def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24, keys: int = 56) -> Inputs:
     """One query a head over common keys, scores of about `size`: the state then tells the verdict on every row."""
     inputs = random_inputs(1, keys, 32, heads=heads, kv_heads=1, dtype=torch.float32, seed=seed)
     query = inputs.query * size / 3
@@ -134,7 +131,7 @@ def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float
     half_step = (nearest.float() - torch.nextafter(nearest, -torch.ones_like(nearest)).float()).double() / 2
     edge = nearest.double() - half_step  # from here on scores round to the maximum's bf16
     certain = ((second - edge).abs() > slack) & ((largest - edge).abs() > slack)
-    tied = torch.tensor(given.counts(Slot.ROWS_TIED_BF16)) > 0
+    tied = torch.tensor(given.counts(Slot.TIED_ROWS_BF16)) > 0
     assert torch.equal(tied[certain.cpu()], (second >= edge)[certain].cpu())
     assert certain.float().mean() > 0.5
 
@@ -151,25 +148,22 @@ def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> No
     value, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))
     for key, want in ((same, rows), (alone, 0)):
         given = attention(Inputs(same, key, value.to(DEVICE), grad.to(DEVICE)), scaled(64))  # type: ignore[operator]
-        assert given.counts(Slot.ROWS_TIED_BF16) == [want] * heads
-        assert given.counts(Slot.ROWS_TIED_ONE) == [want] * heads
+        assert given.counts(Slot.TIED_ROWS_BF16) == [want] * heads
+        assert given.counts(Slot.TIED_ROWS_ONE) == [want] * heads
 
 
 @BY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [300.0, 3e-3, 2e-5, 3e-7])
-def test_delta_bias_and_exact_delta_hold_for_values_of_every_size(
-    attention: object, dtype: torch.dtype, size: float
-) -> None:
-    inputs = random_inputs(61, 61, 32, dtype=dtype, seed=26)
+def test_delta_bias_holds_for_values_of_every_size(attention: object, dtype: torch.dtype, size: float) -> None:
+    inputs = random_inputs(61, 30, 32, dtype=dtype, seed=26)  # one tile of keys: one maximum to round P by
     inputs = inputs._replace(value=(inputs.value.float() * size).to(dtype))
     spec = scaled(32)
-    given, exact = attention(inputs, spec), truth(inputs, spec)  # type: ignore[operator]
-    stored = given.out.double()
-    # What rounding O took, by a forward whose only rounding beside it is P's.
-    lost = (stored - exact.out.double()) * inputs.grad.double()
-    got = given.counts(Slot.DELTA_BIAS_ABS)
-    assert got == pytest.approx(lost.sum(-1).abs().sum((0, 2)).tolist(), rel=0.5)
-    modes = torch.full((2,), int(Mode.EXACT_DELTA), dtype=torch.int32, device=DEVICE)
-    cured = attention(inputs, spec, modes)  # type: ignore[operator]
-    assert not torch.equal(cured.grad_query, given.grad_query) or not math.isfinite(size)
+    given = attention(inputs, spec)  # type: ignore[operator]
+    query, key, value, grad = (x.double() for x in inputs)
+    scores = query @ key.mT * 32**-0.5
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    rounded = weights.float().to(dtype).double()  # a kernel multiplies rounded weights, and sums them unrounded
+    lost = given.out.double() - rounded @ value / weights.sum(-1, keepdim=True)
+    want = (lost * grad).sum(-1).abs().sum((0, 2))
+    assert given.counts(Slot.DELTA_BIAS_ABS) == pytest.approx(want.tolist(), rel=0.05)
