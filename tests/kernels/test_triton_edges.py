@@ -35,7 +35,7 @@ def _kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BY
-@pytest.mark.parametrize("softcap", [3e4, 2e5, 3e6, 5e7])
+@pytest.mark.parametrize("softcap", [2e5, 5e7])
 def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=21)
     capped, plain = (attention(inputs, scaled(32, softcap=cap)) for cap in (softcap, 0.0))  # type: ignore[operator]
@@ -46,7 +46,7 @@ def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: flo
 
 
 @BY
-@pytest.mark.parametrize("softcap", [0.02, 0.7, 3.0, 40.0])
+@pytest.mark.parametrize("softcap", [0.02, 3.0])
 def test_a_softcap_is_as_exact_near_its_knee_as_without_one(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=22)
     spec = scaled(32, softcap=softcap)
@@ -99,18 +99,18 @@ def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
 ) -> None:
     if numerics_on == "reference":
         monkeypatch.setattr(op, "_kernels", lambda query, spec: None)
-    inputs = random_inputs(53, 53, 32, heads=4, kv_heads=2, seed=24)
+    inputs = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=24)
     table = torch.tensor([[2, 9], [0, 9], [1, 9], [4, 9]], dtype=torch.int32, device=DEVICE)
     one = torch.tensor([2, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)[:1].expand(4)
-    starts = torch.tensor([[0, 7], [20, 7], [20, 7], [53, 7]], dtype=torch.int32, device=DEVICE)
-    for modes, lengths in ((table[:, 0], None), (one, None), (None, starts[:, 0]), (table[:, 0], starts[:, 0])):
+    starts = torch.tensor([[0, 7], [15, 7], [15, 7], [37, 7]], dtype=torch.int32, device=DEVICE)
+    for modes, lengths in ((one, None), (table[:, 0], starts[:, 0])):
         given = through_the_operators(inputs, modes, lengths)
         packed = [None if x is None else x.contiguous() for x in (modes, lengths)]
         for one_of, other in zip(given, through_the_operators(inputs, *packed), strict=True):
             assert torch.equal(one_of, other)
 
 
-def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24, keys: int = 56) -> Inputs:
+def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24 if CUDA else 8, keys: int = 56) -> Inputs:
     """One query a head over common keys, scores of about `size`: the state then tells the verdict on every row."""
     inputs = random_inputs(1, keys, 32, heads=heads, kv_heads=1, dtype=torch.float32, seed=seed)
     query = inputs.query * size / 3
@@ -118,7 +118,7 @@ def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24, keys
 
 
 @BY
-@pytest.mark.parametrize("size", [3e-7, 2e-6, 4e-5, 2e-4, 7e-3, 0.4])
+@pytest.mark.parametrize("size", [3e-7, 2e-6, 4e-5, 2e-4, 7e-3, 0.4] if CUDA else [3e-7, 2e-4, 0.4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float, dtype: torch.dtype) -> None:
     inputs = row_a_head(size, dtype, seed=25)
@@ -137,7 +137,7 @@ def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float
 
 
 @BY
-@pytest.mark.parametrize("exponent", [13, 27, 30, 40])
+@pytest.mark.parametrize("exponent", [13, 30])
 def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> None:
     heads, rows = 2, 19
     size = 2.0 ** (exponent / 2)
@@ -154,7 +154,7 @@ def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> No
 
 @BY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [300.0, 3e-3, 2e-5, 3e-7])
+@pytest.mark.parametrize("size", [300.0, 2e-5, 3e-7])
 def test_delta_bias_holds_for_values_of_every_size(attention: object, dtype: torch.dtype, size: float) -> None:
     inputs = random_inputs(61, 30, 32, dtype=dtype, seed=26)  # one tile of keys: one maximum to round P by
     inputs = inputs._replace(value=(inputs.value.float() * size).to(dtype))
