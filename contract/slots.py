@@ -22,15 +22,15 @@ class Slot(IntEnum):
     """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder."""
 
     ROWS = 0
-    ROWS_TIED_BF16 = 1
-    ROWS_TIED_ONE = 2
-    ROWS_SHIFTED = 3
-    ROWS_EMPTY = 4
-    ROWS_NONFINITE = 5
+    TIED_ROWS_BF16 = 1
+    TIED_ROWS_ONE = 2
+    SHIFTED_ROWS = 3
+    EMPTY_ROWS = 4
+    NONFINITE_ROWS = 5
     SCORE_MAX = 6
     ROW_MAX_ABS = 7
-    OFFSET_SUM = 8
-    OFFSET_SUMSQ = 9
+    SCORE_OFFSET_SUM = 8
+    SCORE_OFFSET_SUMSQ = 9
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
@@ -50,21 +50,21 @@ class SlotInfo(NamedTuple):
 
 SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.ROWS: SlotInfo("int64", "sum", 0, "Query rows with at least one visible key and only finite scores."),
-    Slot.ROWS_TIED_BF16: SlotInfo(
+    Slot.TIED_ROWS_BF16: SlotInfo(
         "int64", "sum", 0, "Rows whose scores, rounded to bf16, have more than one maximum (paper, section 3.3.2)."
     ),
-    Slot.ROWS_TIED_ONE: SlotInfo(
+    Slot.TIED_ROWS_ONE: SlotInfo(
         "int64", "sum", 0, "Rows with more than one P = exp(S - max) that rounds to 1 in the operand's dtype."
     ),
-    Slot.ROWS_SHIFTED: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
-    Slot.ROWS_EMPTY: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
-    Slot.ROWS_NONFINITE: SlotInfo(
+    Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
+    Slot.EMPTY_ROWS: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
+    Slot.NONFINITE_ROWS: SlotInfo(
         "int64", "sum", 0, "Rows with a NaN or infinite score, output or delta; kept out of every other slot."
     ),
     Slot.SCORE_MAX: SlotInfo("float64", "max", -np.inf, "Largest scaled score."),
     Slot.ROW_MAX_ABS: SlotInfo("float64", "max", -np.inf, "Largest absolute value of a row's maximum score."),
-    Slot.OFFSET_SUM: SlotInfo("float64", "sum", 0, "Sum of lse - log n, n being the visible keys of the row."),
-    Slot.OFFSET_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of lse - log n."),
+    Slot.SCORE_OFFSET_SUM: SlotInfo("float64", "sum", 0, "Sum of lse - log n, n being the visible keys of the row."),
+    Slot.SCORE_OFFSET_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of lse - log n."),
     Slot.DELTA_BIAS_SUM: SlotInfo("float64", "sum", 0, "Sum of delta_lp - delta_hp (paper, section 3.3.1)."),
     Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
     Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),

@@ -312,7 +312,7 @@ class Agent:
             self._emit(switched)
 
     def _check_that_every_layer_was_hit(self, counted: Counted) -> None:
-        rows = counted.words[:, [Slot.ROWS, Slot.ROWS_EMPTY, Slot.ROWS_NONFINITE]].sum(axis=1)
+        rows = counted.words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(axis=1)
         first = 0
         for layer, module in zip(self._instruments.layers, self._instruments.watched, strict=True):
             size = len(layer.heads)

@@ -329,7 +329,7 @@ def attention_backward(
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if call.blank(*grads):
         if state is not None:
-            state[:, Slot.ROWS_EMPTY] += query.shape[0] * query.shape[2]
+            state[:, Slot.EMPTY_ROWS] += query.shape[0] * query.shape[2]
         return grads
     if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
         grad_out = grad_out.contiguous()

@@ -16,11 +16,11 @@ from foreshock.kernels.flash_attention.blocks import (
 from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
-_TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_BF16))
-_EMPTY: tl.constexpr = tl.constexpr(int(Slot.ROWS_EMPTY))
-_NONFINITE: tl.constexpr = tl.constexpr(int(Slot.ROWS_NONFINITE))
+_TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
+_EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
+_NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
-_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.OFFSET_SUM))
+_SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
 _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
 
 
@@ -160,8 +160,8 @@ def count_kernel(
     _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
     _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
     _put(partial, _SCORE_MAX + 1, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
-    _put(partial, _OFFSET_SUM, blocks, tl.sum(offsets, 0))
-    _put(partial, _OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
+    _put(partial, _SCORE_OFFSET_SUM, blocks, tl.sum(offsets, 0))
+    _put(partial, _SCORE_OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
     _put(partial, _DELTA_BIAS_SUM, blocks, tl.sum(bias, 0))
     _put(partial, _DELTA_BIAS_SUM + 1, blocks, tl.sum(tl.abs(bias), 0))
     _put(partial, _DELTA_BIAS_SUM + 2, blocks, tl.sum(bias * bias, 0))
@@ -195,7 +195,7 @@ def merge_kernel(
         added += total_q - tl.load(cu_seqlens_q + sequences)
     if slot < _SCORE_MAX:
         tl.store(word, before + added)
-    elif slot < _OFFSET_SUM:
+    elif slot < _SCORE_OFFSET_SUM:
         after = tl.maximum(before.to(tl.float64, bitcast=True), tl.max(largest, 0))
         tl.store(word, after.to(tl.int64, bitcast=True))
     else:

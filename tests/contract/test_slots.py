@@ -81,10 +81,10 @@ def test_merging_leaves_its_inputs_alone(a: Words, b: Words) -> None:
 
 def test_a_nan_stays_a_nan() -> None:
     part = identity_row()[None].copy()
-    part.view(np.float64)[0, Slot.OFFSET_SUM] = np.nan
+    part.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = np.nan
     part.view(np.float64)[0, Slot.SCORE_MAX] = np.nan
     merged = merge_words([identity_row()[None], part, identity_row()[None]])
-    assert np.isnan(column(merged, Slot.OFFSET_SUM)).all()
+    assert np.isnan(column(merged, Slot.SCORE_OFFSET_SUM)).all()
     assert np.isnan(column(merged, Slot.SCORE_MAX)).all()
 
 

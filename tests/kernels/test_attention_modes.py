@@ -55,7 +55,7 @@ def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: M
     shifts = mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)
     assert torch.equal(plain[0], switched[0]) == (not shifts)
     assert torch.equal(plain[2], switched[2]) == (mode == Mode.PLAIN)
-    shifted = slot_values(state.numpy(), Slot.ROWS_SHIFTED)
+    shifted = slot_values(state.numpy(), Slot.SHIFTED_ROWS)
     assert shifted.tolist() == [0, 48 if shifts else 0, 0, 0]
 
 
@@ -142,14 +142,14 @@ def test_no_shift_underflows_at_large_scores(mode: Mode, dtype: torch.dtype, siz
     assert all(torch.isfinite(x).all() for x in (out, lse, *grads))
     torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-5)
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 24
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 24
 
 
 def test_equal_scores_of_zero_are_shifted_by_the_default_rule_and_not_by_the_papers() -> None:
     inputs = tied(batch=1, heads=2, length=10)
     inputs[0].zero_()
     (out, *_), state = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).tolist() == [10, 0]
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).tolist() == [10, 0]
     mean = inputs[2].double().mean(2, keepdim=True).expand_as(out)
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=2.0**-9)
 
@@ -173,8 +173,8 @@ def test_ties_count_over_the_whole_row_however_far_apart() -> None:
     other = 299 if best < 150 else 0
     key[0, 0, other] = key[0, 0, best]
     _, state = run([query[:, :, :1], key, value, grad[:, :, :1]], flags(Mode.STABLE_SOFTMAX))
-    assert slot_values(state.numpy(), Slot.ROWS_TIED_ONE).item() == 1
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 1
+    assert slot_values(state.numpy(), Slot.TIED_ROWS_ONE).item() == 1
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

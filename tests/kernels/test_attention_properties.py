@@ -53,7 +53,9 @@ def assert_same_statistics(got: Words, expected: Words) -> None:
     np.testing.assert_array_equal(got[:, list(COUNT_SLOTS)], expected[:, list(COUNT_SLOTS)])
     for slot in MAX_SLOTS + SUM_SLOTS:
         # A sum of both signs is as exact as the sum of absolutes that goes with it.
-        scale = {Slot.DELTA_BIAS_SUM: Slot.DELTA_BIAS_ABS, Slot.OFFSET_SUM: Slot.OFFSET_SUMSQ}.get(slot, slot)
+        scale = {Slot.DELTA_BIAS_SUM: Slot.DELTA_BIAS_ABS, Slot.SCORE_OFFSET_SUM: Slot.SCORE_OFFSET_SUMSQ}.get(
+            slot, slot
+        )
         tolerance = 1e-6 * np.abs(slot_values(expected, scale)).max()
         np.testing.assert_allclose(slot_values(got, slot), slot_values(expected, slot), rtol=1e-5, atol=tolerance)
 

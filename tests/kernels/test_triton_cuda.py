@@ -114,7 +114,7 @@ def test_a_captured_graph_counts_at_every_replay_and_obeys_a_mode_changed_betwee
     graph.replay()
     assert not torch.equal(eager[0], captured[0])
     assert not torch.equal(eager[1], captured[1])
-    assert counted(state, Slot.ROWS_SHIFTED) == [512.0] * 4
+    assert counted(state, Slot.SHIFTED_ROWS) == [512.0] * 4
 
 
 @pytest.mark.promise("K10")

@@ -96,8 +96,8 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
             assert counted[Slot.ROWS] == len(scores)
             assert slot_values(counted, Slot.SCORE_MAX) == pytest.approx(max(map(max, scores)), rel=1e-5)
             assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
-            assert slot_values(counted, Slot.OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
-            assert slot_values(counted, Slot.OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
 
 
 class AttentionWithOurOperator(CausalSelfAttention):

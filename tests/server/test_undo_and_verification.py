@@ -25,8 +25,8 @@ def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
     floats = words.view(np.float64)
     size = base * np.exp(rate * step / WINDOW)
     floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 * size
-    floats[:, Slot.OFFSET_SUM] = -size * words[:, Slot.ROWS]
-    floats[:, Slot.OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
     return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
 
 

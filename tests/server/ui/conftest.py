@@ -88,10 +88,10 @@ class Feeder:
         words = np.zeros((layers, heads, SLOT_COUNT), dtype=np.int64)
         floats = words.view(np.float64)
         words[..., Slot.ROWS] = ROWS
-        words[..., Slot.ROWS_TIED_BF16] = np.minimum(ROWS, 10 * size).astype(np.int64)
+        words[..., Slot.TIED_ROWS_BF16] = np.minimum(ROWS, 10 * size).astype(np.int64)
         floats[..., Slot.SCORE_MAX] = floats[..., Slot.ROW_MAX_ABS] = 12 * size
-        floats[..., Slot.OFFSET_SUM] = -size * ROWS
-        floats[..., Slot.OFFSET_SUMSQ] = size**2 * ROWS
+        floats[..., Slot.SCORE_OFFSET_SUM] = -size * ROWS
+        floats[..., Slot.SCORE_OFFSET_SUMSQ] = size**2 * ROWS
         floats[..., Slot.DELTA_BIAS_SUM] = noise.normal(0, 0.05, self.shape)
         floats[..., Slot.DELTA_BIAS_ABS] = 1
         floats[..., Slot.DELTA_BIAS_SUMSQ] = 1e-4
