@@ -4,7 +4,7 @@ Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` 
 are Unix seconds by the service's clock unless a field says otherwise.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -28,6 +28,8 @@ Verification = Literal["verified", "not arrested", "unknown"]
 CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
 Number = float | None
+ModeText = Annotated[str, Field(json_schema_extra={"enum": list(MODE_NAMES)})]
+"""The name of a mode as it is stored, whoever stored it."""
 
 
 class Response(BaseModel):
@@ -283,8 +285,8 @@ class CommandStatus(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
-    expect: ModeName | None
+    mode: ModeText
+    expect: ModeText | None
     dry_run: bool
     created_unix_seconds: float
     expires_unix_seconds: float | None
@@ -313,7 +315,7 @@ class CommandChange(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
+    mode: ModeText
     verification: Verification | None = None
 
 

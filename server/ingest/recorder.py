@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Row, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -22,6 +22,7 @@ from foreshock.server.runs.words import finished_sentence, printable, started_se
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.packing import pack_sample
 from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
+from foreshock.server.store.topology import heads_of_layers
 
 BootKey = tuple[str, int, str]
 _MERGED = (
@@ -36,6 +37,13 @@ _MERGED = (
     "nonfinite_steps",
     "finished_status",
 )
+
+
+_MOST_STEPS: Final = 2**53
+
+
+class MisfitError(ValueError):
+    """A batch that does not fit what its boot said of itself; the message says how."""
 
 
 @dataclass
@@ -68,6 +76,7 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
         # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
         await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
         rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
+    await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
@@ -122,6 +131,26 @@ async def _lock_boots(connection: AsyncConnection, boot_ids: Iterable[int]) -> d
     return {row.id: row for row in await connection.execute(query)}
 
 
+async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
+    """Raises MisfitError when a sample speaks of other heads than its boot watches, as far as that is known."""
+    known = {rows[done.boot_ids[key_of(batch)]].topology for batch in done.new} - {None}
+    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(known))) if known else ()
+    sizes = {row.hash: len(heads_of_layers(row.layers)) for row in found}
+    watched: dict[int, int] = {}
+    for batch in done.new:
+        boot_id = done.boot_ids[key_of(batch)]
+        for event in batch.events:
+            if isinstance(event, Started):
+                watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
+        want = watched.get(boot_id, sizes.get(rows[boot_id].topology))
+        for event in batch.events:
+            if isinstance(event, Sample) and want and not event.head_counts() <= {want}:
+                raise MisfitError(
+                    f"The sample of step {event.step} speaks of {event.head_counts().pop()} heads, its boot watches "
+                    f"{want}; nothing of the batch was stored."
+                )
+
+
 async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
     rows = []
     for batch in done.new:
@@ -168,7 +197,8 @@ async def _merge_boots(
                 boot["started_step"] = event.step
                 moved.add(boot_id)
             elif isinstance(event, Sample):
-                boot["nonfinite_steps"] += max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
+                nonfinite = max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
+                boot["nonfinite_steps"] = min(boot["nonfinite_steps"] + nonfinite, _MOST_STEPS)
                 if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
                     boot["earliest_step"] = event.since_step
                     moved.add(boot_id)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreshock.contract.wire import AgentHealth, Array, Finished, Grams, Sample, Switched, Verdict
+from foreshock.contract.wire import AgentHealth, Array, Finished, Grams, Switched, Verdict
 from foreshock.monitor import attach, sender
 from foreshock.server.testing import FakeRank, LiveService
 
