@@ -12,6 +12,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.slots import Slot, Words, slot_values
 
 Floats = npt.NDArray[np.float64]
@@ -257,7 +258,9 @@ HEAD_METRICS: Final = (
     Metric(
         key="head.mode",
         title="Mode",
-        help="Mode flags of a head: 0 plain, 1 exact_delta, 2 stable_softmax, 4 paper_softmax, added together.",
+        help="Mode flags of a head: 0 plain, "
+        + ", ".join(f"{mode.flag:d} {mode.name}" for mode in MODES)
+        + ", added together.",
         bad="Not the mode you asked for.",
         board="heads",
         labels=HEAD_LABELS,
@@ -397,7 +400,8 @@ RUN_METRICS: Final = (
                 'Largest |score| reaches 512 in about {{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,'
                 'head=%q}" $labels.run $labels.layer $labels.head | query }}{{ . | first | value | humanize }}'
                 "{{ else }}an unknown number of{{ end }} steps.",
-                action="Switch the head to exact_delta, or let policy auto do it, and watch its offset stop growing.",
+                action=f"Switch the head to {DEFAULT_MITIGATION}, or let policy auto do it, "
+                "and watch its offset stop growing.",
             ),
         ),
     ),

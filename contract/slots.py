@@ -1,4 +1,4 @@
-"""Which statistic sits where in a head's state, its type and its merge rule; the mode flags of a head.
+"""Which statistic sits where in a head's state, its type and its merge rule.
 
 A head's state is one row of 8-byte words. Counts are int64; sums and maxima are float64 and share the same words (the
 same memory viewed as float64), so that one copy takes every statistic of every head. What travels is mergeable (house
@@ -6,7 +6,7 @@ decision 2): counts and sums add, maxima take the larger one; a ratio or a mean 
 """
 
 from collections.abc import Sequence
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -80,40 +80,6 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
 COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")
 SUM_SLOTS: Final = tuple(s for s, info in SLOTS.items() if info.dtype == "float64" and info.merge == "sum")
 MAX_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.merge == "max")
-
-
-class Mode(IntFlag):
-    """How a head's attention is computed. Every mode computes the same mathematics; they differ in rounding alone.
-
-    A head's mode is one int32 in device memory, read by each kernel program once, before its loop (house decision 4).
-    """
-
-    PLAIN = 0
-    EXACT_DELTA = 1
-    """delta from O and its saved rounding residual."""
-    STABLE_SOFTMAX = 2
-    """Every row is shifted by an amount of its own, less than a binade, so that its largest P is never 1."""
-    PAPER_SOFTMAX = 4
-    """Rows with tied maxima are shifted by the paper's exact rule (algorithm 3); excludes STABLE_SOFTMAX."""
-
-
-MODE_NAMES: Final[dict[str, Mode]] = {
-    "plain": Mode.PLAIN,
-    "exact_delta": Mode.EXACT_DELTA,
-    "stable_softmax": Mode.STABLE_SOFTMAX,
-    "paper_softmax": Mode.PAPER_SOFTMAX,
-    "exact_delta+stable_softmax": Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX,
-    "exact_delta+paper_softmax": Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX,
-}
-"""Every mode a head may have, by the name that people type."""
-
-
-def mode_name(mode: int) -> str:
-    """The name of a mode flag. Raises ValueError for a combination that does not exist."""
-    for name, known in MODE_NAMES.items():
-        if known == mode:
-            return name
-    raise ValueError(f"mode {mode} does not exist; allowed are {', '.join(MODE_NAMES)}")
 
 
 def identity_row() -> Words:

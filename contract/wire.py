@@ -29,7 +29,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from foreshock.contract.slots import MODE_NAMES, MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
+from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
+from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
 WIRE_VERSION: Final = 1
 WIRE_REVISION: Final = 1
@@ -54,23 +55,20 @@ def _identifier(value: str) -> str:
 Identifier = Annotated[str, AfterValidator(_identifier)]
 """Names a run, a layer or a boot; safe as a label, never used as a path."""
 
-_MODE_NAME = re.compile(r"[A-Za-z0-9_.+:/-]{1,64}")
-
-
-def _mode_name(value: str) -> str:
-    if not _MODE_NAME.fullmatch(value):
-        raise ValueError(f"{value[:80]!r} is not the name of a mode; allowed are 1 to 64 of A-Z a-z 0-9 _ . + : / -")
-    return value
-
-
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Step = Count
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 """Wall clock, a label only."""
 LayerNumber = Annotated[int, Field(ge=0, le=MAX_LAYER_NUMBER)]
 HeadNumber = Annotated[int, Field(ge=0, lt=MAX_HEADS)]
-ModeName = Annotated[str, AfterValidator(_mode_name), Field(json_schema_extra={"enum": list(MODE_NAMES)})]
-"""The name of a mode; those of a newer version are names too. Who acts on one looks whether it knows it."""
+ModeName = Annotated[
+    str,
+    Field(max_length=64, json_schema_extra={"pattern": f"^({MODE_PATTERN})$"}),
+    AfterValidator(lambda name: mode_name(parse_mode(name))),
+]
+"""A mode that exists, for requests and settings; its parts in the order of contract.modes.MODES."""
+ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
+"""The name of a mode as another process tells it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
 Policy = Literal["observe", "approve", "auto"]
@@ -147,7 +145,7 @@ class Started(Message):
     layers: tuple[Layer, ...] = Field(max_length=MAX_LAYERS)
     policy: Policy
     numerics: str = Field(max_length=32)
-    mitigation: ModeName = "exact_delta"
+    mitigation: ToldModeName = "exact_delta"
     labels: dict[Identifier, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=32)
     versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
 
@@ -252,8 +250,8 @@ class Switched(Message):
     verdict: Identifier | None = None
     outcome: Outcome
     heads: tuple[HeadRef, ...] = Field(max_length=MAX_LAYERS * 64)
-    before: tuple[ModeName, ...]
-    after: tuple[ModeName, ...]
+    before: tuple[ToldModeName, ...]
+    after: tuple[ToldModeName, ...]
     reason: str = Field(max_length=500)
 
     @model_validator(mode="after")
@@ -374,8 +372,8 @@ class Command(Message):
     heads: tuple[HeadRef, ...] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="None means every head"
     )
-    mode: ModeName
-    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    mode: ToldModeName
+    expect: ToldModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     reason: str = Field(max_length=500)
     issued_by: str = Field(max_length=128)
     expires_unix_seconds: float | None = None

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, mode_name
+from foreshock.contract.modes import mode_name
+from foreshock.contract.slots import Slot
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current
 from foreshock.monitor.config import AgentConfig, new_run_name

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import shift
 
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)

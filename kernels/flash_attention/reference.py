@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype

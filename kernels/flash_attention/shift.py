@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.statistics import several_within
 
 PAPER_TOLERANCE: Final = 1e-3

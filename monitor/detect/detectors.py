@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, forecast, sentence, who
 from foreshock.monitor.detect.growth import SIGNALS, Floats, Growth, History
@@ -183,7 +183,7 @@ class Detectors:
         if not self._rounds:
             return np.zeros(len(self.heads))
         push: Floats = self._bias[0] / np.sqrt(self._bias[1])
-        push[self._modes & Mode.EXACT_DELTA != 0] = 0.0
+        push[self._modes & ROUNDING_ENDS != 0] = 0.0
         return push
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
@@ -290,7 +290,7 @@ class Detectors:
         last, lowest = self._loss[2:].tolist()
         if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
             return "other"
-        if not self._rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
+        if not self._rounds or index == _RUN or self._modes[index] & ROUNDING_ENDS:
             return "score growth" if signal != "nonfinite" else "other"
         now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
         moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts

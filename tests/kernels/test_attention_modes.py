@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import MODE_NAMES, Mode, Slot, slot_values
+from foreshock.contract.modes import Mode, mode_name, parse_mode, served_modes
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state
 from foreshock.kernels.flash_attention.reference import row_sum_defect
 from foreshock.kernels.flash_attention.shift import paper_shift, stable_shift
@@ -43,7 +44,7 @@ def flags(*modes: Mode) -> Tensor:
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
-@pytest.mark.parametrize("mode", MODE_NAMES.values(), ids=MODE_NAMES)
+@pytest.mark.parametrize("mode", served_modes(), ids=mode_name)
 def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: Mode, numerics: Numerics) -> None:
     inputs = tied()
     plain, _ = run(inputs, None, numerics)
@@ -107,7 +108,7 @@ def test_exact_delta_takes_the_bias_out_of_the_gradient_of_a_key_bias(name: str)
     inputs = tied(batch=4, length=64)
     inputs[1] += 4.0
     plain, _ = run(inputs, None)
-    mitigated, _ = run(inputs, flags(*[MODE_NAMES[name]] * 4))
+    mitigated, _ = run(inputs, flags(*[parse_mode(name)] * 4))
     # Summed in float64 over keys, dK keeps its own rounding; the defect of dS stands out only above that.
     defect = [grads[3].double().sum((0, 2)).norm().item() for grads in (plain, mitigated)]
     assert defect[1] < defect[0]

@@ -19,7 +19,8 @@ from tests.kernels.triton_calls import (
     truth,
 )
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Mode, Slot
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot
 from foreshock.kernels.flash_attention import AttentionSpec
 
 # The interpreter computes masked lanes too, and warns of what they overflow to.

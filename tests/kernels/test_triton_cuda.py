@@ -9,7 +9,8 @@ from tests.kernels.triton_calls import CUDA, Inputs, attend, random_inputs, scal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foreshock.contract.slots import Mode, Slot, slot_values
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOT_COUNT, Mode, Slot, identity_row
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.growth import Floats
 from foreshock.monitor.detect.readings import Readings

@@ -125,23 +125,20 @@ def test_heads_are_counted_against_what_the_boot_says_in_the_same_batch_or_said_
     play(story)
 
 
-def test_a_mode_of_a_newer_agent_is_told_shown_and_passed_on(play: Any) -> None:
+def test_the_mode_of_a_newer_agent_is_told_and_shown_and_stops_no_other_rank(play: Any) -> None:
     async def story(service: Any) -> None:
         ranks = [FakeRank(rank=number) for number in (0, 1)]
         for rank in ranks:
-            rank.revision = 1
-            await service.store(rank, rank.started(), rank.sample(1))
-        news = Switched.model_validate(switched("warp_rows+exact_delta"))
-        ack = await service.store(ranks[0], news)
-        assert not ack.commands
-        ack = await service.store(ranks[1], ranks[1].sample(2, mode=1 << 20))
-        assert [order.mode for order in ack.commands] == ["warp_rows+exact_delta"]
-        await service.store(ranks[1], ranks[1].answer(ack.commands[0], 3, "refused"))
+            started = rank.started().model_copy(update={"mitigation": "warp_rows"})
+            await service.store(rank, started, rank.sample(1))
+        await service.store(ranks[0], Switched.model_validate(switched("warp_rows+exact_delta")))
+        for rank in ranks:
+            assert not (await service.store(rank, rank.sample(2, mode=1 << 20))).commands
         found = await every_answer(service, "run-1")
         events = found["/v1/runs/run-1/events"]["events"]
         assert any(e["switched"] and e["switched"]["after"] == ["warp_rows+exact_delta"] for e in events)
-        assert [c["mode"] for c in found["/v1/runs/run-1/commands"]["commands"]] == ["warp_rows+exact_delta"]
-        assert found["/v1/runs/run-1"]["layers"][0]["modes"][0] == "plain"
+        assert found["/v1/runs/run-1"]["mitigation"] == "warp_rows"
+        assert found["/v1/runs/run-1"]["layers"][0]["modes"] == [None] * 3
 
     play(story)
 

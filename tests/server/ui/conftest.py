@@ -15,7 +15,8 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
-from foreshock.contract.slots import MODE_NAMES, SLOT_COUNT, Slot, mode_name
+from foreshock.contract.modes import mode_name, parse_mode
+from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
 
 ROWS = 4096
@@ -158,7 +159,7 @@ class Feeder:
             heads = command.heads or tuple((i, j) for i in range(self.shape[0]) for j in range(self.shape[1]))
             before = tuple(mode_name(int(self.modes[layer, head])) for layer, head in heads)
             for layer, head in heads:
-                self.modes[layer, head] = int(MODE_NAMES[command.mode])
+                self.modes[layer, head] = int(parse_mode(command.mode))
             self.send(
                 Switched(
                     id=f"done-{command.id}",
