@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int64]
-"""Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Those of other versions are `fitted`."""
+"""Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 
 Merge = Literal["sum", "max"]
 

@@ -321,6 +321,7 @@ class Unknown(Message):
     """Stands in the place of an event of a kind that the reader does not know: a newer version's."""
 
     kind: Literal["unknown"] = "unknown"
+    step: Step = 0
     name: str = Field(max_length=64, description="the kind that it has")
 
 
@@ -352,12 +353,11 @@ def read_batch(body: bytes) -> Batch:
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         places = [e["loc"][1] for e in found if e["type"] == "union_tag_invalid" and e["loc"][:1] == ("events",)]
-        if not places:
+        said: dict[str, Any] = from_json(body) if places else {}
+        if not all(isinstance(said["events"][place]["kind"], str) for place in places) or not places:
             raise
-    said: dict[str, Any] = from_json(body)
     for place in places:
-        kind = said["events"][place]["kind"]
-        said["events"][place] = {"kind": Unknown.model_fields["kind"].default, "name": str(kind)[:64]}
+        said["events"][place] = {"kind": "unknown", "name": said["events"][place]["kind"][:64]}
     return Batch.model_validate(said)
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
-from foreshock.contract.wire import Batch, Command, HeadRef, Switched, Unknown
+from foreshock.contract.wire import Batch, Command, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, tracks_of
 from foreshock.server.models import CommandState
@@ -111,7 +111,7 @@ def _unknown_to(batch: Batch, row: Row[Any]) -> Switched:
     """In the name of an agent of 0.1.0, which would read no acknowledgement that names a mode it does not know."""
     return Switched(
         id=f"unknown-{row.id}"[:128],
-        step=max((e.step for e in batch.events if not isinstance(e, Unknown)), default=0),
+        step=max(event.step for event in batch.events),
         command=row.id,
         outcome="refused",
         heads=(),

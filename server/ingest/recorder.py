@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import Row, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -37,9 +37,6 @@ _MERGED = (
     "nonfinite_steps",
     "finished_status",
 )
-
-
-_MOST_STEPS: Final = 2**53
 
 
 class MisfitError(ValueError):
@@ -197,8 +194,7 @@ async def _merge_boots(
                 boot["started_step"] = event.step
                 moved.add(boot_id)
             elif isinstance(event, Sample):
-                nonfinite = max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
-                boot["nonfinite_steps"] = min(boot["nonfinite_steps"] + nonfinite, _MOST_STEPS)
+                boot["nonfinite_steps"] += max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
                 if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
                     boot["earliest_step"] = event.since_step
                     moved.add(boot_id)

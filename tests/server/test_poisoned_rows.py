@@ -1,4 +1,4 @@
-"""Whatever is acknowledged can be read; a row that cannot be read costs its own run that row, and nobody else a thing."""
+"""Whatever is acknowledged can be read; a row that cannot be read costs its own run that row, and nobody else any."""
 
 import json
 import sqlite3
