@@ -32,6 +32,8 @@ class ModelConfig:
     vocabulary: int = 256
     qkv_bias: bool = True
     """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
+    key_bias: bool = True
+    """Whether that bias is on the keys too; it changes no probability."""
     value_offset: float = 0.0
     """Standard deviation of the initial bias on the values. What all values share, softmax weighs to itself: the output
     carries it, its rounding error grows with it, and the true gradient of the scores does not know it."""
@@ -65,8 +67,10 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.operand = dtype
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, kept: Tensor | None = None) -> Tensor:
+        """The product; `kept` [outputs] is what the bias is multiplied by, 0 or 1."""
         bias = None if self.bias is None else self.bias.to(self.operand)
+        bias = bias if bias is None or kept is None else bias * kept.to(self.operand)
         return F.linear(input.to(self.operand), self.weight.to(self.operand), bias)
 
 
@@ -83,13 +87,16 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.width, config.width, dtype)
         own = config.value_offset > 0 and not config.qkv_bias
         self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
+        kept = torch.ones(config.width + 2 * values)
+        kept[config.width : config.width + values] = 0.0
+        self.register_buffer("kept", None if config.key_bias else kept, persistent=False)
         self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
         self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        values = self.n_kv_head * self.head_dim
-        query, key, value = self.c_attn(x).split([width, values, values], -1)
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as attention is given them, [B, heads, S, D], of its input [B, S, width]."""
+        width, values = x.shape[2], self.n_kv_head * self.head_dim
+        query, key, value = self.c_attn(x, cast(Tensor | None, self.kept)).split([width, values, values], -1)
         if self.value_bias is not None:
             value = value + self.value_bias
         query, key, value = (
@@ -97,10 +104,13 @@ class CausalSelfAttention(nn.Module):
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
         key = centred(key) if self.centred_keys else key
-        query, key, value = (each.to(self.operand) for each in (query, key, value))
+        return query.to(self.operand), key.to(self.operand), value.to(self.operand)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.operands(x)
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width)))
+        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
 
 
 class HeadNorm(nn.RMSNorm):

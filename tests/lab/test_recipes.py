@@ -12,7 +12,17 @@ from foreshock.contract.slots import Slot
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig, Rotary
 from foreshock.lab.training.published_runs import published
-from foreshock.lab.training.recipes import ARMS, CONTROL, RECIPES, UNTREATED, Arm, Injection, Recipe, find_recipe
+from foreshock.lab.training.recipes import (
+    ARMS,
+    CONTROL,
+    RECIPES,
+    UNTREATED,
+    Arm,
+    Injection,
+    Recipe,
+    find_arm,
+    find_recipe,
+)
 from foreshock.lab.training.run import Training
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
@@ -141,3 +151,63 @@ def test_the_published_sets_hold_three_seeds_of_every_arm_that_fails_and_no_run_
         if entry.recipe.truth != "healthy":
             arms.setdefault((entry.recipe.name, entry.arm.name), set()).add(entry.seed)
     assert {len(seeds) for seeds in arms.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("name", "numerics", "mode", "policy", "mitigation", "scope"),
+    [
+        ("stable-softmax+exact-delta", "kernel", "stable_softmax+exact_delta", "observe", None, "head"),
+        ("paper-exact-delta", "paper", "exact_delta", "observe", None, "head"),
+        ("paper-softmax", "kernel", "paper_softmax", "observe", None, "head"),
+        ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "head"),
+        ("rescued-stable-softmax", "kernel", "plain", "auto", "stable_softmax", "head"),
+        ("paper-rescued-all-centred-keys", "paper", "plain", "auto", "centred_keys", "model"),
+    ],
+)
+def test_an_arm_is_made_of_the_name_of_any_mode(
+    name: str, numerics: str, mode: str, policy: str, mitigation: str | None, scope: str
+) -> None:
+    arm = find_arm(name)
+    assert (arm.name, arm.numerics, arm.mode, arm.policy) == (name, numerics, mode, policy)
+    assert arm.mitigation == (mitigation or find_arm("rescued").mitigation)
+    assert arm.switch_scope == scope
+
+
+@pytest.mark.parametrize("name", ["rescued-", "rescued-nothing", "paper-", "exact-delta+", "plain+plain"])
+def test_a_name_that_is_no_mode_is_no_arm(name: str) -> None:
+    with pytest.raises(ValueError, match="does not exist; allowed are untreated"):
+        find_arm(name)
+
+
+def biases(arm: str, corpus: Corpus, steps: int = 12) -> tuple[Training, torch.Tensor]:
+    """A run of an arm on a recipe of large steps, and its key biases."""
+    training = Training(replace(TINY, learning_rate=0.03, warmup_steps=1), find_arm(arm), 4, corpus=corpus)
+    with training.agent:
+        for _ in range(steps):
+            training.advance()
+    found = [block.attn.c_attn.bias[32:64] for block in training.model.h]  # type: ignore[union-attr,index]
+    return training, torch.cat(found).detach()
+
+
+def test_habits_change_what_they_name_and_no_key_bias_stays_where_it_began(corpus: Corpus) -> None:
+    _, plain = biases("untreated", corpus)
+    _, none = biases("no-key-bias", corpus)
+    assert float(plain.abs().min()) > 0
+    assert not none.any()
+    tamed, small = biases("eps-1e-5", corpus)
+    assert tamed.optimizer.param_groups[0]["eps"] == tamed.recipe.epsilon == 1e-5
+    assert float(small.norm()) < float(plain.norm()) / 2  # its gradient is all rounding, far below eps
+    normed, _ = biases("qk-norm", corpus, steps=1)
+    assert normed.model.config.qk_norm
+    decayed, _ = biases("bias-decay", corpus, steps=1)
+    groups = decayed.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    assert {p.dim() for p in groups[1]["params"]} == {1}
+    assert sum(len(group["params"]) for group in groups) == len(list(decayed.model.parameters()))
+
+
+def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
+    for name in ("control", "eps-1e-6", "no-key-bias", "bias-decay", "clip"):
+        once = TINY.under(find_arm(name))
+        assert once.under(find_arm(name)) == once
