@@ -93,7 +93,7 @@ def newest_batch() -> dict[str, Any]:
     """What an agent of a version to come may send: more slots, fields, kinds, modes and causes."""
     rank = FakeRank()
     switched = rank.answer(wire.Command(id="c", mode="row_corrected", reason="", issued_by="ann"), 3)
-    batch = json.loads(
+    batch: dict[str, Any] = json.loads(
         rank.batch(rank.started(), rank.sample(1), rank.verdict(2), switched).model_dump_json()
     )  # fmt: skip
     batch["tide"] = "high"
