@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.catalog import Floats, read
+from foreshock.contract.catalog import read
+from foreshock.contract.metric import Floats
 from foreshock.contract.slots import Slot, Words, slot_values
 
 
