@@ -16,10 +16,10 @@ def leaves(length: int, dim: int = 24, seed: int = 5) -> list[Tensor]:
     return [drawn(1, 2, length, dim, seed=seed + i).requires_grad_() for i in range(3)]
 
 
-@torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_one_graph_serves_every_length(scale: float | None) -> None:
+def test_one_graph_serves_every_length(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     state = new_state(2, "cpu")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
