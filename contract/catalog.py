@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
-Floats = npt.NDArray[np.float64]
 Board = Literal["overview", "run", "heads", "service"]
 Kind = Literal["gauge", "counter"]
 

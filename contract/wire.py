@@ -183,7 +183,7 @@ class Verdict(Message):
     layer: int | None = Field(default=None, ge=0)
     head: int | None = Field(default=None, ge=0)
     cause: Cause
-    signal: str = Field(max_length=64, description="the signal that tripped: offset, score, norm, ties, nonfinite")
+    signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
     evidence: dict[Identifier, float] = Field(default_factory=dict, max_length=32)
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None

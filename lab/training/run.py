@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import TraceWriter
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
@@ -21,7 +21,6 @@ from foreshock.lab.training.rival_signals import ModelProbe
 from foreshock.monitor import Agent, attach
 
 _NEWLINE = 10
-Floats = npt.NDArray[np.float64]
 HISTORY_STEPS = 100
 """Loss and gradient norm of so many steps wait on the device."""
 _PROBE_STEPS = {"cpu": 200, "cuda": 500}

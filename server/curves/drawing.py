@@ -9,8 +9,8 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, Floats, Metric
-from foreshock.contract.slots import SLOT_COUNT
+from foreshock.contract.catalog import BY_KEY, Metric
+from foreshock.contract.slots import SLOT_COUNT, Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, badness, merge, stream_chunks
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
 from foreshock.server.curves.spans import Spans

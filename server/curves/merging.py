@@ -14,8 +14,8 @@ import numpy.typing as npt
 from sqlalchemy import Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import HEAD_METRICS, Floats, Metric
-from foreshock.contract.slots import identity_row, merge_words
+from foreshock.contract.catalog import HEAD_METRICS, Metric
+from foreshock.contract.slots import Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
 from foreshock.server.store.packing import SCALARS, unpack_arrays, unpack_scalars
 from foreshock.server.store.schema import boots, samples, topologies
