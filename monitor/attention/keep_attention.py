@@ -11,7 +11,8 @@ import torch._dynamo
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import ratio, read
+from foreshock.contract.catalog import read
+from foreshock.contract.metric import ratio
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger

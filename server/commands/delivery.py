@@ -45,7 +45,10 @@ async def exchange(
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
 ) -> dict[tuple[str, int, str], tuple[Command, ...]]:
-    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do."""
+    """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
+
+    The caller holds the runs (`Store.lock_runs`).
+    """
     for batch, answer in switched:
         if answer.command is not None:
             await _answer(store, connection, run_ids[batch.run], batch, answer)
@@ -57,7 +60,7 @@ async def exchange(
         .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
         .order_by(commands.c.number)
     )
-    rows = (await connection.execute(query.with_for_update())).all()
+    rows = (await connection.execute(query)).all()
     if not rows:
         return {}
     held = await holdings(connection, {row.run_id for row in rows})
@@ -179,12 +182,11 @@ async def _settle(
 
 async def expire(store: Store, connection: AsyncConnection) -> None:
     """Close what has expired; run from time to time, for runs that have gone silent."""
-    query = (
-        select(commands, runs.c.name.label("run"))
-        .join(runs)
-        .where(commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time())
-    )
-    rows = (await connection.execute(query.with_for_update())).all()
+    overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
+    owners = set((await connection.execute(select(commands.c.run_id).where(*overdue))).scalars())
+    await store.lock_runs(connection, owners)
+    query = select(commands, runs.c.name.label("run")).join(runs).where(*overdue, commands.c.run_id.in_(owners))
+    rows = (await connection.execute(query)).all()
     held = await holdings(connection, {row.run_id for row in rows})
     tracks = await tracks_of(connection, [row.id for row in rows])
     for row in rows:

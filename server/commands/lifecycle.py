@@ -103,6 +103,7 @@ async def create_from_request(
 ) -> tuple[str, bool]:
     """A person's command: goes out under every policy. Its id, and whether it is new."""
     run_id = await run_id_of(connection, run)
+    await store.lock_runs(connection, [run_id])
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     if idempotency_key is not None:
         same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
@@ -154,7 +155,7 @@ async def decide(
     store: Store, connection: AsyncConnection, command_id: str, approve: bool, who: str, reason: str, expiry: float
 ) -> None:
     """Approve or reject a proposed command."""
-    row = await _command(connection, command_id)
+    row = await _command(store, connection, command_id)
     if row.state != "proposed":
         raise ProblemError(409, f"Command {command_id} is {row.state}, no longer proposed.")
     state: CommandState = "pending" if approve else "rejected"
@@ -173,7 +174,7 @@ async def undo(
     Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied
     and nothing takes it back yet.
     """
-    row = await _command(connection, command_id)
+    row = await _command(store, connection, command_id)
     if row.state != "applied":
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := (await _undone(connection, [command_id])).get(command_id):
@@ -222,9 +223,11 @@ async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, 
     return {row.undoes: row.id for row in await connection.execute(query)}
 
 
-async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
+async def _command(store: Store, connection: AsyncConnection, command_id: str) -> Row[Any]:
+    owners = await connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
+    await store.lock_runs(connection, owners.scalars().all())
     query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
-    row = (await connection.execute(query.with_for_update())).first()
+    row = (await connection.execute(query)).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
     return row

@@ -149,6 +149,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     next_mode = stronger(row.mode) if loose else None
     if loose:
         said += f". Escalate: {next_mode}." if next_mode else ". No stronger mode is left: go back to a checkpoint."
+    await store.lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if (await connection.execute(open_)).rowcount == 0:
         return  # another replica was first

@@ -21,10 +21,11 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Row, desc, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, Metric
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metric import Metric
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
-from foreshock.server.curves.merging import Axis, Readings, badness
+from foreshock.server.curves.merging import Axis, Readings
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_readings, status_of
 from foreshock.server.settings import Settings
@@ -206,7 +207,7 @@ def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Readings, 
             own = of_heads[layers == layer]
             own = own[~np.isnan(own)]
             if own.size:
-                worst = own[np.argmax(badness(metric, own))]
+                worst = own[np.argmax(metric.badness(own))]
                 exposition.add(metric.layer_name, (run, str(layer)), float(worst))
     for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
         layer, head = axis.heads[i]
