@@ -15,6 +15,8 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int64]
 """Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 
+Floats = npt.NDArray[np.float64]
+
 Merge = Literal["sum", "max"]
 
 
