@@ -60,7 +60,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copy.deepcopy": copy.deepcopy,
     "pickle": through_a_pickle,
     "torch.save": through_a_file,
-    "AveragedModel": lambda model: AveragedModel(model).module,  # type: ignore[no-any-return]
+    "AveragedModel": lambda model: AveragedModel(model).module,
 }
 
 
@@ -172,10 +172,10 @@ def test_attention_weights_asked_of_an_eager_model_are_given() -> None:
 @pytest.mark.parametrize("attention", WAYS)
 def test_function_transforms_see_the_model_without_us(attention: str) -> None:
     model = tiny_gpt()
-    weights = dict(model.named_parameters())
+    weights: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-        return next_token_loss(torch.func.functional_call(model, weights, (ids,)), ids)  # type: ignore[no-any-return]
+        return next_token_loss(torch.func.functional_call(model, weights, (ids,)), ids)
 
     expected = torch.func.grad(loss)(weights, batch(0))
     with attach(model, **{**EVERY_STEP, "attention": attention}):
