@@ -204,7 +204,8 @@ def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured()
 
     def llama() -> nn.Module:
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).cuda().bfloat16()
+        made: nn.Module = LlamaForCausalLM(config).cuda().bfloat16()
+        return made
 
     def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
         losses = []
