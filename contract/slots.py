@@ -15,6 +15,8 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int64]
 """Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 
+Floats = npt.NDArray[np.float64]
+
 Merge = Literal["sum", "max"]
 
 
@@ -37,6 +39,15 @@ class Slot(IntEnum):
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
+
+    # What 0.1.0 called them.
+    ROWS_TIED_BF16 = 1
+    ROWS_TIED_ONE = 2
+    ROWS_SHIFTED = 3
+    ROWS_EMPTY = 4
+    ROWS_NONFINITE = 5
+    OFFSET_SUM = 8
+    OFFSET_SUMSQ = 9
 
 
 SLOT_COUNT: Final = len(Slot)
