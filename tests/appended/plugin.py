@@ -34,7 +34,7 @@ def _install() -> None:
     sys.modules[name] = module
     more = text.replace(last, last + SLOTS).replace(described, described + INFO)
     exec(compile(more, found.origin, "exec"), module.__dict__)
-    foreshock.contract.slots = module
+    vars(foreshock.contract)["slots"] = module
 
 
 _install()
