@@ -40,6 +40,15 @@ class Slot(IntEnum):
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
 
+    # What 0.1.0 called them.
+    ROWS_TIED_BF16 = 1
+    ROWS_TIED_ONE = 2
+    ROWS_SHIFTED = 3
+    ROWS_EMPTY = 4
+    ROWS_NONFINITE = 5
+    OFFSET_SUM = 8
+    OFFSET_SUMSQ = 9
+
 
 SLOT_COUNT: Final = len(Slot)
 OLDEST_SLOT_COUNT: Final = 13
