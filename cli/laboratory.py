@@ -16,7 +16,8 @@ from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
-from foreshock.lab.training.recipes import ARMS, RECIPES, find_arm, find_recipe
+from foreshock.lab.training.arm import ARMS, find_arm
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -186,7 +187,7 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
     console.print(
         "failed: harmed, or a |score| of 512 after the switch. chance: that so few fail if it does nothing (Fisher's "
         "exact test against untreated runs). excess: loss of the last 1000 steps over the control's, median and worst "
-        "run. offset: at the end, worst run. score: largest after the switch; score 512: runs in which it reached that. "
+        "run. offset: at the end, worst run. score: largest after the switch; score 512: runs that reached it. "
         "common: share of the largest offset that all keys give alike, median. |b_K|: largest key bias of a head."
     )
     if json is not None:

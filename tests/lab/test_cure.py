@@ -15,7 +15,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.lab.recording.trace import TraceWriter, read_trace
 from foreshock.lab.scoring.cure import as_json, cured_runs, fisher, table
-from foreshock.lab.training.recipes import RESCUED
+from foreshock.lab.training.arm import RESCUED
 
 RECORDED = Path(__file__).parents[2] / "lab" / "traces"
 
