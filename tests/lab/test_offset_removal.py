@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import flash_attention
+from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.corpus import standard_library
 from foreshock.lab.training.model import CausalSelfAttention, ModelConfig
 from foreshock.lab.training.offset_removal import Removed, centred, remove_offset
-from foreshock.lab.training.recipes import CONTROL, find_arm, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
 from foreshock.monitor import Agent, attach
 
