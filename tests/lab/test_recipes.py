@@ -1,12 +1,15 @@
 """What recipes may say of a run: shapes of the model, optimizers, text, and harm that is done on purpose."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 
+from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -211,3 +214,9 @@ def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
     for name in ("control", "eps-1e-6", "no-key-bias", "bias-decay", "clip"):
         once = TINY.under(find_arm(name))
         assert once.under(find_arm(name)) == once
+
+
+def test_the_help_of_run_set_names_every_set() -> None:
+    """Written out there, since a help text shall not wait for PyTorch."""
+    said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
+    assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said)) - {"or"} == set(published())
