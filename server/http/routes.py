@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from foreshock.contract.catalog import METRICS, SILENT_SECONDS
 from foreshock.contract.metric import MORE_CHARTS
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
+from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.curves.matrix import matrix
@@ -41,6 +41,7 @@ from foreshock.server.models import (
 )
 from foreshock.server.runs.eventlog import read_events
 from foreshock.server.runs.listing import list_runs, run_detail
+from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import runs
@@ -328,18 +329,21 @@ async def get_session(request: Request) -> Session:
 async def post_login(request: Request, login: Login, response: Response) -> Session:
     """Exchange a token for the page's session cookie."""
     keyring: Keyring = request.app.state.keyring
-    granted = keyring.login(login.token)
+    granted = await keyring.login(login.token)
     if granted is None:
         raise ProblemError(401, "No token of this service has that secret.")
     cookie, caller = granted
-    secure = request.url.scheme == "https"
-    seconds = int(keyring.session_seconds)
+    settings: Settings = request.app.state.settings
+    secure = request.url.scheme == "https" or settings.public_url.startswith("https://")
+    seconds = int(settings.session_seconds)
     response.set_cookie(COOKIE, cookie, max_age=seconds, httponly=True, samesite="strict", secure=secure)
     return Session(login_needed=False, name=caller.name, scopes=sorted(caller.scopes), csrf_token=caller.csrf_token)
 
 
 @router.post("/v1/logout")
-async def post_logout(response: Response) -> Session:
-    """Forget the session cookie."""
+async def post_logout(request: Request, response: Response, everywhere: bool = False) -> Session:
+    """End the session; with `everywhere`, every session of the caller's token."""
+    keyring: Keyring = request.app.state.keyring
+    await keyring.logout(caller_of(request), cookie_of(request.headers), everywhere)
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return Session(login_needed=True, scopes=[])

@@ -65,10 +65,10 @@ export interface Catalog {
   default_mode: string;
 }
 
-/** An order to the agent. Delivered at least once; the agent applies an id once. */
+/** An order to the agent. Delivered at least once; the agent applies an id once. A service may know more modes and orders than the agent, which refuses those, with a sentence. */
 export interface Command {
   id: string;
-  action?: "switch";
+  action?: string;
   /** None means every head */
   heads?: [number, number][] | null;
   mode: string;
@@ -418,7 +418,7 @@ export interface Verdict {
   layer?: number | null;
   head?: number | null;
   cause: "rounding" | "score growth" | "other";
-  /** the signal that tripped: offset, score, norm, ties, nonfinite */
+  /** the signal that tripped; monitor/detect/signals.py names them */
   signal: string;
   evidence?: Record<string, number>;
   /** steps until the largest |score| reaches 512 */
