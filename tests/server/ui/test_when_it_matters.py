@@ -59,8 +59,8 @@ def open_at_size(chromium: Chrome, service: Service, *runs: str) -> None:
 
 
 def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
-    return Verdict(
-        **{
+    return Verdict.model_validate(
+        {
             "id": f"offset-{layer}-{head}",
             "step": feeder.step,
             "state": "raised",
@@ -81,7 +81,7 @@ def warn_about(feeder: Feeder, layer: int, head: int, **fields: Any) -> Verdict:
 
 def first_chart(chromium: Chrome) -> dict[str, float]:
     """Where the first chart stands on the page."""
-    found: dict[str, float] = chromium.execute_script(  # type: ignore[no-untyped-call]
+    found: dict[str, float] = chromium.execute_script(
         "scrollTo(0, 0); return document.querySelector('.chart').getBoundingClientRect().toJSON()"
     )
     return found
@@ -98,10 +98,10 @@ def test_names_of_ninety_characters_break_no_card(screen: Chrome, service: Servi
         see_at(screen, width, 4000)  # the page loads what can be seen
         for shown in (names, names[:1]):
             open_at_size(screen, service, *shown)
-            assert screen.execute_script(OVERFLOW) == [], (width, len(shown))  # type: ignore[no-untyped-call]
+            assert screen.execute_script(OVERFLOW) == [], (width, len(shown))
         screen.get(service.url)
         wait("the list is drawn", lambda: screen.find_elements(By.CSS_SELECTOR, "tbody tr"))
-        assert screen.execute_script(OVERFLOW) == [], (width, "list")  # type: ignore[no-untyped-call]
+        assert screen.execute_script(OVERFLOW) == [], (width, "list")
 
 
 def test_a_warned_run_stays_on_the_list_however_many_runs_are_younger(chromium: Chrome, service: Service) -> None:
@@ -149,10 +149,10 @@ def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
     see_at(screen, 1440, 900)
     open_at_size(screen, service, feeder.run)
     assert first_chart(screen)["bottom"] <= 900
-    screen.execute_script("document.querySelectorAll('details').forEach((one) => (one.open = true))")  # type: ignore[no-untyped-call]
+    screen.execute_script("document.querySelectorAll('details').forEach((one) => (one.open = true))")
     time.sleep(0.5)
     charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
-    assert screen.execute_script(charts) < 1400  # type: ignore[no-untyped-call]
+    assert screen.execute_script(charts) < 1400
 
 
 def test_many_warnings_at_one_step_are_one_marker_with_a_count(chromium: Chrome, service: Service) -> None:
@@ -194,7 +194,7 @@ def test_a_name_with_an_x_between_digits_is_drawn_with_an_x(chromium: Chrome, se
         };
         const around = width("80") + width("64");
         done([width("80x64"), around + width("x"), around + width("\u00d7")]);
-      })();""")  # type: ignore[no-untyped-call]
+      })();""")
     assert abs(parts - multiplied) > 5, "the font is not there"
     assert whole == pytest.approx(parts, abs=1)
 
