@@ -4,7 +4,9 @@ Of each run: `excess`, the share by which its mean loss over its last 1000 steps
 steps (over the last that both made, where one is shorter; None without a control); `harm_step`, the first harm
 (`foreshock.lab.scoring.harm`); `offset_end`, the largest |score offset| of any head at the end, in nats; `score_after`,
 the largest |score| of any head in a sample taken wholly after the first switch, of the whole run where nothing was
-switched.
+switched; `common_share`, of the head whose offset is largest when the run was last probed, the part of that offset that
+all keys give alike (`foreshock.lab.training.null_part`, common_mean); `key_bias`, the largest |b_K| of a head then.
+What a head's statistics say while centred keys are on is about the centred scores; the last two are about the raw ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from foreshock.contract import wire
+from foreshock.contract import catalog, wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.courses import excess_over, final_offset
@@ -44,6 +46,8 @@ class CuredRun:
     harm_step: int | None
     offset_end: float
     score_after: float
+    common_share: float | None
+    key_bias: float | None
     steps: int
     """the last one"""
 
@@ -65,6 +69,7 @@ def _cured(trace: Trace, control: Trace | None) -> CuredRun:
     control = None if control is trace else control
     switched = _first_switch(trace)
     harm = first_harm(trace.steps, None if control is None else control.steps)
+    share, key_bias = _null_part(trace)
     return CuredRun(
         recipe=str(trace.header.get("recipe", trace.path.name)),
         seed=int(trace.header.get("seed", 0)),
@@ -76,6 +81,8 @@ def _cured(trace: Trace, control: Trace | None) -> CuredRun:
         harm_step=None if harm is None else harm.step,
         offset_end=final_offset(trace),
         score_after=_largest_score(trace, switched or 0),
+        common_share=share,
+        key_bias=key_bias,
         steps=int(trace.steps.step[-1]),
     )
 
@@ -109,6 +116,23 @@ def _largest_score(trace: Trace, since: int) -> float:
     return max(scores, default=float("nan"))
 
 
+def _null_part(trace: Trace) -> tuple[float | None, float | None]:
+    """Share of the common part in the largest offset, and the largest key bias, at the last probe of them."""
+    probe = next((each for each in reversed(trace.probes) if "common_mean" in each.values), None)
+    if probe is None:
+        return None, None
+    key_bias = float(np.max(probe.values["key_bias_norm"]))
+    offsets = [
+        catalog.read("head.score_offset", words)
+        for sample in trace.samples
+        if sample.since_step < probe.step <= sample.step and (words := sample.words()) is not None
+    ]
+    if not offsets or not np.isfinite(offsets[0]).all():
+        return None, key_bias
+    head = int(np.argmax(np.abs(offsets[0])))
+    return float(probe.values["common_mean"][head] / offsets[0][head]), key_bias
+
+
 def as_json(runs: Sequence[CuredRun]) -> dict[str, Any]:
     """What benchmarks/results/cure.json holds; a number that is none is null."""
 
@@ -135,6 +159,10 @@ class CureRow:
     worst_excess: float | None
     worst_offset: float
     worst_score: float
+    common_share: float | None
+    """median over the runs that recorded it"""
+    key_bias: float | None
+    """largest of all runs"""
 
 
 def table(runs: Sequence[CuredRun]) -> list[CureRow]:
@@ -143,6 +171,7 @@ def table(runs: Sequence[CuredRun]) -> list[CureRow]:
     for recipe, arm in dict.fromkeys((run.recipe, run.arm) for run in runs):
         group = [run for run in runs if (run.recipe, run.arm) == (recipe, arm)]
         excesses = [run.excess for run in group if run.excess is not None]
+        shares = [run.common_share for run in group if run.common_share is not None]
         rows.append(
             CureRow(
                 recipe=recipe,
@@ -156,6 +185,8 @@ def table(runs: Sequence[CuredRun]) -> list[CureRow]:
                 worst_excess=max(excesses, default=None),
                 worst_offset=max(run.offset_end for run in group),
                 worst_score=max(run.score_after for run in group),
+                common_share=median(shares) if shares else None,
+                key_bias=max((run.key_bias for run in group if run.key_bias is not None), default=None),
             )
         )
     return rows

@@ -16,7 +16,8 @@ CURES: Final = (
     "exact_delta",
 )
 """Modes whose effect is asked about, from what is expected to help most on."""
-_EARLY: Final[tuple[tuple[Milestone, int], ...]] = (("warning", 0), ("warning", 2000))
+_EARLY: Final[tuple[tuple[Milestone, int], ...]] = (("warning", 2000),)
+"""At the warning itself the arms rescued-all-MODE switch."""
 _LATE: Final[tuple[tuple[Milestone, int], ...]] = (("harm", 0), ("explosion", 0))
 
 
@@ -60,12 +61,13 @@ def cure_sets() -> dict[str, list[Entry]]:
             *_runs(shared, [UNTREATED], first),
             *_runs(shared, [CONTROL], first),
             *_branches(shared, UNTREATED, first, _LATE, CURES),
-            *_branches(shared, UNTREATED, first[:3], _EARLY, CURES),
-            *_runs(shared, at_once, first),
+            *_branches(shared, UNTREATED, first[:1], _EARLY, CURES),
+            *_runs(shared, at_once, first[:3]),
             *_runs(shared, map(_arm, CURES), first[:1]),
             *_runs(paper, [PAPER, CONTROL], (1, 2, 3)),
             *_branches(paper, PAPER, (1, 2, 3), [("warning", 0), *_LATE], CURES[:4]),
             *_runs(shared, HABITS, first[:1]),
+            *_runs(shared, at_once[:1], first[3:]),
             *_runs(shared, [UNTREATED, CONTROL, at_once[0]], later),
         ],
         "cure-text": [

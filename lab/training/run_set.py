@@ -90,9 +90,9 @@ def run_set(
     """Make the traces of `entries` in `folder`; the names of those that are not there when time is out.
 
     Without `gpus` the processes train on the CPU, with them they are spread over these devices; cores are dealt out to
-    them. Every process trains `runs_per_process` runs at once, each on a GPU in a stream of its own, and as many
-    branches again. `rivals` False leaves out what only rival monitors read. A run that fails stops no other; one that
-    time cuts short leaves its trace in the folder "unfinished".
+    them. Every process trains `runs_per_process` runs at once, each on a GPU in a stream of its own, and twice as
+    many branches beside them. `rivals` False leaves out what only rival monitors read. A run that fails stops no
+    other; one that time cuts short leaves its trace in the folder "unfinished".
     """
     shutil.rmtree(folder / "claims", ignore_errors=True)
     (folder / "claims").mkdir(parents=True)
@@ -252,7 +252,7 @@ def _next(entries: list[Entry], folder: Path, active: int, runs: int) -> Entry |
     """What a process with so many active runs may take on: a branch does not wait for a place."""
     if active < runs:
         return _claim(entries, folder)
-    return _claim([e for e in entries if e.branch], folder) if active < 2 * runs else None
+    return _claim([e for e in entries if e.branch], folder) if active < 3 * runs else None
 
 
 def _failed(entry: Entry, folder: Path) -> None:

@@ -52,6 +52,9 @@ def write(
                 )
             writer(sample(100 * (block + 1), score, offset=score / 10))
             writer.steps(100 * block, np.full(100, loss), np.full(100, 0.5))
+            if block % 2:  # the heads' offsets are 0.1 and -score / 10 nats
+                common = {"common_mean": np.array([0.5, -score / 40]), "key_bias_norm": np.array([0.25, 8.0 + block])}
+                writer.probe(100 * (block + 1), common)
     return path
 
 
@@ -84,6 +87,8 @@ def test_a_run_is_measured_beside_its_control_and_after_its_switch(tmp_path: Pat
         900.0,
     )
     assert (found["more"].policy, found["more"].when, found["more"].score_after) == ("auto", "start", 900.0)
+    assert found["untreated"].common_share == pytest.approx(0.25)
+    assert found["untreated"].key_bias == 27.0
     rows = {row.arm: row for row in table(list(found.values()))}
     assert (rows["untreated"].harmed, rows["untreated"].dangerous, rows["cured"].dangerous) == (1, 1, 0)
 
@@ -109,6 +114,7 @@ def test_recorded_runs_of_an_explosion_give_the_numbers_of_their_traces(tmp_path
     expected = max(float(w.view(np.float64)[:, Slot.ROW_MAX_ABS].max()) for w in after if w is not None)
     assert found["rescued"].score_after == expected
     assert found["rescued"].switch_step == switched
+    assert found["rescued"].common_share is None  # recorded before it was measured
 
 
 def test_the_command_writes_what_the_table_was_made_of(tmp_path: Path) -> None:

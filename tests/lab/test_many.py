@@ -105,7 +105,7 @@ def test_branches_wait_for_harm_and_explosion_and_take_no_place(tmp_path: Path, 
     trunk._milestones.passed["explosion"] = 20  # seen in its blocks, after a warning
     trunk.turn()
     assert many._next(entries, tmp_path, 1, 1) == after[1]
-    assert many._next(entries, tmp_path, 2, 1) is None
+    assert many._next(entries, tmp_path, 3, 1) is None
     finish(trunk)
     finish(many._Run(after[1], tmp_path, corpus, []))
     header = read_trace(tmp_path / "tiny_after-explosion_seed3.jsonl.gz").header
