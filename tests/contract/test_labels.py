@@ -16,7 +16,9 @@ def written(pattern: str) -> set[str]:
 def test_every_word_that_the_agent_says_is_a_label() -> None:
     reasons = written(r'dropped\["([a-z_]+)"')
     assert {"queue_full", "spool_lost", "unbuilt"} <= reasons <= set(DROP_REASONS)
-    components = written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
+    components = (
+        written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
+    )
     assert {"agent", "detectors", "spool", "probe"} <= components <= set(FAULT_COMPONENTS)
     assert set(growth.SIGNALS) < set(SIGNALS)
 
