@@ -524,6 +524,14 @@ SERVICE_METRICS: Final = (
         ),
     ),
     Metric(
+        key="service.unreadable_rows",
+        title="Unreadable rows",
+        help="Stored rows that could not be read and were passed over since the service began, at most 10,000.",
+        bad="Above zero: the log names each row once, and what is wrong with it.",
+        board="service",
+        labels=(),
+    ),
+    Metric(
         key="service.store",
         title="Store size",
         help="Size of the store.",

@@ -41,6 +41,10 @@ class ModelConfig:
     """Queries and keys are RMS-normalised per head, with a learned gain."""
     rotary: bool = False
     """Rotary positions in place of learned ones."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm without bias, or RMSNorm; before attention, before the feed-forward part and at the end."""
+    gated: bool = False
+    """SwiGLU of about the same size in place of the four times wider GELU layer."""
     centred_keys: bool = False
     """Attention is given keys without their mean, which changes no probability."""
     attention_dtype: Dtype = "bfloat16"
@@ -137,24 +141,38 @@ class Rotary(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider GELU layer, each behind a LayerNorm and a residual."""
+    """Attention and a feed-forward part, each behind a norm and a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dtype = DTYPES[config.matmul_dtype]
-        self.ln_1 = nn.LayerNorm(config.width, bias=False)
+        hidden = 4 * config.width if not config.gated else 8 * config.width // 3 // 8 * 8
+        self.gated = config.gated
+        self.ln_1 = _norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.width, bias=False)
-        self.c_fc = Linear(config.width, 4 * config.width, dtype)
-        self.c_proj = Linear(4 * config.width, config.width, dtype)
+        self.ln_2 = _norm(config)
+        self.c_fc = Linear(config.width, hidden * (1 + config.gated), dtype)
+        self.c_proj = Linear(hidden, config.width, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        return x + cast(Tensor, self.c_proj(F.gelu(self.c_fc(self.ln_2(x)))))
+        fed: Tensor = self.c_fc(self.ln_2(x))
+        if self.gated:
+            gate, fed = fed.chunk(2, -1)
+            fed = F.silu(gate) * fed
+        else:
+            fed = F.gelu(fed)
+        return x + cast(Tensor, self.c_proj(fed))
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width)
+    return nn.LayerNorm(config.width, bias=False)
 
 
 class GPT(nn.Module):
-    """LayerNorm without bias, output tied to the token embedding, nanoGPT's initialisation."""
+    """Output tied to the token embedding, nanoGPT's initialisation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -162,7 +180,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocabulary, config.width)
         self.wpe = None if config.rotary else nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.width, bias=False)
+        self.ln_f = _norm(config)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):

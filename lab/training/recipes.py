@@ -1,5 +1,6 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -84,7 +85,7 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run up to its arm and its seed. Constant learning rate after a linear warm-up."""
+    """A training run up to its arm and its seed."""
 
     name: str
     summary: str
@@ -94,6 +95,9 @@ class Recipe:
     steps: int
     learning_rate: float
     warmup_steps: int
+    """Of a rate that rises linearly."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What follows; the cosine ends at a tenth of the rate, at the last step."""
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
@@ -116,6 +120,13 @@ class Recipe:
     on_gpu: bool = False
     """Made for a GPU; it runs anywhere."""
     sample_every_steps: int = 25
+
+    def rate_share(self, step: int) -> float:
+        """Share of the learning rate in a step, counted from 1."""
+        if step < self.warmup_steps or self.schedule == "constant":
+            return min(1.0, step / self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
+        return 0.55 + 0.45 * math.cos(math.pi * done)
 
     def truth_of(self, arm: Arm) -> Truth:
         """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
@@ -238,6 +249,21 @@ def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Re
     return Recipe(name=name, summary=summary, model=model, truth="healthy", on_gpu=True, **(usual | settings))
 
 
+def _as_trained(name: str, summary: str, model: ModelConfig, **settings: Any) -> Recipe:
+    usual: dict[str, Any] = {
+        "batch": 16,
+        "steps": 10000,
+        "learning_rate": 6e-4,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+    }
+    return _healthy(name, summary, model, **(usual | {"bias_decay": 0.0, "text": "byte pairs"} | settings))
+
+
+_GPT2 = ModelConfig(layers=12, heads=12, width=768, context=1024, vocabulary=8192, matmul_dtype="bfloat16")
+_LLAMA = replace(
+    _GPT2, layers=8, heads=8, kv_heads=2, width=512, context=512, qkv_bias=False, rotary=True, norm="rms", gated=True
+)
 _ALL = (
     _KEY_BIAS_SMALL,
     Recipe(
@@ -331,6 +357,16 @@ _ALL = (
         learning_rate=3e-3,
         betas=(0.9, 0.99),
         weight_decay=0.1,
+    ),
+    _as_trained(
+        "gpt2-small", "GPT-2 small on byte pairs, as people train it: biases on queries, keys and values.", _GPT2
+    ),
+    _as_trained("gpt2-small-no-bias", "The same without biases.", replace(_GPT2, qkv_bias=False)),
+    _as_trained(
+        "llama-small", "Rotary positions, grouped heads, RMSNorm and SwiGLU, on byte pairs.", _LLAMA, learning_rate=1e-3
+    ),
+    _as_trained(
+        "llama-small-qk-norm", "The same with qk-norm.", replace(_LLAMA, qk_norm=True), batch=32, learning_rate=2e-3
     ),
     _healthy("healthy-long", "512 tokens.", replace(_HEALTHY, heads=2, context=512, rotary=True), batch=8),
 )

@@ -37,7 +37,7 @@ Sink = Callable[[wire.Event], None]
 _RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
 _FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's float32 attention without the whole score matrix; the other one where heads share keys."""
-FAST_CONTROL: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 64}
+FAST_CONTROL: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 32}
 """Settings of the agent that watches it, by a sample of rows in every step."""
 
 
@@ -73,7 +73,10 @@ class Training:
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._steady_from = recipe.warmup_steps if recipe.optimizer == "muon" else 0  # its rate is a plain number
+        plain_rate = recipe.optimizer == "muon"  # a number, which a graph would keep as it was captured
+        self._steady_from = (
+            recipe.steps if plain_rate and recipe.schedule == "cosine" else recipe.warmup_steps * plain_rate
+        )
         self._eager_steps = 0
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
@@ -116,7 +119,7 @@ class Training:
             if not self._begun and self.arm.mode != "plain" and self.step == 0:
                 self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
             self._begun = True
-            rate = self._warm_up()
+            rate = self._set_rate()
             self._windows.copy_(self._next_windows(), non_blocking=True)
             loss, norm = self._step()
             self.step += 1
@@ -136,14 +139,16 @@ class Training:
         """Whether the device is still at this run's last step."""
         return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
 
-    def _warm_up(self) -> float:
-        share = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+    def _set_rate(self) -> float:
+        recipe = self.recipe
+        share = recipe.rate_share(self.step + 1)
+        moving = self.step <= recipe.warmup_steps or recipe.schedule == "cosine" or self._eager_steps == 0
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if not torch.is_tensor(group["lr"]):
                 group["lr"] = group["initial_lr"] * share
-            elif self.step <= self.recipe.warmup_steps or self._eager_steps == 0:
+            elif moving:
                 group["lr"].fill_(group["initial_lr"] * share)
-        return self.recipe.learning_rate * share
+        return recipe.learning_rate * share
 
     def _next_windows(self) -> Tensor:
         recipe, length = self.recipe, self.recipe.model.context

@@ -28,6 +28,7 @@ from foreshock.server.counters import Counters
 from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import unreadable
 from foreshock.server.store.schema import runs, service_state
 
 log = structlog.get_logger()
@@ -176,5 +177,6 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", (sender, result), count)
     add("service.commit", (), counters.commit_seconds)
     add("service.store", (), await store.size_bytes(connection))
+    add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())

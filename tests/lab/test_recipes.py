@@ -47,6 +47,7 @@ def losses(recipe: Recipe, corpus: Corpus, steps: int, arm: Arm = UNTREATED) -> 
         {"qk_norm": True},
         {"kv_heads": 1, "qk_norm": True, "rotary": True, "matmul_dtype": "bfloat16"},
         {"value_offset": 2.0, "qkv_bias": False},
+        {"kv_heads": 2, "rotary": True, "qkv_bias": False, "norm": "rms", "gated": True, "qk_norm": True},
     ],
 )
 def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: dict[str, Any], corpus: Corpus) -> None:
@@ -55,11 +56,11 @@ def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: di
     samples: list[wire.Event] = []
     training.agent.subscribe(samples.append)
     with training.agent:
-        course = [float(training.advance()) for _ in range(12)]
-    assert course[-1] < course[0]
+        course = [float(training.advance()) for _ in range(30)]
+    assert sum(course[-5:]) < sum(course[:5])
     words = [event.words() for event in samples if isinstance(event, wire.Sample)]
     rows = sum(each[:, Slot.ROWS] for each in words if each is not None)
-    assert rows.tolist() == [12 * 4 * 16] * 8  # type: ignore[union-attr]
+    assert rows.tolist() == [30 * 4 * 16] * 8  # type: ignore[union-attr]
 
 
 def test_query_heads_must_share_key_heads_evenly() -> None:
@@ -211,3 +212,28 @@ def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
     for name in ("control", "eps-1e-6", "no-key-bias", "bias-decay", "clip"):
         once = TINY.under(find_arm(name))
         assert once.under(find_arm(name)) == once
+
+
+def test_a_cosine_rises_to_the_rate_and_ends_at_a_tenth_of_it(corpus: Corpus) -> None:
+    recipe = replace(TINY, schedule="cosine", warmup_steps=4, steps=14)
+    told: list[float | None] = []
+    training = Training(replace(recipe, sample_every_steps=1), UNTREATED, 1, corpus=corpus)
+    training.agent.subscribe(lambda event: told.append(event.learning_rate) if isinstance(event, wire.Sample) else None)
+    with training.agent:
+        rates = []
+        for _ in range(14):
+            training.advance()
+            rates.append(float(training.optimizer.param_groups[0]["lr"]) / recipe.learning_rate)
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[8] == pytest.approx(0.55)  # half way
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert told[-1] == pytest.approx(recipe.learning_rate / 10)
+
+
+def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
+    def size(gated: bool) -> int:
+        model = GPT(ModelConfig(layers=1, heads=2, width=96, context=8, gated=gated))
+        return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
+
+    assert size(True) == pytest.approx(size(False), rel=0.05)
