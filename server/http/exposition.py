@@ -124,6 +124,7 @@ class Exposer:
         exposition.extend((name, (row.name,), float(pending.get(row.id, 0))) for row, _ in shown)
         for part in ("whole", "layers", "heads"):
             exposition.extend(entry for _, series in shown for entry in getattr(series, part))
+        exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
         return exposition
@@ -177,6 +178,5 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", (sender, result), count)
     add("service.commit", (), counters.commit_seconds)
     add("service.store", (), await store.size_bytes(connection))
-    add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
