@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -124,6 +125,7 @@ class Exposer:
         exposition.extend((name, (row.name,), float(pending.get(row.id, 0))) for row, _ in shown)
         for part in ("whole", "layers", "heads"):
             exposition.extend(entry for _, series in shown for entry in getattr(series, part))
+        # counted anew, now that the runs have been read
         exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
@@ -148,9 +150,12 @@ class Exposer:
     async def _read_anew(self, rows: Sequence[Row[Any]]) -> None:
         for first in range(0, len(rows), _RUNS_AT_ONCE):
             some = rows[first : first + _RUNS_AT_ONCE]
-            found = await self._store.look(lambda connection, some=some: self.read_changed(connection, some))
-            made = await asyncio.to_thread(lambda found=found: {i: self._make(own) for i, own in found.items()})
+            found = await self._store.look(partial(self.read_changed, rows=some))
+            made = await asyncio.to_thread(self._make_all, found)
             self._made |= {row.id: (row.changes, made[row.id]) for row in some}
+
+    def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:
+        return {run_id: self._make(rows) for run_id, rows in found.items()}
 
     async def read_changed(self, connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
         """What the store knows of runs that changed."""
@@ -178,5 +183,6 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", (sender, result), count)
     add("service.commit", (), counters.commit_seconds)
     add("service.store", (), await store.size_bytes(connection))
+    add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
