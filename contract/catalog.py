@@ -9,7 +9,6 @@ from typing import Final
 
 from foreshock.contract.metric import (
     Alert,
-    Floats,
     HeadReading,
     Levels,
     Metric,
@@ -19,7 +18,7 @@ from foreshock.contract.metric import (
     value,
 )
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.contract.slots import Slot, Words
+from foreshock.contract.slots import Floats, Slot, Words
 
 HEAD_LABELS: Final = ("run", "layer", "head")
 

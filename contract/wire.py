@@ -226,7 +226,7 @@ class Verdict(Message):
     layer: LayerNumber | None = None
     head: HeadNumber | None = None
     cause: Cause
-    signal: str = Field(max_length=64, description="the signal that tripped: offset, score, norm, ties, nonfinite")
+    signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
     evidence: dict[Identifier, float] = Field(default_factory=dict, max_length=32)
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None

@@ -15,8 +15,8 @@ from sqlalchemy import Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
-from foreshock.contract.metric import AcrossRanks, Floats, Metric
-from foreshock.contract.slots import identity_row, merge_words
+from foreshock.contract.metric import AcrossRanks, Metric
+from foreshock.contract.slots import Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
 from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
 from foreshock.server.store.schema import boots, samples, topologies
