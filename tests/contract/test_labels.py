@@ -3,7 +3,7 @@ from pathlib import Path
 
 import foreshock.monitor.config
 from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
-from foreshock.monitor.detect import growth
+from foreshock.monitor.detect import signals
 
 MONITOR = Path(foreshock.monitor.config.__file__ or "").parent
 
@@ -20,7 +20,7 @@ def test_every_word_that_the_agent_says_is_a_label() -> None:
         written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
     )
     assert {"agent", "detectors", "spool", "probe"} <= components <= set(FAULT_COMPONENTS)
-    assert set(growth.SIGNALS) < set(SIGNALS)
+    assert {signal.name.lower() for signal in signals.SIGNALS} < set(SIGNALS)
 
 
 def test_what_is_not_known_is_other() -> None:
