@@ -38,9 +38,9 @@ def _course(drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]]]
         if drifting:
             offset[:HEADS] += 2e-3 * max(0, step - 2000)
         words[:, Slot.ROWS] = _ROWS
-        words[:, Slot.ROWS_TIED_BF16] = _ROWS // 50
+        words[:, Slot.TIED_ROWS_BF16] = _ROWS // 50
         floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 + np.abs(offset) + random.normal(size=count)
-        floats[:, Slot.OFFSET_SUM], floats[:, Slot.OFFSET_SUMSQ] = offset * _ROWS, (offset**2 + 0.3) * _ROWS
+        floats[:, Slot.SCORE_OFFSET_SUM], floats[:, Slot.SCORE_OFFSET_SUMSQ] = offset * _ROWS, (offset**2 + 0.3) * _ROWS
         floats[:, Slot.DELTA_BIAS_SUM] = 1e-4 * random.normal(size=count)
         floats[:, Slot.DELTA_BIAS_ABS], floats[:, Slot.DELTA_BIAS_SUMSQ] = 1e-2, 1e-6
         samples.append((step, words, 2 + 1e-4 * step + 0.01 * random.normal(size=count)))

@@ -12,6 +12,7 @@ import typer
 from foreshock import __version__
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.service_client import DEFAULT_URL
+from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
     cls=Commands,
@@ -131,9 +132,7 @@ def runs(
 def switch(
     run: Annotated[str, typer.Argument(help="Run to switch.")],
     reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
-    mode: Annotated[
-        str | None, typer.Option(help="plain, exact_delta, stable_softmax, paper_softmax, or two joined by +.")
-    ] = None,
+    mode: Annotated[str | None, typer.Option(help=f"plain, {', '.join(MODE_NAMES)}, or several joined by +.")] = None,
     undo: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Take a switch back instead: a command's id, or `last`.")
     ] = None,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.service_client import ServiceClient
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.modes import parse_mode
 
 _FINAL_STATES: Final = {"applied", "refused", "expired", "dry_run", "rejected"}
 
@@ -96,8 +96,10 @@ def switch(
     Without `layer` every head of the run is meant; with `layer` and no `heads`, every head of that layer.
     Raises CommandError for an unknown mode, layer or head.
     """
-    if mode not in MODE_NAMES:
-        raise CommandError(f"mode {mode!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+    try:
+        parse_mode(mode)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
     command = client.post(
         f"/v1/runs/{run}/commands",

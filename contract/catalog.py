@@ -12,6 +12,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.slots import Slot, Words, slot_values
 
 Floats = npt.NDArray[np.float64]
@@ -100,17 +101,11 @@ def _value(slot: Slot) -> Callable[[Words], Floats]:
     return read
 
 
-def offset(words: Words) -> Floats:
-    """Mean of lse - log n over the rows of each head."""
-    return _share(Slot.OFFSET_SUM)(words)
+def _score_offset_rms(words: Words) -> Floats:
+    return np.sqrt(_share(Slot.SCORE_OFFSET_SUMSQ)(words))
 
 
-def offset_rms(words: Words) -> Floats:
-    """Root mean square of lse - log n over the rows of each head."""
-    return np.sqrt(_share(Slot.OFFSET_SUMSQ)(words))
-
-
-def delta_bias_z(words: Words) -> Floats:
+def _delta_bias_z(words: Words) -> Floats:
     """Sum of delta_lp - delta_hp in units of its standard deviation if the rows were independent and unbiased."""
     return ratio(slot_values(words, Slot.DELTA_BIAS_SUM), np.sqrt(slot_values(words, Slot.DELTA_BIAS_SUMSQ)))
 
@@ -125,7 +120,7 @@ HEAD_METRICS: Final = (
         bad="One head's offset leaves its peers and keeps growing; softmax cannot see it, rounding can.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(read=offset),
+        head=HeadReading(read=_share(Slot.SCORE_OFFSET_SUM)),
     ),
     Metric(
         key="head.score_offset_rms",
@@ -134,7 +129,7 @@ HEAD_METRICS: Final = (
         bad="Keeps doubling in one head.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(read=offset_rms),
+        head=HeadReading(read=_score_offset_rms),
     ),
     Metric(
         key="head.score_max",
@@ -162,7 +157,7 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.ROWS_TIED_BF16)),
+        head=HeadReading(read=_share(Slot.TIED_ROWS_BF16)),
     ),
     Metric(
         key="head.tied_rows_one",
@@ -172,7 +167,7 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.ROWS_TIED_ONE)),
+        head=HeadReading(read=_share(Slot.TIED_ROWS_ONE)),
     ),
     Metric(
         key="head.delta_bias",
@@ -191,7 +186,7 @@ HEAD_METRICS: Final = (
         bad="Beyond 4 with the same sign again and again.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(read=delta_bias_z),
+        head=HeadReading(read=_delta_bias_z),
     ),
     Metric(
         key="head.shifted_rows",
@@ -201,7 +196,7 @@ HEAD_METRICS: Final = (
         board="heads",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.ROWS_SHIFTED)),
+        head=HeadReading(read=_share(Slot.SHIFTED_ROWS)),
     ),
     Metric(
         key="head.nonfinite_rows",
@@ -210,7 +205,7 @@ HEAD_METRICS: Final = (
         bad="Anything above zero.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_value(Slot.ROWS_NONFINITE)),
+        head=HeadReading(read=_value(Slot.NONFINITE_ROWS)),
         alerts=(
             Alert(
                 name="ForeshockNonFiniteRows",
@@ -263,7 +258,9 @@ HEAD_METRICS: Final = (
     Metric(
         key="head.mode",
         title="Mode",
-        help="Mode flags of a head: 0 plain, 1 exact_delta, 2 stable_softmax, 4 paper_softmax, added together.",
+        help="Mode flags of a head: 0 plain, "
+        + ", ".join(f"{mode.flag:d} {mode.name}" for mode in MODES)
+        + ", added together.",
         bad="Not the mode you asked for.",
         board="heads",
         labels=HEAD_LABELS,
@@ -403,7 +400,8 @@ RUN_METRICS: Final = (
                 'Largest |score| reaches 512 in about {{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,'
                 'head=%q}" $labels.run $labels.layer $labels.head | query }}{{ . | first | value | humanize }}'
                 "{{ else }}an unknown number of{{ end }} steps.",
-                action="Switch the head to exact_delta, or let policy auto do it, and watch its offset stop growing.",
+                action=f"Switch the head to {DEFAULT_MITIGATION}, or let policy auto do it, "
+                "and watch its offset stop growing.",
             ),
         ),
     ),
@@ -586,6 +584,19 @@ SERVICE_METRICS: Final = (
 
 METRICS: Final = (*HEAD_METRICS, *RUN_METRICS, *SERVICE_METRICS)
 BY_KEY: Final = {metric.key: metric for metric in METRICS}
+
+
+def read(key: str, words: Words) -> Floats:
+    """A counted metric of each head, [...], from state words [..., SLOT_COUNT]; NaN where nothing was counted.
+
+    The one place where a statistic becomes a number: agent, laboratory and service read it here. Raises ValueError for
+    a metric that is not counted.
+    """
+    reading = BY_KEY[key].head
+    if reading is None or reading.read is None:
+        raise ValueError(f"{key} is not read from what a head counted")
+    return reading.read(words)
+
 
 WATCHDOG: Final = Alert(
     name="ForeshockWatchdog",

@@ -1,4 +1,4 @@
-"""Which statistic sits where in a head's state, its type and its merge rule; the mode flags of a head.
+"""Which statistic sits where in a head's state, its type and its merge rule.
 
 A head's state is one row of 8-byte words. Counts are int64; sums and maxima are float64 and share the same words (the
 same memory viewed as float64), so that one copy takes every statistic of every head. What travels is mergeable (house
@@ -6,7 +6,7 @@ decision 2): counts and sums add, maxima take the larger one; a ratio or a mean 
 """
 
 from collections.abc import Sequence
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -22,15 +22,15 @@ class Slot(IntEnum):
     """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder."""
 
     ROWS = 0
-    ROWS_TIED_BF16 = 1
-    ROWS_TIED_ONE = 2
-    ROWS_SHIFTED = 3
-    ROWS_EMPTY = 4
-    ROWS_NONFINITE = 5
+    TIED_ROWS_BF16 = 1
+    TIED_ROWS_ONE = 2
+    SHIFTED_ROWS = 3
+    EMPTY_ROWS = 4
+    NONFINITE_ROWS = 5
     SCORE_MAX = 6
     ROW_MAX_ABS = 7
-    OFFSET_SUM = 8
-    OFFSET_SUMSQ = 9
+    SCORE_OFFSET_SUM = 8
+    SCORE_OFFSET_SUMSQ = 9
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
@@ -50,21 +50,21 @@ class SlotInfo(NamedTuple):
 
 SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.ROWS: SlotInfo("int64", "sum", 0, "Query rows with at least one visible key and only finite scores."),
-    Slot.ROWS_TIED_BF16: SlotInfo(
+    Slot.TIED_ROWS_BF16: SlotInfo(
         "int64", "sum", 0, "Rows whose scores, rounded to bf16, have more than one maximum (paper, section 3.3.2)."
     ),
-    Slot.ROWS_TIED_ONE: SlotInfo(
+    Slot.TIED_ROWS_ONE: SlotInfo(
         "int64", "sum", 0, "Rows with more than one P = exp(S - max) that rounds to 1 in the operand's dtype."
     ),
-    Slot.ROWS_SHIFTED: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
-    Slot.ROWS_EMPTY: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
-    Slot.ROWS_NONFINITE: SlotInfo(
+    Slot.SHIFTED_ROWS: SlotInfo("int64", "sum", 0, "Rows whose softmax a stabilised mode shifted."),
+    Slot.EMPTY_ROWS: SlotInfo("int64", "sum", 0, "Rows with no visible key; kept out of every other slot."),
+    Slot.NONFINITE_ROWS: SlotInfo(
         "int64", "sum", 0, "Rows with a NaN or infinite score, output or delta; kept out of every other slot."
     ),
     Slot.SCORE_MAX: SlotInfo("float64", "max", -np.inf, "Largest scaled score."),
     Slot.ROW_MAX_ABS: SlotInfo("float64", "max", -np.inf, "Largest absolute value of a row's maximum score."),
-    Slot.OFFSET_SUM: SlotInfo("float64", "sum", 0, "Sum of lse - log n, n being the visible keys of the row."),
-    Slot.OFFSET_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of lse - log n."),
+    Slot.SCORE_OFFSET_SUM: SlotInfo("float64", "sum", 0, "Sum of lse - log n, n being the visible keys of the row."),
+    Slot.SCORE_OFFSET_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of lse - log n."),
     Slot.DELTA_BIAS_SUM: SlotInfo("float64", "sum", 0, "Sum of delta_lp - delta_hp (paper, section 3.3.1)."),
     Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
     Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),
@@ -73,40 +73,6 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
 COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")
 SUM_SLOTS: Final = tuple(s for s, info in SLOTS.items() if info.dtype == "float64" and info.merge == "sum")
 MAX_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.merge == "max")
-
-
-class Mode(IntFlag):
-    """How a head's attention is computed. Every mode computes the same mathematics; they differ in rounding alone.
-
-    A head's mode is one int32 in device memory, read by each kernel program once, before its loop (house decision 4).
-    """
-
-    PLAIN = 0
-    EXACT_DELTA = 1
-    """delta from O and its saved rounding residual."""
-    STABLE_SOFTMAX = 2
-    """Every row is shifted by an amount of its own, less than a binade, so that its largest P is never 1."""
-    PAPER_SOFTMAX = 4
-    """Rows with tied maxima are shifted by the paper's exact rule (algorithm 3); excludes STABLE_SOFTMAX."""
-
-
-MODE_NAMES: Final[dict[str, Mode]] = {
-    "plain": Mode.PLAIN,
-    "exact_delta": Mode.EXACT_DELTA,
-    "stable_softmax": Mode.STABLE_SOFTMAX,
-    "paper_softmax": Mode.PAPER_SOFTMAX,
-    "exact_delta+stable_softmax": Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX,
-    "exact_delta+paper_softmax": Mode.EXACT_DELTA | Mode.PAPER_SOFTMAX,
-}
-"""Every mode a head may have, by the name that people type."""
-
-
-def mode_name(mode: int) -> str:
-    """The name of a mode flag. Raises ValueError for a combination that does not exist."""
-    for name, known in MODE_NAMES.items():
-        if known == mode:
-            return name
-    raise ValueError(f"mode {mode} does not exist; allowed are {', '.join(MODE_NAMES)}")
 
 
 def identity_row() -> Words:

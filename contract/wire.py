@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from foreshock.contract.slots import MODE_NAMES, SLOT_COUNT, Words
+from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
+from foreshock.contract.slots import SLOT_COUNT, Words
 
 WIRE_VERSION: Final = 1
 MAX_LAYERS: Final = 1024
@@ -38,7 +39,14 @@ Identifier = Annotated[str, AfterValidator(_identifier)]
 """Names a run, a layer or a boot; safe as a label, never used as a path."""
 
 Step = Annotated[int, Field(ge=0, le=2**53)]
-ModeName = Annotated[str, Field(json_schema_extra={"enum": list(MODE_NAMES)})]
+ModeName = Annotated[
+    str,
+    Field(max_length=64, json_schema_extra={"pattern": f"^({MODE_PATTERN})$"}),
+    AfterValidator(lambda name: mode_name(parse_mode(name))),
+]
+"""A mode that exists, for orders and settings; its parts in the order of contract.modes.MODES."""
+ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
+"""The name of a mode as an agent tells it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
 Policy = Literal["observe", "approve", "auto"]
@@ -115,7 +123,7 @@ class Started(Message):
     layers: tuple[Layer, ...] = Field(max_length=MAX_LAYERS)
     policy: Policy
     numerics: str = Field(max_length=32)
-    mitigation: ModeName = "exact_delta"
+    mitigation: ToldModeName = "exact_delta"
     labels: dict[Identifier, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=32)
     versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
 
@@ -199,8 +207,8 @@ class Switched(Message):
     verdict: Identifier | None = None
     outcome: Outcome
     heads: tuple[HeadRef, ...] = Field(max_length=MAX_LAYERS * 64)
-    before: tuple[ModeName, ...]
-    after: tuple[ModeName, ...]
+    before: tuple[ToldModeName, ...]
+    after: tuple[ToldModeName, ...]
     reason: str = Field(max_length=500)
 
     @model_validator(mode="after")
@@ -296,13 +304,6 @@ class Command(Message):
     expires_unix_seconds: float | None = None
     expires_step: Step | None = None
     dry_run: bool = False
-
-    @field_validator("mode", "expect")
-    @classmethod
-    def _mode_exists(cls, value: str | None) -> str | None:
-        if value is not None and value not in MODE_NAMES:
-            raise ValueError(f"mode {value[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
-        return value
 
 
 class Ack(Message):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from foreshock.contract.catalog import Metric
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.modes import mode_name, served_modes
 
 Panel = dict[str, Any]
 
@@ -261,7 +261,7 @@ def layers_over_time(metric: Metric, expr: str) -> Panel:
 
 def modes_over_time(metric: Metric, expr: str) -> Panel:
     """Which mode each head is in, over time."""
-    names = {str(int(mode)): {"text": name, "index": index} for index, (name, mode) in enumerate(MODE_NAMES.items())}
+    names = {str(int(mode)): {"text": mode_name(mode), "index": index} for index, mode in enumerate(served_modes())}
     return panel(
         "state-timeline",
         "Modes over time",

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreshock.contract import wire
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
@@ -227,8 +228,8 @@ def comparison(result: dict[str, Any]) -> str:
         before = level(UNTREATED.name, until=result["switch_step"])
         steps = arms[UNTREATED.name]["steps"] - result["switch_step"]
         lines.append(
-            f"It was switched to exact_delta at step {result['switch_step']}, at {before:+.2f}. In the {steps} steps "
-            f"since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
+            f"It was switched to {DEFAULT_MITIGATION} at step {result['switch_step']}, at {before:+.2f}. "
+            f"In the {steps} steps since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
             f"{ends[RESCUED.name] - before:+.2f} switched."
         )
     reached = min(arm["steps"] for arm in arms.values())

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, mode_name
+from foreshock.contract.modes import mode_name
+from foreshock.contract.slots import Slot
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current
 from foreshock.monitor.config import AgentConfig, new_run_name
@@ -312,7 +313,7 @@ class Agent:
             self._emit(switched)
 
     def _check_that_every_layer_was_hit(self, counted: Counted) -> None:
-        rows = counted.words[:, [Slot.ROWS, Slot.ROWS_EMPTY, Slot.ROWS_NONFINITE]].sum(axis=1)
+        rows = counted.words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(axis=1)
         first = 0
         for layer, module in zip(self._instruments.layers, self._instruments.watched, strict=True):
             size = len(layer.heads)

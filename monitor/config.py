@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from foreshock.contract.slots import MODE_NAMES
+from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.policy import SwitchScope
@@ -56,7 +56,7 @@ class AgentConfig(BaseSettings):
 
     policy: Policy = "observe"
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
-    mitigation: ModeName = "exact_delta"
+    mitigation: ModeName = DEFAULT_MITIGATION
     """The mode that a head is switched to."""
     switch_scope: SwitchScope = "head"
     """What a warning switches under approve and auto: the head that it names, its layer, or all heads of this process.
@@ -123,9 +123,9 @@ class AgentConfig(BaseSettings):
     @field_validator("mitigation")
     @classmethod
     def _mitigation_is_known(cls, value: str) -> str:
-        if value not in MODE_NAMES or value == "plain":
-            allowed = ", ".join(name for name in MODE_NAMES if name != "plain")
-            raise ValueError(f"mitigation {value[:64]!r} does not exist; allowed are {allowed}")
+        if value == "plain":
+            raise ValueError("mitigation 'plain' changes nothing; to change nothing give policy='observe'")
+        check_served(parse_mode(value))
         return value
 
     @field_validator("url")

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from foreshock.contract import wire
-from foreshock.contract.slots import MODE_NAMES, Mode
-
-_SOFTMAX_MODES: Final = Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX
-
+from foreshock.contract.modes import Mode, parse_mode, with_mode
 
 SwitchScope = Literal["head", "layer", "model"]
 _SHARED: Final[dict[SwitchScope, int]] = {"head": 2, "layer": 1, "model": 0}
@@ -40,16 +37,10 @@ def decide(
         warned = (verdict.layer, verdict.head)[: _SHARED[scope]]
         wanted: dict[Mode, list[tuple[int, int]]] = {}
         for head, now in modes.items():
-            mode = with_mitigation(now, MODE_NAMES[mitigation])
+            mode = with_mode(now, parse_mode(mitigation))
             if head[: len(warned)] == warned and mode != now:
                 wanted.setdefault(mode, []).append(head)
         for mode, heads in wanted.items():
             decisions.append(Decision(verdict, tuple(heads), mode))
             modes.update(dict.fromkeys(heads, int(mode)))
     return decisions
-
-
-def with_mitigation(mode: int, mitigation: Mode) -> Mode:
-    """`mode` with the mitigation's flags added; a softmax rule, of which a head has one, takes the old one's place."""
-    kept = Mode(mode) & ~_SOFTMAX_MODES if mitigation & _SOFTMAX_MODES else Mode(mode)
-    return kept | mitigation

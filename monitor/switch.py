@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.slots import MODE_NAMES, mode_name
+from foreshock.contract.modes import check_served, mode_name, parse_mode
 
 MAX_ANSWERED: Final = 4096
 """Command ids remembered, so that a repeated delivery changes nothing."""
@@ -52,18 +52,19 @@ class Switchboard:
     ) -> wire.Switched:
         """Give `heads` this mode; only outcome "applied" changes anything.
 
-        Raises ValueError for a mode or head that does not exist here.
+        Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves.
         """
         wanted = list(heads)
-        if mode not in MODE_NAMES:
-            raise ValueError(f"mode {mode[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+        flags = parse_mode(mode)
+        if outcome not in ("refused", "expired"):
+            check_served(flags)
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
         rows = [self._rows[head] for head in wanted]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         if outcome == "applied":
-            self.host[rows] = int(MODE_NAMES[mode])
+            self.host[rows] = int(flags)
             self._write()
         return wire.Switched(
             id=self._new_id(),
@@ -73,7 +74,7 @@ class Switchboard:
             outcome=outcome,
             heads=tuple(wanted),
             before=before,
-            after=tuple(mode if outcome in ("applied", "proposed", "dry_run") else name for name in before),
+            after=tuple(mode_name(flags) if outcome in ("applied", "proposed", "dry_run") else name for name in before),
             reason=reason[:500],
         )
 
@@ -90,7 +91,7 @@ class Switchboard:
         outcome, reason = self._judge(command, mine, step, unix_seconds)
         if outcome == "applied":
             for head in mine:
-                taken = int(self.host[self._rows[head]]) & ~int(MODE_NAMES[command.mode])
+                taken = int(self.host[self._rows[head]]) & ~int(parse_mode(command.mode))
                 (self.held.add if taken else self.held.discard)(head)
         return self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
 
@@ -103,8 +104,12 @@ class Switchboard:
             return "expired", "expired by the clock before it arrived"
         if not mine:
             return "refused", "none of the named heads is watched by this process"
+        try:
+            check_served(parse_mode(command.mode))
+        except ValueError as error:
+            return "refused", str(error)
         if command.expect is not None:
-            expected = int(MODE_NAMES[command.expect])
+            expected = int(parse_mode(command.expect))
             other = [head for head in mine if self.host[self._rows[head]] != expected]
             if other:
                 now = mode_name(int(self.host[self._rows[other[0]]]))
@@ -127,13 +132,15 @@ class Switchboard:
         return {"modes": modes, "answered": list(self._answered), "held": [list(head) for head in sorted(self.held)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put modes and answered ids back. Raises ValueError when a saved mode does not exist; unknown heads stay."""
+        """Put modes and answered ids back; heads that are not here are left out.
+
+        Raises ValueError for a saved mode that does not exist or that no kernel serves.
+        """
         for layer, head, name in state["modes"]:
-            if name not in MODE_NAMES:
-                raise ValueError(f"saved mode {name!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
+            check_served(mode := parse_mode(name))
             row = self._rows.get((layer, head))
             if row is not None:
-                self.host[row] = int(MODE_NAMES[name])
+                self.host[row] = int(mode)
         self._answered.update((str(command), None) for command in state["answered"])
         self.held |= {(layer, head) for layer, head in state.get("held", ())} & self._rows.keys()
         self._write()

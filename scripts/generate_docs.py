@@ -1,7 +1,8 @@
 """Write the reference pages under docs/reference/ from the code, or with --check say which ones are stale.
 
 Commands come from the command line's own definitions, settings and configuration from their typed models, routes from
-the service's OpenAPI document: what is not documented does not exist, and what changes shows up in `make check`.
+the service's OpenAPI document, modes from their list: what is not documented does not exist, and what changes shows up
+in `make check`.
 """
 
 import sys
@@ -15,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from foreshock.cli.main import app
+from foreshock.contract.modes import MODES, stronger
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
@@ -101,7 +103,34 @@ def routes() -> Iterator[str]:
     yield ""
 
 
-PAGES = {"cli.md": commands, "settings.md": settings, "api.md": routes}
+def modes() -> Iterator[str]:
+    """Every mode of a head."""
+    yield "# Modes of a head\n"
+    yield (
+        "Every mode computes the same attention; they differ in rounding alone. A head may have several, named with "
+        "plus signs between them: `exact_delta+stable_softmax`; `plain` has none. The list is `contract/modes.py`.\n"
+    )
+    rows = []
+    for mode in MODES:
+        apart = ", ".join(f"`{other.name}`" for other in MODES if other.flag & mode.excludes)
+        following = stronger(mode.name)
+        rows.append(
+            (
+                f"`{mode.name}`",
+                str(int(mode.flag)),
+                mode.does,
+                mode.cures,
+                apart,
+                f"`{following}`" if following else "",
+                ("when a head is warned about" if mode.proposed else "never") if mode.served else "not served yet",
+            )
+        )
+    head = ("mode", "flag", "what it does", "what it cures", "not with", "where it arrests nothing", "proposed")
+    yield from table(head, rows)
+    yield ""
+
+
+PAGES = {"cli.md": commands, "modes.md": modes, "settings.md": settings, "api.md": routes}
 
 
 def main(check: bool) -> int:

@@ -6,9 +6,8 @@ are Unix seconds by the service's clock unless a field says otherwise.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from foreshock.contract.slots import MODE_NAMES
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -64,10 +63,21 @@ class MetricInfo(Response):
     per_head: bool
 
 
+class ModeChoice(Response):
+    """A mode that a head may be switched to, alone or with others."""
+
+    name: str
+    does: str
+    cures: str
+    excludes: list[str] = Field(description="modes that cannot be joined with it")
+
+
 class Catalog(Response):
-    """Every metric that series and, where per_head, matrix can show."""
+    """Every metric that series and, where per_head, matrix can show; every mode that kernels serve."""
 
     metrics: list[MetricInfo]
+    modes: list[ModeChoice]
+    default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
 
 
 class Session(Response):
@@ -93,7 +103,7 @@ class RunSummary(Response):
     status: RunStatus
     policy: Policy | None = Field(description="null until a boot has said what it watches")
     numerics: str | None
-    mitigation: ModeName | None
+    mitigation: str | None
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
     first_seen_unix_seconds: float
@@ -125,7 +135,7 @@ class LayerState(Response):
     head_dim: int
     served_by: str
     sampled: bool
-    modes: list[ModeName | None]
+    modes: list[str | None]
     risk: list[Number]
 
 
@@ -232,13 +242,6 @@ class CommandRequest(BaseModel):
     expires_step: Step | None = None
     dry_run: bool = False
 
-    @field_validator("mode", "expect")
-    @classmethod
-    def _mode_exists(cls, value: str | None) -> str | None:
-        if value is not None and value not in MODE_NAMES:
-            raise ValueError(f"mode {value[:64]!r} does not exist; allowed are {', '.join(MODE_NAMES)}")
-        return value
-
 
 class Decision(BaseModel):
     """Approval or rejection of a proposed command."""
@@ -265,8 +268,8 @@ class RankAnswer(Response):
     outcome: Outcome | None = Field(description="null until the rank has answered")
     step: int | None
     heads: list[HeadRef]
-    before: list[ModeName]
-    after: list[ModeName]
+    before: list[str]
+    after: list[str]
     reason: str
 
 
@@ -283,8 +286,8 @@ class CommandStatus(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
-    expect: ModeName | None
+    mode: str
+    expect: str | None
     dry_run: bool
     created_unix_seconds: float
     expires_unix_seconds: float | None
@@ -313,7 +316,7 @@ class CommandChange(Response):
     issued_by: str
     reason: str
     heads: list[HeadRef] | None
-    mode: ModeName
+    mode: str
     verification: Verification | None = None
 
 

@@ -74,11 +74,11 @@ class FakeRank:
         words = np.tile(identity_row(), (self.count, 1))
         floats = words.view(np.float64)
         words[:, Slot.ROWS] = 1000
-        words[:, Slot.ROWS_TIED_BF16] = random.integers(0, 1000, self.count)
+        words[:, Slot.TIED_ROWS_BF16] = random.integers(0, 1000, self.count)
         floats[:, Slot.SCORE_MAX] = random.normal(size=self.count) * 10
         floats[:, Slot.ROW_MAX_ABS] = np.abs(floats[:, Slot.SCORE_MAX])
-        floats[:, Slot.OFFSET_SUM] = random.normal(size=self.count) * 1000
-        floats[:, Slot.OFFSET_SUMSQ] = floats[:, Slot.OFFSET_SUM] ** 2
+        floats[:, Slot.SCORE_OFFSET_SUM] = random.normal(size=self.count) * 1000
+        floats[:, Slot.SCORE_OFFSET_SUMSQ] = floats[:, Slot.SCORE_OFFSET_SUM] ** 2
         floats[:, Slot.DELTA_BIAS_SUM] = random.normal(size=self.count)
         floats[:, Slot.DELTA_BIAS_ABS] = 10.0
         floats[:, Slot.DELTA_BIAS_SUMSQ] = 4.0

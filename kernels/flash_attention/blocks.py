@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from foreshock.contract.slots import Mode
-from foreshock.kernels.flash_attention import flags, shift
+from foreshock.contract.modes import Mode
+from foreshock.kernels.flash_attention import shift
 
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
@@ -13,9 +13,9 @@ round, so there tiles are widened to fp32 when loaded and rounded by hand."""
 EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
 STABLE_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.STABLE_SOFTMAX))
 PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
-ROW_CORRECTED: tl.constexpr = tl.constexpr(flags.ROW_CORRECTED)
-CENTRED_KEYS: tl.constexpr = tl.constexpr(flags.CENTRED_KEYS)
-CENTRED_VALUES: tl.constexpr = tl.constexpr(flags.CENTRED_VALUES)
+ROW_CORRECTED: tl.constexpr = tl.constexpr(int(Mode.ROW_CORRECTED))
+CENTRED_KEYS: tl.constexpr = tl.constexpr(int(Mode.CENTRED_KEYS))
+CENTRED_VALUES: tl.constexpr = tl.constexpr(int(Mode.CENTRED_VALUES))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -104,35 +104,26 @@ def at_head(pointer, batch, head, start, stride_batch, stride_head, stride_row):
 
 
 @triton.jit
-def served_centring(mode, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """The flags of `mode` that take a mean from keys or values, less what does not serve them (centring.refusal)."""
-    if SOFTCAP:
-        mode = mode & ~CENTRED_KEYS
-    if DROPOUT:
-        mode = mode & ~CENTRED_VALUES
-    return mode & (CENTRED_KEYS | CENTRED_VALUES)
+def asks(mode, flag: tl.constexpr, refused: tl.constexpr):
+    """Whether a head's mode has `flag`, which nothing is asked of where it is refused (centring.refusal)."""
+    return False if refused else (mode & flag) != 0
 
 
 @triton.jit
-def load_means(means, plane, mode, dim, BLOCK_D: tl.constexpr):
-    """What is taken from every key and from every value of a plane, fp32 [BLOCK_D] each; 0 where `mode` asks for none."""
+def served_shift(mode):
+    """The flags of `mode` that shift the softmax, which centred values exclude."""
+    return tl.where((mode & CENTRED_VALUES) == 0, mode & (STABLE_SOFTMAX | PAPER_SOFTMAX), 0)
+
+
+@triton.jit
+def load_mean(means, plane, dim, BLOCK_D: tl.constexpr):
+    """The mean row of one plane (means.py), [BLOCK_D]."""
     columns = tl.arange(0, BLOCK_D)
-    means += tl.cast(plane, tl.int64) * 2 * dim + columns
-    mean_key = tl.load(means, mask=(columns < dim) & ((mode & CENTRED_KEYS) != 0), other=0.0)
-    mean_value = tl.load(means + dim, mask=(columns < dim) & ((mode & CENTRED_VALUES) != 0), other=0.0)
-    return mean_key, mean_value
+    return tl.load(means + tl.cast(plane, tl.int64) * dim + columns, mask=columns < dim, other=0.0)
 
 
 @triton.jit
-def without(tile, mean, dtype: tl.constexpr):
-    """A tile of operands less what is taken from each of its rows."""
-    return to_operand(tile.to(tl.float32) - mean[None, :], dtype)
-
-
-@triton.jit
-def place(
-    plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr
-):
+def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr):
     """Of plane `plane`, with `planes` to a sequence: its batch entry and head, and of its sequence the first row and
     length of queries and of keys."""
     index = plane // planes

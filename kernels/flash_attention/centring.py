@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foreshock.kernels.flash_attention.flags import CENTRED_KEYS, CENTRED_VALUES, PAPER_SOFTMAX, STABLE_SOFTMAX
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.visibility import place
 
@@ -27,18 +27,18 @@ def refusal(mode: int, spec: AttentionSpec) -> str | None:
 
     Flags lie in device memory, where a kernel cannot refuse: it computes as if the flag named here first were not set.
     """
-    if mode & CENTRED_KEYS and spec.softcap > 0:
+    if mode & Mode.CENTRED_KEYS and spec.softcap > 0:
         return (
-            f"centred_keys does not serve a softcap ({spec.softcap}): capped scores do not enter as differences, so that "
-            "the mean key cannot be taken out; use row_corrected"
+            f"centred_keys does not serve a softcap ({spec.softcap}): capped scores do not enter as differences, so "
+            "that the mean key cannot be taken out; use row_corrected"
         )
-    if mode & CENTRED_VALUES and spec.dropout_p > 0:
+    if mode & Mode.CENTRED_VALUES and spec.dropout_p > 0:
         return (
             f"centred_values does not serve dropout (dropout_p {spec.dropout_p}): rows of P do not sum to 1 after it; "
             "use row_corrected"
         )
-    if mode & (STABLE_SOFTMAX | PAPER_SOFTMAX) and mode & (CENTRED_KEYS | CENTRED_VALUES):
-        return "stable_softmax and paper_softmax exclude centred_keys and centred_values; use one or the other"
+    if mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX) and mode & Mode.CENTRED_VALUES:
+        return "stable_softmax and paper_softmax exclude centred_values; use one or the other"
     return None
 
 
@@ -71,14 +71,14 @@ def centring(
 ) -> Centring | None:
     """What the modes take from keys and values [B, H, Sk, D], one a query head; None when no head asks.
 
-    Means are rounded to the operand dtype under numerics that round keys and values: any vector that all keys lose is
-    exact, and a difference of two 16-bit numbers is so too where the common part is the larger.
+    Under `paper` means are rounded to the operand dtype: any vector that all keys lose is exact, and a difference of
+    two 16-bit numbers is so too where the common part is the larger.
     """
-    keys_of = None if spec.softcap > 0 else flagged(modes, CENTRED_KEYS)
-    values_of = None if spec.dropout_p > 0 else flagged(modes, CENTRED_VALUES)
+    keys_of = None if spec.softcap > 0 else flagged(modes, Mode.CENTRED_KEYS)
+    values_of = None if spec.dropout_p > 0 else flagged(modes, Mode.CENTRED_VALUES)
     if keys_of is None and values_of is None:
         return None
-    rounded = operand if spec.numerics in ("kernel", "paper") else None
+    rounded = operand if spec.numerics == "paper" else None
     taken: list[Tensor] = []
     seen: list[Tensor] = []
     for tensor, heads in ((key, keys_of), (value, values_of)):
@@ -95,9 +95,7 @@ def centring(
     return Centring(taken[0], taken[1], seen[0], seen[1])
 
 
-def _means(
-    x: Tensor, queries: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _means(x: Tensor, queries: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean row of the sequence of every row of x [B, H, S, D], and of every query."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         mean = x.mean(2, keepdim=True)

@@ -7,27 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.blocks import (
+    CENTRED_VALUES,
     INTERPRET,
     LN2,
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
-    STABLE_SOFTMAX,
+    asks,
     at_head,
     cap_scores,
     diagonal,
     in_registers,
     kept,
     key_ranges,
-    load_means,
+    load_mean,
     load_tile,
     place,
-    served_centring,
+    served_shift,
     store_tile,
     to_operand,
     visible,
-    without,
 )
 from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.means import launch_means
@@ -53,23 +54,20 @@ def stable_shift(row_max):
 
 @triton.jit
 def _attend(
-    running, shift, q, key, value, means, batch, kv_head, low, high, queries, seen, chance, strides, dim, unit, scale,
+    running, shift, q, key, value, batch, kv_head, low, high, queries, seen, chance, strides, dim, unit, scale,
     softcap, score_unit,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
-    acc, total, row_max, before = running
+    acc, total, row_max, before, missing = running
     paper, paper_shift = shift
-    mean_key, mean_value = means
     offset, length_k, left, right = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
-        if CENTRE:
-            k = without(k, mean_key, DTYPE)
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
         keys = start + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -86,17 +84,17 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         rounded = to_operand(p, DTYPE)
+        if CENTRE:
+            missing = missing * shrink + tl.sum(p - rounded.to(tl.float32), 1)
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             rounded = tl.where(keep, rounded, 0.0)
         v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
-        if CENTRE:
-            v = without(v, mean_value, DTYPE)
         acc = tl.dot(rounded, v, acc)
         row_max = new_max
         # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
         before = tl.where(new_max == float("-inf"), new_max, subtracted)
-    return acc, total, row_max, before
+    return acc, total, row_max, before, missing
 
 
 @triton.jit
@@ -128,7 +126,7 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, key, value, outputs, means, mode, batch, kv_head, first, rows, length_q, seen, chance, strides, stride_o, dim,
+    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides, stride_o, dim,
     unit, scale, score_unit, softcap, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
@@ -145,7 +143,7 @@ def _block(
     )
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max)
+    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, total)
     shift = (False, total)
     if SHIFT:
         paper = (mode & PAPER_SOFTMAX) != 0
@@ -157,42 +155,38 @@ def _block(
         shift = (paper, paper_shift)
     if HAS_LEFT:
         running = _attend(
-            running, shift, q, key, value, means, batch, kv_head, low, full_low, queries, seen, chance, strides, dim,
+            running, shift, q, key, value, batch, kv_head, low, full_low, queries, seen, chance, strides, dim,
             unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
             SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
         )  # fmt: skip
     running = _attend(
-        running, shift, q, key, value, means, batch, kv_head, full_low, full_high, queries, seen, chance, strides, dim,
+        running, shift, q, key, value, batch, kv_head, full_low, full_high, queries, seen, chance, strides, dim,
         unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED,
         SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
     )  # fmt: skip
-    acc, total, row_max, before = _attend(
-        running, shift, q, key, value, means, batch, kv_head, full_high, high, queries, seen, chance, strides, dim,
+    acc, total, row_max, before, missing = _attend(
+        running, shift, q, key, value, batch, kv_head, full_high, high, queries, seen, chance, strides, dim,
         unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
         SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
     )  # fmt: skip
-    exact = acc * (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    largest = row_max * score_unit
-    log_sum = (before + tl.log2(total)) * LN2
+    total = tl.where(total == 0.0, 1.0, total)
     if CENTRE:
-        # Rows of P sum to 1 in truth, whatever the sum of their rounded weights; a row that sees no key stays 0.
-        mean_key, mean_value = means
-        exact += tl.where(total == 0.0, 0.0, 1.0)[:, None] * mean_value[None, :]
-        common = scale * tl.sum(q.to(tl.float32) * mean_key[None, :], 1)
-        largest += common
-        log_sum += common
+        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum.
+        acc += missing[:, None] * mean[None, :]
+    exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     if RESIDUAL:
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
         store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     inside = queries < length_q
-    tl.store(row_max_out + rows + queries, largest, mask=inside)
+    tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
+    log_sum = (before + tl.log2(total)) * LN2
     tl.store(lse + rows + queries, tl.where(row_max == float("-inf"), row_max, log_sum), mask=inside)
 
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, modes, means, cu_seqlens_q, cu_seqlens_k, seeds,
+    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os,
     heads, group, length_q, length_k, dim, scale, unit, softcap, left, right, keep_scale, threshold, score_unit,
@@ -233,32 +227,30 @@ def forward_kernel(
         mode = 0
         if HAS_MODES:
             mode = tl.load(modes + head)
-            centring = served_centring(mode, SOFTCAP, DROPOUT)
-            if centring != 0:
-                kv_plane = tl.program_id(1) // heads * (heads // group) + kv_head
+            if asks(mode, CENTRED_VALUES, DROPOUT):
+                mean = load_mean(mean_values, tl.program_id(1) // heads * (heads // group) + kv_head, dim, BLOCK_D)
                 _block(
-                    q, key, value, outputs, load_means(means, kv_plane, centring, dim, BLOCK_D), mode, batch, kv_head,
-                    first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
-                    keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
-                    TMA, RESIDUAL, False, True, dtype,
+                    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides,
+                    stride_os, dim, unit, scale, score_unit, softcap, keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL,
+                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, RESIDUAL, False, True, dtype,
                 )  # fmt: skip
-            elif (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
+            elif served_shift(mode) != 0:
                 _block(
-                    q, key, value, outputs, (0.0, 0.0), mode, batch, kv_head,
+                    q, key, value, outputs, 0.0, mode, batch, kv_head,
                     first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
                     keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
                     TMA, RESIDUAL, True, False, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, key, value, outputs, (0.0, 0.0), mode, batch, kv_head,
+                    q, key, value, outputs, 0.0, mode, batch, kv_head,
                     first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
                     keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
                     TMA, RESIDUAL, False, False, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, key, value, outputs, (0.0, 0.0), mode, batch, kv_head,
+                q, key, value, outputs, 0.0, mode, batch, kv_head,
                 first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
                 keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
                 TMA, RESIDUAL, False, False, dtype,
@@ -337,7 +329,7 @@ def launch_forward(
             lse,
             row_max,
             modes,
-            launch_means(call, key, value, modes, cu_seqlens_k),
+            launch_means(call, value, Mode.CENTRED_VALUES, modes, cu_seqlens_k),
             cu_seqlens_q,
             cu_seqlens_k,
             seed,

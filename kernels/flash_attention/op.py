@@ -66,7 +66,7 @@ def _attention_forward(
     """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
 
     Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
-    backward, which counts into it. `modes` is int32 [H] (foreshock.contract.slots.Mode), None for plain. `dropout_seed`
+    backward, which counts into it. `modes` is int32 [H] (foreshock.contract.modes.Mode), None for plain. `dropout_seed`
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
     [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
@@ -260,7 +260,7 @@ def flash_attention(
     causal: True needs Sq = Sk; otherwise name the alignment, "top_left" or "bottom_right" (`CausalAlignment`).
     window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
-    modes: int32 [H], foreshock.contract.slots.Mode; None means plain.
+    modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable.
     Raises ValueError with a sentence for anything else, additive masks included.

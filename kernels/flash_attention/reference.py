@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.centring import Centring, centring, check_modes, flagged
 from foreshock.kernels.flash_attention.dropout import kept
-from foreshock.kernels.flash_attention.flags import CENTRED_VALUES, ROW_CORRECTED
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype
 from foreshock.kernels.flash_attention.statistics import (
@@ -58,12 +57,16 @@ def attention_forward(
     row_sum = weights.sum(-1, keepdim=True)
     keep = None if dropout_seed is None else kept(dropout_seed, weights.shape, spec.dropout_p)
 
-    def output(weights: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
-        dropped = weights if keep is None else weights * keep
+    def output(multiplied: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
+        dropped = multiplied if keep is None else multiplied * keep
         divisor = row_sum.masked_fill(row_sum == 0, 1.0) * (1 - spec.dropout_p)
         result = _round(_product(dropped, values), unnormalised_dtype) / divisor
-        # Rows of P sum to 1 in truth, whatever their rounded weights sum to; a row that sees no key stays 0.
-        return result if centre is None else result + centre.seen_value * (row_sum != 0)
+        if centre is None:
+            return result
+        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum, or, where it
+        # was taken from the values, all but in a row that sees no key.
+        missing = (weights - multiplied).sum(-1, keepdim=True) / divisor
+        return result + centre.seen_value * (missing if spec.numerics == "kernel" else row_sum != 0)
 
     if spec.numerics in ("float64", "float32"):
         exact = output(weights, row_sum, wide)
@@ -78,7 +81,8 @@ def attention_forward(
         out = output(rounded, row_sum, operand).to(operand)
     lse, row_max = (subtracted + row_sum.log()).squeeze(-1), row_max.squeeze(-1)
     out_residual = (exact - _round(out.to(wide), operand)).to(residual)
-    if centre is not None:  # both are those of the keys as they came, so that modes may change before the backward
+    if centre is not None and spec.numerics != "kernel":
+        # Both are those of the keys as they came, so that modes may change before the backward.
         common = _common_score(queries, centre, spec)
         lse, row_max = lse + common, row_max + common
     return out.to(query.dtype), out_residual, lse, row_max
@@ -117,9 +121,12 @@ def attention_backward(
     operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
     score_grad = _round(given.sloped(given.score_grad), operand)
     grad_query = _product(score_grad, given.keys, spec.scale)
-    if (corrected := flagged(modes, ROW_CORRECTED)) is not None:
+    if given.mean_key is not None:
+        grad_query = grad_query - spec.scale * score_grad.sum(-1, keepdim=True) * given.mean_key
+    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True)
-        grad_query = torch.where(heads, grad_query - spec.scale * _row_error(given, score_grad, operand), grad_query)
+        mended = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
+        grad_query = torch.where(heads, spec.scale * mended, grad_query)
         without = given.sloped(given.score_grad - given.weights * defect)
         score_grad = torch.where(heads, _round(without, operand), score_grad)
     grad_key = _product(score_grad.mT, given.queries, spec.scale)
@@ -157,7 +164,7 @@ def row_sum_defect(
     outputs = attention_forward(query, key, value, modes, None, None, *lengths, None, spec)
     given = _score_gradient(grad_out, query, key, value, *outputs, None, modes, None, None, None, spec)
     score_grad = given.score_grad
-    if (corrected := flagged(modes, ROW_CORRECTED)) is not None:
+    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
         score_grad = torch.where(corrected.view(-1, 1, 1), without, score_grad)
     before, after = (
@@ -179,7 +186,9 @@ class _ScoreGradient(NamedTuple):
     queries: Tensor
     keys: Tensor
     grads: Tensor
-    """The operands of what is left to do, [B, H, S, D], keys without what their heads' modes take from them."""
+    """The operands of what is left to do, [B, H, S, D], keys without what was taken from them."""
+    mean_key: Tensor | None
+    """What is to be taken from the keys of each query yet, [B, H, Sq, D] or [B, H, 1, D]."""
 
     def sloped(self, x: Tensor) -> Tensor:
         return x if self.slope is None else x * self.slope
@@ -209,19 +218,22 @@ def _score_gradient(
     delta_hp = delta_lp - delta_bias
     centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)
     keys, values = _centred(keys, values, centre, operand, spec)
-    if centre is not None:  # from here on every score is one of the keys that are multiplied
-        common = _common_score(queries, centre, spec)
+    common = None if centre is None else _common_score(queries, centre, spec)
+    if common is not None and spec.numerics != "kernel":
         lse, row_max = lse - common, row_max - common
 
     scores, slope, visible_keys = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k)
     if state is not None:
-        maximum, scratch = row_max.unsqueeze(-1), torch.empty_like(scores)
-        tied_bf16 = several_in_bf16(scores, maximum)
-        tied_one = several_within(scores, maximum, one_margin(operand), scratch)
-        shift = row_shift(scores, maximum, modes, operand)
+        counted, log_sum, largest = scores, lse, row_max
+        if common is not None and spec.numerics == "kernel":  # statistics speak of scores without the mean key's part
+            counted, log_sum, largest = scores - common.unsqueeze(-1), lse - common, row_max - common
+        maximum, scratch = largest.unsqueeze(-1), torch.empty_like(scores)
+        tied_bf16 = several_in_bf16(counted, maximum)
+        tied_one = several_within(counted, maximum, one_margin(operand), scratch)
+        shift = row_shift(counted, maximum, modes, operand)
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
-        accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
+        accumulate(state, Rows(largest, log_sum, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     if spec.numerics in ("float64", "float32"):
@@ -230,9 +242,9 @@ def _score_gradient(
         delta = delta_lp
     else:
         # Centred values make O small before it is rounded, and take from delta what rounding the whole O put there.
-        exact = (modes & (Mode.EXACT_DELTA | (CENTRED_VALUES if spec.dropout_p == 0 else 0))).bool()
+        exact = (modes & (Mode.EXACT_DELTA | (Mode.CENTRED_VALUES if spec.dropout_p == 0 else 0))).bool()
         delta = torch.where(exact.view(-1, 1), delta_hp, delta_lp)
-    if centre is not None:
+    if centre is not None and spec.numerics != "kernel":
         delta = delta - (grads * centre.seen_value).sum(-1)
     if dropout_seed is None:
         start = -delta.flatten(0, 1).unsqueeze(-1)
@@ -244,7 +256,8 @@ def _score_gradient(
         weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p))
         score_grad = weights * (weight_grad * keep - delta.unsqueeze(-1))
         dropped = weights * keep
-    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads)
+    mean_key = None if centre is None or spec.numerics != "kernel" else centre.seen_key
+    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, mean_key)
 
 
 class _Scores(NamedTuple):
@@ -283,17 +296,17 @@ def _of_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 def _of_key_heads(x: Tensor, like: Tensor) -> Tensor:
     """[B, H, S, D] summed over the query heads of each key head of `like` [B, Hkv, S, D]."""
-    return x if x.shape[1] == like.shape[1] else x.unflatten(1, (like.shape[1], -1)).sum(2)
+    return x if x.shape[1] == like.shape[1] else x.view(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2)
 
 
 def _centred(
     keys: Tensor, values: Tensor, centre: Centring | None, operand: torch.dtype, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values as they are multiplied."""
-    if centre is None:
+    """Keys and values as they are multiplied: under `kernel` as they came, as their mean is taken out afterwards."""
+    if centre is None or spec.numerics == "kernel":
         return keys, values
     keys, values = keys - centre.keys, values - centre.values
-    return (_round(keys, operand), _round(values, operand)) if spec.numerics in ("kernel", "paper") else (keys, values)
+    return (_round(keys, operand), _round(values, operand)) if spec.numerics == "paper" else (keys, values)
 
 
 def _common_score(queries: Tensor, centre: Centring, spec: AttentionSpec) -> Tensor:
@@ -311,7 +324,7 @@ def _exp(x: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """scale * left @ right of [B, H, ., .], in one pass."""
     flat = torch.baddbmm(left.new_zeros(1, 1, 1), left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
-    return flat.unflatten(0, left.shape[:2])
+    return flat.view(*left.shape[:2], *flat.shape[1:])
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:

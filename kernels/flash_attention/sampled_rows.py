@@ -19,13 +19,13 @@ from foreshock.kernels.flash_attention.counting import finite
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.statistics import one_margin
 
-_TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_BF16))
-_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.ROWS_TIED_ONE))
-_EMPTY: tl.constexpr = tl.constexpr(int(Slot.ROWS_EMPTY))
-_NONFINITE: tl.constexpr = tl.constexpr(int(Slot.ROWS_NONFINITE))
+_TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
+_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
+_EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
+_NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
 _ROW_MAX_ABS: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
-_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.OFFSET_SUM))
+_SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
 _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
 
 # What is kept of a row between the launches, one plane [h, r] each.
@@ -205,8 +205,8 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             _raise(
                 state + _ROW_MAX_ABS * stride_slot, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64)
             )
-            _add_float(state + _OFFSET_SUM * stride_slot, tl.sum(offset, 0))
-            _add_float(state + (_OFFSET_SUM + 1) * stride_slot, tl.sum(offset * offset, 0))
+            _add_float(state + _SCORE_OFFSET_SUM * stride_slot, tl.sum(offset, 0))
+            _add_float(state + (_SCORE_OFFSET_SUM + 1) * stride_slot, tl.sum(offset * offset, 0))
             _add_float(state + _DELTA_BIAS_SUM * stride_slot, tl.sum(bias, 0))
             _add_float(state + (_DELTA_BIAS_SUM + 1) * stride_slot, tl.sum(tl.abs(bias), 0))
             _add_float(state + (_DELTA_BIAS_SUM + 2) * stride_slot, tl.sum(bias * bias, 0))

@@ -10,8 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode
-from foreshock.kernels.flash_attention.flags import CENTRED_KEYS, CENTRED_VALUES
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.statistics import several_within
 
 PAPER_TOLERANCE: Final = 1e-3
@@ -34,7 +33,7 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
     """
     if modes is None:
         return None
-    shifts = torch.where((modes & (CENTRED_KEYS | CENTRED_VALUES)).bool(), 0, modes)  # which exclude a shift
+    shifts = torch.where((modes & Mode.CENTRED_VALUES).bool(), 0, modes)  # which exclude a shift
     stable_heads, paper_heads = ((shifts & flag).bool() for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
     on_cpu = modes.device.type == "cpu"
     want_stable, want_paper = (not on_cpu or bool(heads.any()) for heads in (stable_heads, paper_heads))

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import reference
 from foreshock.kernels.flash_attention.spec import AttentionSpec, Numerics, compute_dtype, operand_dtype
 from foreshock.kernels.flash_attention.statistics import one_margin, several_within

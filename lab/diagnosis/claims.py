@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.lab.diagnosis.anatomy import Examined, HeadAnatomy, head_anatomy
 from foreshock.lab.diagnosis.examination import checkpoint_run, examine_patient, lab_patient
 from foreshock.lab.recording.history import Floats, History, recorded

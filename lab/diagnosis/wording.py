@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.anatomy import HeadAnatomy
 
 _SURE: Final = 3.0
@@ -206,7 +207,7 @@ def _arithmetic(anatomy: HeadAnatomy) -> str:
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:
-    rounding, drifted, tied, other = [], [], [], []
+    rounding, drifted, other = [], [], []
     for named in diagnosis.named:
         courses = [each for each in diagnosis.courses if (each.layer, each.head) == named]
         anatomies = [each for each in diagnosis.anatomies if (each.layer, each.head) == named]
@@ -216,19 +217,16 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
             rounding.append(named)
         elif any(each.warned_step is not None for each in courses):
             other.append(named)
-        if any(each.tied_share_of_error >= 0.5 for each in anatomies):
-            tied.append(named)
         offsets = [each.offset for each in courses if each.offset is not None] + [each.offset for each in anatomies]
         failing = not courses or any(each.warned_step is not None for each in courses)
         if failing and max(map(abs, offsets), default=0.0) >= _DRIFTED_NATS:
             drifted.append(named)
     advice = []
     for layer in sorted({layer for layer, _ in rounding}):
-        mode = "exact_delta+stable_softmax" if {layer} & {each for each, _ in tied} else "exact_delta"
         chosen = " ".join(f"--head {head}" for at, head in rounding if at == layer)
         advice.append(
-            f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {mode} --reason diagnosis; "
-            "or attach with policy=auto."
+            f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {DEFAULT_MITIGATION} "
+            "--reason diagnosis; or attach with policy=auto."
         )
     if drifted:
         advice.append(

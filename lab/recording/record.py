@@ -50,7 +50,7 @@ class Record:
         lengths, words, losses = zip(*self._waiting, strict=True)
         merged = merge_words(words)
         self.steps.append(step)
-        self.offsets.append(catalog.offset(merged))
+        self.offsets.append(catalog.read("head.score_offset", merged))
         self.scores.append(slot_values(merged, Slot.ROW_MAX_ABS))
         self.losses.append(float(np.average(losses, weights=np.maximum(lengths, 1))))
         self._waiting.clear()

@@ -32,7 +32,16 @@ Floats = npt.NDArray[np.float64]
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _ROWS_OF_A_BATCH = 32 * 256
 """Rows behind a share in the foreign format: one batch of 32 sequences of 256 tokens (the recipe key-bias)."""
-_UNREAD: Final = (Slot.OFFSET_SUMSQ,)
+_NAMES_OF_0_1: Final = {
+    "rows_tied_bf16": "tied_rows_bf16",
+    "rows_tied_one": "tied_rows_one",
+    "rows_shifted": "shifted_rows",
+    "rows_empty": "empty_rows",
+    "rows_nonfinite": "nonfinite_rows",
+    "offset_sum": "score_offset_sum",
+}
+"""Slots as traces call them that were recorded before a statistic had one name."""
+_UNREAD: Final = (Slot.SCORE_OFFSET_SUMSQ,)
 """Read by no detector and no baseline: left out, and NaN when read back."""
 _DIGITS: Final = 4
 """Significant digits of a number in a trace: four take about two bytes after compression."""
@@ -212,7 +221,7 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     floats = words.view(np.float64)
     floats[:, list(_UNREAD)] = np.nan
     for name, given in named.items():
-        slot = Slot[name.upper()]
+        slot = Slot[_NAMES_OF_0_1.get(name, name).upper()]
         values = named.get(given) if isinstance(given, str) else given  # the same as another slot
         if values is None:  # ...which is its identity everywhere
             continue
@@ -395,13 +404,13 @@ def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -
     words = np.zeros((layers * heads, SLOT_COUNT), dtype=np.int64)
     floats = words.view(np.float64)
     words[:, Slot.ROWS] = _ROWS_OF_A_BATCH
-    words[:, Slot.ROWS_TIED_BF16] = count("p1")
-    words[:, Slot.ROWS_TIED_ONE] = count("mm")
+    words[:, Slot.TIED_ROWS_BF16] = count("p1")
+    words[:, Slot.TIED_ROWS_ONE] = count("mm")
     floats[:, Slot.SCORE_MAX] = flat("lg")
-    floats[:, Slot.OFFSET_SUM] = flat("cc") * _ROWS_OF_A_BATCH
+    floats[:, Slot.SCORE_OFFSET_SUM] = flat("cc") * _ROWS_OF_A_BATCH
     floats[:, Slot.DELTA_BIAS_SUM] = flat("db")
     floats[:, Slot.DELTA_BIAS_ABS] = flat("dn")
-    floats[:, [Slot.ROW_MAX_ABS, Slot.OFFSET_SUMSQ, Slot.DELTA_BIAS_SUMSQ]] = np.nan
+    floats[:, [Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUMSQ, Slot.DELTA_BIAS_SUMSQ]] = np.nan
     return wire.Sample(
         step=int(line["it"]),
         since_step=since,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from foreshock.contract import wire
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.recording.trace import TraceWriter
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.offset_removal import remove_offset
@@ -34,7 +35,7 @@ class Branch:
 
     name: str
     delay_steps: int = 0
-    mode: wire.ModeName = "exact_delta"
+    mode: wire.ModeName = DEFAULT_MITIGATION
     heads: Literal["warned", "layer", "all"] = "warned"
     """the head that the warning named, its layer, or every head"""
     remove_offset: bool = False

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.catalog import Floats, ratio
+from foreshock.contract.catalog import Floats, ratio, read
 from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
@@ -24,11 +24,9 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
     offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. Rows are
     drawn one by one, so s / sqrt(n) holds; they speak of the steps that were measured.
     """
-    rows, total, squares, tied = (
-        slot_values(words, slot) for slot in (Slot.ROWS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.ROWS_TIED_BF16)
-    )
-    share = ratio(tied, rows)
-    variance = np.maximum(ratio(squares, rows) - ratio(total, rows) ** 2, 0.0)
+    rows = slot_values(words, Slot.ROWS)
+    share = read("head.tied_rows_bf16", words)
+    variance = np.maximum(read("head.score_offset_rms", words) ** 2 - read("head.score_offset", words) ** 2, 0.0)
     return {
         "offset_error": np.sqrt(ratio(variance, rows)),
         "tied_bf16_error": np.sqrt(ratio(share * (1 - share), rows)),

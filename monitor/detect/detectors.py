@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, forecast, sentence, who
 from foreshock.monitor.detect.growth import SIGNALS, Floats, Growth, History
@@ -89,8 +89,8 @@ class Detectors:
         A step that lies before the last one is a run set back to an older checkpoint: its past is forgotten, its
         verdicts stand. Raises ValueError when the readings are not of these heads.
         """
-        if readings.offset.shape != (len(self.heads),):
-            raise ValueError(f"readings of shape {readings.offset.shape} were given to {len(self.heads)} heads")
+        if readings.score_offset.shape != (len(self.heads),):
+            raise ValueError(f"readings of shape {readings.score_offset.shape} were given to {len(self.heads)} heads")
         if readings.step < self._step:
             self._forget()
         self._step, self._rounds = readings.step, readings.rounds
@@ -99,9 +99,9 @@ class Detectors:
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             self._weigh_bias(readings)
             values = np.empty((3, len(self.heads)))
-            values[0] = readings.offset
+            values[0] = readings.score_offset
             np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
-            np.fmax(readings.tied_bf16, readings.tied_one, out=values[2])
+            np.fmax(readings.tied_rows_bf16, readings.tied_rows_one, out=values[2])
             whole = math.isfinite(values.sum()) and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._nonfinite(readings, whole)
             if self._add(readings, values, whole):
@@ -120,7 +120,7 @@ class Detectors:
         if changed.any():
             self._bias[:, changed] = 0.0
             self._modes = readings.modes.astype(np.int32)
-        draw = readings.delta_sum
+        draw = readings.delta_bias_sum
         if not math.isfinite(draw.sum()):
             draw = np.where(np.isfinite(draw), draw, 0.0)
         self._bias[0] += draw
@@ -132,7 +132,7 @@ class Detectors:
     def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
         broken = readings.nonfinite_rows > 0
         if not whole:  # the largest of no rows is -inf
-            broken |= np.isinf(readings.offset) | (readings.row_max_abs == np.inf)
+            broken |= np.isinf(readings.score_offset) | (readings.row_max_abs == np.inf)
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, readings.grad_norm):
             if value is not None and not math.isfinite(value):
@@ -183,7 +183,7 @@ class Detectors:
         if not self._rounds:
             return np.zeros(len(self.heads))
         push: Floats = self._bias[0] / np.sqrt(self._bias[1])
-        push[self._modes & Mode.EXACT_DELTA != 0] = 0.0
+        push[self._modes & ROUNDING_ENDS != 0] = 0.0
         return push
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
@@ -290,7 +290,7 @@ class Detectors:
         last, lowest = self._loss[2:].tolist()
         if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
             return "other"
-        if not self._rounds or index == _RUN or self._modes[index] & Mode.EXACT_DELTA:
+        if not self._rounds or index == _RUN or self._modes[index] & ROUNDING_ENDS:
             return "score growth" if signal != "nonfinite" else "other"
         now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
         moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.slots import Slot, Words
-
-Floats = npt.NDArray[np.float64]
+from foreshock.contract.catalog import Floats, read
+from foreshock.contract.slots import Slot, Words, slot_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +16,13 @@ class Readings:
     step: int
     since_step: int
     rows: Floats
-    offset: Floats
+    score_offset: Floats
     """mean of lse - log n, nats"""
     score_max: Floats
     row_max_abs: Floats
-    tied_bf16: Floats
-    tied_one: Floats
-    delta_sum: Floats
+    tied_rows_bf16: Floats
+    tied_rows_one: Floats
+    delta_bias_sum: Floats
     nonfinite_rows: Floats
     query_norm: Floats | None = None
     modes: npt.NDArray[np.int32]
@@ -54,24 +53,19 @@ class Readings:
         The norms of W_K and of W_Q W_K^T are taken for the caller's convenience; no detector reads them.
         """
         # This runs between two steps of a training: few operations, and none on slots that nobody reads.
-        counts = words.T
-        floats = words.view(np.float64).T
-        rows = counts[Slot.ROWS].astype(np.float64)
-        seen = rows
-        if not rows.all():
-            seen = np.where(rows > 0, rows, np.nan)
-        missing = seen * 0.0 if seen is not rows else 0.0
+        rows = slot_values(words, Slot.ROWS)
+        delta_bias_sum = slot_values(words, Slot.DELTA_BIAS_SUM)
         return cls(
             step=step,
             since_step=since_step,
             rows=rows,
-            offset=floats[Slot.OFFSET_SUM] / seen,
-            score_max=floats[Slot.SCORE_MAX] + missing,
-            row_max_abs=floats[Slot.ROW_MAX_ABS] + missing,
-            tied_bf16=counts[Slot.ROWS_TIED_BF16] / seen,
-            tied_one=counts[Slot.ROWS_TIED_ONE] / seen,
-            delta_sum=floats[Slot.DELTA_BIAS_SUM] + missing,
-            nonfinite_rows=counts[Slot.ROWS_NONFINITE].astype(np.float64),
+            score_offset=read("head.score_offset", words),
+            score_max=read("head.score_max", words),
+            row_max_abs=read("head.row_max_abs", words),
+            tied_rows_bf16=read("head.tied_rows_bf16", words),
+            tied_rows_one=read("head.tied_rows_one", words),
+            delta_bias_sum=delta_bias_sum if rows.all() else np.where(rows > 0, delta_bias_sum, np.nan),
+            nonfinite_rows=read("head.nonfinite_rows", words),
             query_norm=query_norm,
             modes=modes,
             loss=loss,

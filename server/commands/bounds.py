@@ -7,6 +7,7 @@ from typing import Final
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.modes import is_mode
 from foreshock.server.commands.lifecycle import OPEN
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import commands
@@ -18,6 +19,8 @@ async def refusal(
     settings: Settings, connection: AsyncConnection, run_id: int, heads: Sequence[tuple[int, int]], mode: str
 ) -> str | None:
     """Why a machine may not switch these heads now, or None."""
+    if not is_mode(mode):
+        return f"mode {mode} is not known to this service, which may be older than the agent"
     table = commands.c
     now = time.time()
     ours = (table.run_id == run_id, table.source.in_(_MACHINES), table.state != "rejected")

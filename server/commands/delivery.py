@@ -13,6 +13,7 @@ from typing import Any, Final
 from sqlalchemy import Row, and_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import Batch, Command, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, tracks_of
@@ -74,7 +75,7 @@ async def exchange(
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in concerned or answered or late or ranks[rank].boot != boot:
+            if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
                 continue
             if len(orders[boot_key]) < _MAX_PER_ACK:
                 orders[boot_key].append(_as_wire(row))
@@ -209,6 +210,8 @@ async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch
     if batch.rank not in ranks or ranks[batch.rank].boot != batch.boot:
         return  # a superseded boot's news comes too late to be an order
     for mode, heads in sorted(by_mode.items()):
+        if not is_mode(mode):
+            continue  # of an agent newer than this service, which cannot order it; the history keeps it
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():

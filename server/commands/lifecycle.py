@@ -19,6 +19,7 @@ from typing import Any, Final
 from sqlalchemy import Row, desc, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import holdings
@@ -187,6 +188,8 @@ async def undo(
                     former.setdefault(ref, before)
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
+    if strange := [before for before in former.values() if not is_mode(before)]:
+        raise ProblemError(409, f"Command {command_id} took mode {strange[0]}, which this service cannot order back.")
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
         by_mode[before].append(ref)

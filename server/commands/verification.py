@@ -16,6 +16,7 @@ from sqlalchemy import Row, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.modes import stronger
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
@@ -32,12 +33,6 @@ from foreshock.server.store.schema import boots, runs
 from foreshock.server.store.schema import commands as table
 
 SIGNALS: Final = {"head.score_offset": "score offset", "head.score_max": "largest score"}
-STRONGER: Final = {
-    "exact_delta": "exact_delta+stable_softmax",
-    "stable_softmax": "exact_delta+stable_softmax",
-    "paper_softmax": "exact_delta+stable_softmax",
-    "exact_delta+paper_softmax": "exact_delta+stable_softmax",
-}
 _NOTICED: Final = math.log(1.1)
 """Growth over the window below which a signal did not grow: a tenth."""
 _LEFT: Final = 1 / 3
@@ -151,9 +146,9 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     }[verdict]
     if worst is not None:
         said += f" ({worst.sentence(settings.verify_steps)})"
-    stronger = STRONGER.get(row.mode) if loose else None
+    next_mode = stronger(row.mode) if loose else None
     if loose:
-        said += f". Escalate: {stronger}." if stronger else ". No stronger mode is left: go back to a checkpoint."
+        said += f". Escalate: {next_mode}." if next_mode else ". No stronger mode is left: go back to a checkpoint."
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if (await connection.execute(open_)).rowcount == 0:
         return  # another replica was first
@@ -167,9 +162,9 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
         store, connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
     )
     known = (await connection.execute(select(boots).where(boots.c.run_id == row.run_id))).all()
-    if stronger is None or described(known).get("policy", "observe") == "observe":
+    if next_mode is None or described(known).get("policy", "observe") == "observe":
         return
-    if await refusal(settings, connection, row.run_id, loose, stronger) is None:
+    if await refusal(settings, connection, row.run_id, loose, next_mode) is None:
         order = commands.Order(
             run_id=row.run_id,
             run=row.run,
@@ -177,7 +172,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
             issued_by="service",
             reason=said,
             heads=loose,
-            mode=stronger,
+            mode=next_mode,
             state="proposed",
         )
         await commands.create(store, connection, order)

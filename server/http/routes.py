@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
@@ -28,6 +29,7 @@ from foreshock.server.models import (
     Login,
     Matrix,
     MetricInfo,
+    ModeChoice,
     Problem,
     RunDetail,
     RunList,
@@ -55,13 +57,24 @@ def _store(request: Request) -> Store:
 
 @router.get("/v1/catalog")
 async def get_catalog(_: Reader) -> Catalog:
-    """Every metric that can be drawn."""
+    """Every metric that can be drawn, and every mode that can be ordered."""
     return Catalog(
         metrics=[
             MetricInfo(key=m.key, title=m.title, help=m.help, bad=m.bad, unit=m.unit, per_head=m.head is not None)
             for m in BY_KEY.values()
             if m.head is not None or m.key in SERIES_KEYS
-        ]
+        ],
+        modes=[
+            ModeChoice(
+                name=mode.name,
+                does=mode.does,
+                cures=mode.cures,
+                excludes=[other.name for other in MODES if other.flag & mode.excludes],
+            )
+            for mode in MODES
+            if mode.served
+        ],
+        default_mode=DEFAULT_MITIGATION,
     )
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.server.access.auth import Actor
 from foreshock.server.access.problems import ProblemError, items
 from foreshock.server.commands import lifecycle as commands
@@ -188,7 +189,7 @@ async def _switch(
 ) -> str:
     known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
     said = described(known)
-    policy, mode = said.get("policy", "observe"), said.get("mitigation", "exact_delta")
+    policy, mode = said.get("policy", "observe"), said.get("mitigation", DEFAULT_MITIGATION)
     details = {"alert": alert.labels.get("alertname"), "head": list(ref), "policy": policy, "mode": mode}
 
     async def note(action: str) -> None:

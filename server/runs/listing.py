@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Row, and_, desc, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.slots import mode_name
+from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Verdict
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, axes_of, axis_of, merge
 from foreshock.server.curves.series import number

@@ -57,9 +57,9 @@ def test_a_head_that_counted_nothing_reads_as_unknown_never_as_zero(metric: Metr
 def test_offset_and_ties_are_ratios_of_what_was_counted() -> None:
     words = identity_row()[None].copy()
     words[0, Slot.ROWS] = 4
-    words[0, Slot.ROWS_TIED_BF16] = 1
-    words.view(np.float64)[0, Slot.OFFSET_SUM] = 6.0
-    words.view(np.float64)[0, Slot.OFFSET_SUMSQ] = 16.0
+    words[0, Slot.TIED_ROWS_BF16] = 1
+    words.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = 6.0
+    words.view(np.float64)[0, Slot.SCORE_OFFSET_SUMSQ] = 16.0
     read = {m.key: m.head.read(words)[0] for m in HEAD_METRICS if m.head and m.head.read}
     assert read["head.score_offset"] == 1.5
     assert read["head.score_offset_rms"] == 2.0

@@ -10,7 +10,6 @@ from hypothesis.extra import numpy as hnp
 from foreshock.contract.slots import (
     COUNT_SLOTS,
     MAX_SLOTS,
-    MODE_NAMES,
     SLOT_COUNT,
     SLOTS,
     SUM_SLOTS,
@@ -18,7 +17,6 @@ from foreshock.contract.slots import (
     Words,
     identity_row,
     merge_words,
-    mode_name,
     slot_values,
 )
 
@@ -81,19 +79,13 @@ def test_merging_leaves_its_inputs_alone(a: Words, b: Words) -> None:
 
 def test_a_nan_stays_a_nan() -> None:
     part = identity_row()[None].copy()
-    part.view(np.float64)[0, Slot.OFFSET_SUM] = np.nan
+    part.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = np.nan
     part.view(np.float64)[0, Slot.SCORE_MAX] = np.nan
     merged = merge_words([identity_row()[None], part, identity_row()[None]])
-    assert np.isnan(column(merged, Slot.OFFSET_SUM)).all()
+    assert np.isnan(column(merged, Slot.SCORE_OFFSET_SUM)).all()
     assert np.isnan(column(merged, Slot.SCORE_MAX)).all()
 
 
 def test_merging_nothing_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match="give at least one"):
         merge_words([])
-
-
-def test_every_mode_has_one_name_and_an_impossible_one_is_refused() -> None:
-    assert [mode_name(mode) for mode in MODE_NAMES.values()] == list(MODE_NAMES)
-    with pytest.raises(ValueError, match="mode 6 does not exist; allowed are plain"):
-        mode_name(6)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import MODE_NAMES, Mode, Slot, slot_values
+from foreshock.contract.modes import Mode, mode_name, parse_mode, served_modes
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state
 from foreshock.kernels.flash_attention.reference import row_sum_defect
 from foreshock.kernels.flash_attention.shift import paper_shift, stable_shift
@@ -43,7 +44,7 @@ def flags(*modes: Mode) -> Tensor:
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
-@pytest.mark.parametrize("mode", MODE_NAMES.values(), ids=MODE_NAMES)
+@pytest.mark.parametrize("mode", served_modes(), ids=mode_name)
 def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: Mode, numerics: Numerics) -> None:
     inputs = tied()
     plain, _ = run(inputs, None, numerics)
@@ -53,9 +54,10 @@ def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: M
         assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
         torch.testing.assert_close(after.double(), exact, rtol=2e-2, atol=2e-2)
     shifts = mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)
-    assert torch.equal(plain[0], switched[0]) == (not shifts)
+    forward = shifts | mode & (Mode.CENTRED_VALUES | (Mode.CENTRED_KEYS if numerics == "paper" else 0))
+    assert torch.equal(plain[0], switched[0]) == (not forward)
     assert torch.equal(plain[2], switched[2]) == (mode == Mode.PLAIN)
-    shifted = slot_values(state.numpy(), Slot.ROWS_SHIFTED)
+    shifted = slot_values(state.numpy(), Slot.SHIFTED_ROWS)
     assert shifted.tolist() == [0, 48 if shifts else 0, 0, 0]
 
 
@@ -107,7 +109,7 @@ def test_exact_delta_takes_the_bias_out_of_the_gradient_of_a_key_bias(name: str)
     inputs = tied(batch=4, length=64)
     inputs[1] += 4.0
     plain, _ = run(inputs, None)
-    mitigated, _ = run(inputs, flags(*[MODE_NAMES[name]] * 4))
+    mitigated, _ = run(inputs, flags(*[parse_mode(name)] * 4))
     # Summed in float64 over keys, dK keeps its own rounding; the defect of dS stands out only above that.
     defect = [grads[3].double().sum((0, 2)).norm().item() for grads in (plain, mitigated)]
     assert defect[1] < defect[0]
@@ -142,14 +144,14 @@ def test_no_shift_underflows_at_large_scores(mode: Mode, dtype: torch.dtype, siz
     assert all(torch.isfinite(x).all() for x in (out, lse, *grads))
     torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-5)
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 24
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 24
 
 
 def test_equal_scores_of_zero_are_shifted_by_the_default_rule_and_not_by_the_papers() -> None:
     inputs = tied(batch=1, heads=2, length=10)
     inputs[0].zero_()
     (out, *_), state = run(inputs, flags(Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).tolist() == [10, 0]
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).tolist() == [10, 0]
     mean = inputs[2].double().mean(2, keepdim=True).expand_as(out)
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=2.0**-9)
 
@@ -173,8 +175,8 @@ def test_ties_count_over_the_whole_row_however_far_apart() -> None:
     other = 299 if best < 150 else 0
     key[0, 0, other] = key[0, 0, best]
     _, state = run([query[:, :, :1], key, value, grad[:, :, :1]], flags(Mode.STABLE_SOFTMAX))
-    assert slot_values(state.numpy(), Slot.ROWS_TIED_ONE).item() == 1
-    assert slot_values(state.numpy(), Slot.ROWS_SHIFTED).item() == 1
+    assert slot_values(state.numpy(), Slot.TIED_ROWS_ONE).item() == 1
+    assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,7 +29,7 @@ def bf16(value: float) -> float:
 def oracle_row(query: Floats, keys: Floats, values: Floats, grad: Floats, case: dict[str, Any]) -> dict[Slot, float]:
     """The statistics of one row that sees `keys` [n, D], from their definitions."""
     if len(keys) == 0:
-        return {Slot.ROWS_EMPTY: 1}
+        return {Slot.EMPTY_ROWS: 1}
     scores = [float(query @ key) * case["scale"] for key in keys]
     if case["softcap"]:
         scores = [case["softcap"] * math.tanh(s / case["softcap"]) for s in scores]
@@ -37,7 +37,7 @@ def oracle_row(query: Floats, keys: Floats, values: Floats, grad: Floats, case: 
         scores = [bf16(s) for s in scores]
     maximum = max(scores)
     if not all(map(math.isfinite, [*scores, *grad, *values.ravel()])):
-        return {Slot.ROWS_NONFINITE: 1}
+        return {Slot.NONFINITE_ROWS: 1}
     weights = [math.exp(s - maximum) for s in scores]
     rounded = [bf16(w) for w in weights]
     exact = weights @ values / math.fsum(weights)
@@ -55,12 +55,12 @@ def oracle_row(query: Floats, keys: Floats, values: Floats, grad: Floats, case: 
     bias = -float(grad @ residual)
     return {
         Slot.ROWS: 1,
-        Slot.ROWS_TIED_BF16: sum(bf16(s) == bf16(maximum) for s in scores) > 1,
-        Slot.ROWS_TIED_ONE: sum(w == 1 for w in rounded) > 1,
+        Slot.TIED_ROWS_BF16: sum(bf16(s) == bf16(maximum) for s in scores) > 1,
+        Slot.TIED_ROWS_ONE: sum(w == 1 for w in rounded) > 1,
         Slot.SCORE_MAX: maximum,
         Slot.ROW_MAX_ABS: abs(maximum),
-        Slot.OFFSET_SUM: offset,
-        Slot.OFFSET_SUMSQ: offset**2,
+        Slot.SCORE_OFFSET_SUM: offset,
+        Slot.SCORE_OFFSET_SUMSQ: offset**2,
         Slot.DELTA_BIAS_SUM: bias,
         Slot.DELTA_BIAS_ABS: abs(bias),
         Slot.DELTA_BIAS_SUMSQ: bias**2,
@@ -143,11 +143,11 @@ def test_every_statistic_equals_a_float64_loop(name: str, numerics: str, style: 
     case = case | {"numerics": numerics}
     inputs = tensors(style, shape)
     got, expected = values_of(counted(inputs, case)), oracle(inputs, case)
-    counts = [Slot.ROWS, Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_ONE, Slot.ROWS_SHIFTED, Slot.ROWS_EMPTY]
+    counts = [Slot.ROWS, Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS, Slot.EMPTY_ROWS]
     np.testing.assert_array_equal(got[:, counts], expected[:, counts])
-    np.testing.assert_array_equal(got[:, Slot.ROWS_NONFINITE], expected[:, Slot.ROWS_NONFINITE])
+    np.testing.assert_array_equal(got[:, Slot.NONFINITE_ROWS], expected[:, Slot.NONFINITE_ROWS])
     exact = numerics == "float64"
-    for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ):
+    for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(got[:, slot], expected[:, slot], rtol=1e-12 if exact else 2e-6, atol=2e-5)
     # In fp32 a score of 50 is known to 3e-6, which may move a residual by one step of bf16: 2^-8 of itself.
     step = 1e-9 if exact else 2.0**-8
@@ -159,10 +159,10 @@ def test_every_statistic_equals_a_float64_loop(name: str, numerics: str, style: 
 def test_the_cases_above_hold_ties_and_empty_rows() -> None:
     lattice = tensors("lattice", CASES["full"][1])
     offset = tensors("offset", CASES["full"][1])
-    assert oracle(lattice, PLAIN)[:, Slot.ROWS_TIED_ONE].sum() > 0
-    assert oracle(offset, PLAIN)[:, Slot.ROWS_TIED_BF16].sum() > oracle(offset, PLAIN)[:, Slot.ROWS_TIED_ONE].sum()
+    assert oracle(lattice, PLAIN)[:, Slot.TIED_ROWS_ONE].sum() > 0
+    assert oracle(offset, PLAIN)[:, Slot.TIED_ROWS_BF16].sum() > oracle(offset, PLAIN)[:, Slot.TIED_ROWS_ONE].sum()
     case, shape = CASES["causal bottom right with empty rows"]
-    assert oracle(tensors("gaussian", shape), case)[:, Slot.ROWS_EMPTY].sum() > 0
+    assert oracle(tensors("gaussian", shape), case)[:, Slot.EMPTY_ROWS].sum() > 0
 
 
 def test_packed_sequences_count_as_their_sequences_do() -> None:
@@ -202,7 +202,7 @@ def test_an_empty_row_is_counted_gives_zero_and_is_kept_out_of_the_sums() -> Non
     inputs = tensors("gaussian", (1, 2, 2, 5, 3, 8))
     case = PLAIN | {"causal": "bottom_right"}
     got = values_of(counted(inputs, case))
-    assert (got[:, Slot.ROWS_EMPTY] == 2).all()
+    assert (got[:, Slot.EMPTY_ROWS] == 2).all()
     assert (got[:, Slot.ROWS] == 3).all()
     assert np.isfinite(got).all()
     out, lse = flash_attention(inputs[0], inputs[1], inputs[2], **case, return_lse=True)
@@ -217,7 +217,7 @@ def test_an_empty_row_is_counted_gives_zero_and_is_kept_out_of_the_sums() -> Non
 def test_no_keys_at_all_make_every_row_empty() -> None:
     inputs = tensors("gaussian", (2, 2, 2, 3, 0, 8))
     got = values_of(counted(inputs, PLAIN))
-    assert (got[:, Slot.ROWS_EMPTY] == 6).all()
+    assert (got[:, Slot.EMPTY_ROWS] == 6).all()
     assert (got[:, Slot.ROWS] == 0).all()
 
 
@@ -231,7 +231,7 @@ def test_a_nonfinite_row_is_counted_and_touches_no_other_row(bad: float, row: in
     case = PLAIN | {"causal": "top_left"}
     state = counted(inputs, case)
     got = values_of(state)
-    assert got[:, Slot.ROWS_NONFINITE].tolist() == [0, 1]
+    assert got[:, Slot.NONFINITE_ROWS].tolist() == [0, 1]
     assert got[:, Slot.ROWS].tolist() == [7, 6]
     assert np.isfinite(got).all()
     out = flash_attention(inputs[0], inputs[1], inputs[2], causal=True)
@@ -256,4 +256,4 @@ def test_a_nan_key_touches_only_the_rows_that_see_it() -> None:
 def test_a_nonfinite_gradient_is_counted() -> None:
     inputs = tensors("gaussian", (1, 2, 2, 5, 5, 8))
     inputs[3][0, 0, 2, 0] = math.inf
-    assert values_of(counted(inputs, PLAIN))[:, Slot.ROWS_NONFINITE].tolist() == [1, 0]
+    assert values_of(counted(inputs, PLAIN))[:, Slot.NONFINITE_ROWS].tolist() == [1, 0]

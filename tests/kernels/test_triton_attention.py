@@ -19,7 +19,8 @@ from tests.kernels.triton_calls import (
     truth,
 )
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Mode, Slot
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot
 from foreshock.kernels.flash_attention import AttentionSpec
 
 # The interpreter computes masked lanes too, and warns of what they overflow to.
@@ -102,7 +103,7 @@ def test_statistics_are_those_of_the_reference(
     if spec.softcap == 0 and math.log2(abs(spec.scale)).is_integer():
         for slot in COUNT_SLOTS:
             assert given.counts(slot) == expected.counts(slot), slot.name
-        assert sum(given.counts(Slot.ROWS_TIED_ONE)) > 0 or length_k < 40
+        assert sum(given.counts(Slot.TIED_ROWS_ONE)) > 0 or length_k < 40
     for slot in (*MAX_SLOTS, *SUM_SLOTS):
         rel, absolute = (2e-2, 0.5) if "BIAS" in slot.name else (1e-5, 1e-3)
         assert given.counts(slot) == pytest.approx(expected.counts(slot), rel=rel, abs=absolute), slot.name
@@ -134,7 +135,7 @@ def test_ties_among_random_scores_are_those_of_the_reference_but_for_rounding(ca
     inputs = random_inputs(length, length, 64, heads=2, kv_heads=2, seed=3)
     spec = scaled(64, causal=causal)
     given, expected = attend(inputs, spec), attend_by_reference(inputs, spec)
-    for slot in (Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_ONE):
+    for slot in (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE):
         assert given.counts(slot) == pytest.approx(expected.counts(slot), abs=2)
     assert given.counts(Slot.ROWS) == expected.counts(Slot.ROWS)
 
@@ -159,7 +160,7 @@ def test_packed_sequences_are_those_of_separate_calls_and_what_lies_past_them_is
     assert packed.grad_query[:, :, int(cu_q[-1]) :].abs().sum() == 0
     assert packed.grad_key[:, :, int(cu_k[-1]) :].abs().sum() == 0
     expected = attend_by_reference(inputs, spec, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
-    for slot in (Slot.ROWS, Slot.ROWS_EMPTY, Slot.ROWS_NONFINITE):
+    for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS):
         assert packed.counts(slot) == expected.counts(slot)
 
 
@@ -220,7 +221,7 @@ def test_a_shifted_softmax_computes_the_same_mathematics_on_its_head_alone(mode:
     for name in ("out", "grad_query", "grad_key", "grad_value"):
         error = largest_error(getattr(expected, name), getattr(exact, name))
         assert largest_error(getattr(shifted, name), getattr(exact, name)) <= 2 * error + 1e-5, name
-    assert shifted.counts(Slot.ROWS_SHIFTED) == expected.counts(Slot.ROWS_SHIFTED)
+    assert shifted.counts(Slot.SHIFTED_ROWS) == expected.counts(Slot.SHIFTED_ROWS)
 
 
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX])
@@ -252,7 +253,7 @@ def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_s
     for given, wanted in zip(low[4:7], shifted[4:7], strict=True):
         assert given.isfinite().all()
         torch.testing.assert_close(given.float()[..., 1:], wanted.float()[..., 1:], rtol=0.05, atol=0.1)
-    assert low.counts(Slot.ROWS_NONFINITE) == [0.0]
+    assert low.counts(Slot.NONFINITE_ROWS) == [0.0]
 
 
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.STABLE_SOFTMAX])
@@ -284,7 +285,7 @@ def test_one_poisoned_query_is_one_row_counted_and_touches_no_other(poison: floa
     assert torch.equal(clean.out[:, :, rows], sick.out[:, :, rows])
     assert torch.equal(clean.grad_query[:, :, rows], sick.grad_query[:, :, rows])
     assert torch.equal(clean.grad_key[:, 0], sick.grad_key[:, 0])
-    assert sick.counts(Slot.ROWS_NONFINITE) == [0, 1]
+    assert sick.counts(Slot.NONFINITE_ROWS) == [0, 1]
     assert sick.counts(Slot.ROWS) == [70, 69]
     for slot in (*MAX_SLOTS, *SUM_SLOTS):
         assert all(map(math.isfinite, sick.counts(slot))), slot.name
@@ -298,7 +299,7 @@ def test_rows_that_see_no_key_are_zero_counted_and_pass_nothing_back() -> None:
     assert given.grad_query[:, :, :32].abs().sum() == 0
     assert (given.lse[:, :, :32] == -math.inf).all()
     assert (given.row_max[:, :, :32] == -math.inf).all()
-    assert given.counts(Slot.ROWS_EMPTY) == [32, 32]
+    assert given.counts(Slot.EMPTY_ROWS) == [32, 32]
     assert given.counts(Slot.ROWS) == [8, 8]
     assert all(x.isfinite().all() for x in (given.grad_key, given.grad_value))
 

@@ -9,7 +9,8 @@ from tests.kernels.triton_calls import CUDA, Inputs, attend, random_inputs, scal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foreshock.contract.slots import Mode, Slot, slot_values
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
@@ -114,7 +115,7 @@ def test_a_captured_graph_counts_at_every_replay_and_obeys_a_mode_changed_betwee
     graph.replay()
     assert not torch.equal(eager[0], captured[0])
     assert not torch.equal(eager[1], captured[1])
-    assert counted(state, Slot.ROWS_SHIFTED) == [512.0] * 4
+    assert counted(state, Slot.SHIFTED_ROWS) == [512.0] * 4
 
 
 @pytest.mark.promise("K10")

@@ -51,7 +51,7 @@ def both(call: list[Tensor], rows: int, heads: int, times: int = 1, **options: A
 
 
 def assert_same(ours: Words, truth: Words) -> None:
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ):
+    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(
             slot_values(ours, slot), slot_values(truth, slot), rtol=3e-6, atol=3e-6, err_msg=slot.name
         )
@@ -75,7 +75,7 @@ def assert_same(ours: Words, truth: Words) -> None:
 def test_every_row_is_measured_as_in_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
     ours, truth = both(tensors(dtype), 10**6, 0, **options)
     assert slot_values(ours, Slot.ROWS).tolist() == [14] * 4
-    assert slot_values(ours, Slot.ROWS_TIED_BF16).sum() > 0
+    assert slot_values(ours, Slot.TIED_ROWS_BF16).sum() > 0
     assert_same(ours, truth)
 
 
@@ -91,8 +91,8 @@ def test_empty_rows_and_rows_that_are_not_finite_are_counted_apart() -> None:
     call[2][0, 1, 15] = float("nan")
     call[3][1, 0, 3] = float("nan")
     ours, truth = both(call, 10**6, 0, causal="bottom_right")
-    assert slot_values(ours, Slot.ROWS_EMPTY).tolist() == [22] * 4
-    assert slot_values(ours, Slot.ROWS_NONFINITE).tolist() == [4, 5, 0, 0]
+    assert slot_values(ours, Slot.EMPTY_ROWS).tolist() == [22] * 4
+    assert slot_values(ours, Slot.NONFINITE_ROWS).tolist() == [4, 5, 0, 0]
     assert_same(ours, truth)
 
 

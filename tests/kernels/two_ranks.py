@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import flash_attention, new_state
 
 HEADS, DIM, ROWS, LENGTH = 4, 16, 2, 40

@@ -52,7 +52,7 @@ def record(offsets: list[float], score: float = 3.0) -> Record:
         words = np.tile(identity_row(), (1, 1))
         words[0, Slot.ROWS] = 2
         floats = words.view(np.float64)
-        floats[0, Slot.OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 2 * offset, score
+        floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 2 * offset, score
         filled.add(
             wire.Sample(
                 step=100 * number,
@@ -78,7 +78,7 @@ def test_samples_of_single_steps_become_one_point() -> None:
     words = np.tile(identity_row(), (1, 1))
     for step in range(1, 61):
         words[0, Slot.ROWS] = 1
-        words.view(np.float64)[0, Slot.OFFSET_SUM] = step
+        words.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = step
         filled.add(
             wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, states=wire.Array.of(words), loss=float(step))
         )

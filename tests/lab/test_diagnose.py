@@ -113,9 +113,9 @@ def test_the_error_of_delta_is_what_the_agent_counts() -> None:
     torch.testing.assert_close(examined.delta_error.sum((0, 2)), counted[0], rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(examined.delta_error.abs().sum((0, 2)), counted[1], rtol=1e-5, atol=0)
     torch.testing.assert_close(examined.by_feature.sum(1), counted[0], rtol=1e-5, atol=1e-9)
-    offset = state.view(torch.float64)[:, Slot.OFFSET_SUM] / state[:, Slot.ROWS]
+    offset = state.view(torch.float64)[:, Slot.SCORE_OFFSET_SUM] / state[:, Slot.ROWS]
     torch.testing.assert_close(examined.offset, offset, rtol=1e-5, atol=1e-9)
-    assert int(state[:, Slot.ROWS_TIED_ONE].sum()) == int(examined.tied.sum())
+    assert int(state[:, Slot.TIED_ROWS_ONE].sum()) == int(examined.tied.sum())
 
 
 def test_queries_that_are_turned_after_their_weight_are_not_taken_apart() -> None:

@@ -99,9 +99,9 @@ def words(offset: float, largest: float) -> Words:
     state = np.tile(identity_row(), (HEADS, 1))
     floats = state.view(np.float64)
     state[:, Slot.ROWS] = 1000
-    floats[:, Slot.OFFSET_SUM] = 500.0
+    floats[:, Slot.SCORE_OFFSET_SUM] = 500.0
     floats[:, Slot.ROW_MAX_ABS] = 12.0
-    floats[1, Slot.OFFSET_SUM], floats[1, Slot.ROW_MAX_ABS] = 1000 * offset, largest
+    floats[1, Slot.SCORE_OFFSET_SUM], floats[1, Slot.ROW_MAX_ABS] = 1000 * offset, largest
     floats[:, Slot.DELTA_BIAS_SUM], floats[1, Slot.DELTA_BIAS_SUM] = 1e-6, 1e-4
     return state
 

@@ -44,7 +44,7 @@ def counted(rows: int, offset: float, largest: float) -> "np.ndarray[Any, np.dty
     words = np.tile(identity_row(), (2, 1))
     words[:, Slot.ROWS] = rows
     floats = words.view(np.float64)
-    floats[:, Slot.OFFSET_SUM] = rows * offset
+    floats[:, Slot.SCORE_OFFSET_SUM] = rows * offset
     floats[:, Slot.ROW_MAX_ABS] = largest
     floats[1, Slot.DELTA_BIAS_SUM] = math.nan
     return words
@@ -67,10 +67,10 @@ def test_what_is_written_is_read_back_to_four_digits_with_short_samples_merged(t
     seen = list(readings(trace))
     assert [(each.since_step, each.step) for each in seen] == [(4000, 4100), (4100, 4200)]
     assert seen[0].rows.tolist() == [200, 200]
-    np.testing.assert_allclose(seen[0].offset, 1.5, rtol=1e-4)
+    np.testing.assert_allclose(seen[0].score_offset, 1.5, rtol=1e-4)
     np.testing.assert_allclose(seen[0].row_max_abs, 3.0, rtol=1e-4)
     assert seen[0].score_max.tolist() == [-1.0, 2.0]
-    np.testing.assert_array_equal(np.isnan(seen[0].delta_sum), [False, True])
+    np.testing.assert_array_equal(np.isnan(seen[0].delta_bias_sum), [False, True])
     assert trace.samples[0].modes == modes
     assert trace.steps.step.tolist() == list(range(4001, 4201))
     assert set(trace.steps.loss.tolist()) == {1.23}
@@ -185,12 +185,12 @@ def test_what_the_old_traces_did_not_record_reads_nan_and_never_zero() -> None:
     trace = read_trace(FAILS)
     words = trace.samples[50].words()
     assert words is not None
-    for unknown in (catalog.offset_rms(words), catalog.delta_bias_z(words)):
+    for unknown in (catalog.read("head.score_offset_rms", words), catalog.read("head.delta_bias_z", words)):
         assert np.isnan(unknown).all()
     seen = list(readings(trace))[50]
     assert np.isnan(seen.row_max_abs).all()
     assert trace.samples[50].modes is None
-    assert words[0, Slot.ROWS_TIED_BF16] / words[0, Slot.ROWS] == pytest.approx(0.0035, abs=0.01)
+    assert words[0, Slot.TIED_ROWS_BF16] / words[0, Slot.ROWS] == pytest.approx(0.0035, abs=0.01)
 
 
 def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_control_is_quiet(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_recorded_run_of_the_demo_is_warned_about_at_the_head_that_drifts_and_
     assert untreated.first_warning_step <= 4500
     assert untreated.cause == "rounding"
     *_, last = readings(read_trace(drifting))
-    assert (untreated.layer, untreated.head) == read_trace(drifting).heads[int(np.argmax(np.abs(last.offset)))]
+    assert (untreated.layer, untreated.head) == read_trace(drifting).heads[int(np.argmax(np.abs(last.score_offset)))]
     assert control.warnings == 0
 
 

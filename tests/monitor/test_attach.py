@@ -96,8 +96,8 @@ def test_statistics_equal_brute_force_on_the_tensors_that_were_received(monkeypa
             assert counted[Slot.ROWS] == len(scores)
             assert slot_values(counted, Slot.SCORE_MAX) == pytest.approx(max(map(max, scores)), rel=1e-5)
             assert slot_values(counted, Slot.ROW_MAX_ABS) == pytest.approx(max(abs(max(r)) for r in scores), rel=1e-5)
-            assert slot_values(counted, Slot.OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
-            assert slot_values(counted, Slot.OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUM) == pytest.approx(sum(offsets), abs=1e-4)
+            assert slot_values(counted, Slot.SCORE_OFFSET_SUMSQ) == pytest.approx(sum(o * o for o in offsets), rel=1e-4)
 
 
 class AttentionWithOurOperator(CausalSelfAttention):
@@ -269,7 +269,7 @@ def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: 
         (lambda: nn.DataParallel(tiny_gpt()), {}, "use DistributedDataParallel"),
         (lambda: "gpt2", {}, "attach takes a torch.nn.Module, got str"),
         (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'auto', 'kernel', 'float32', 'paper' or 'float64'"),
-        (tiny_gpt, {"mitigation": "prayer"}, "mitigation 'prayer' does not exist; allowed are exact_delta"),
+        (tiny_gpt, {"mitigation": "prayer"}, "mode 'prayer' does not exist; allowed are plain, exact_delta"),
         (tiny_gpt, {"sample_evry": 3}, "sample_evry is not a setting of the agent"),
         (tiny_gpt, {"url": "localhost:80"}, "url must start with http:// or https://"),
         (tiny_gpt, {"url": "http://me:secret@host"}, "url must carry no user name or password"),

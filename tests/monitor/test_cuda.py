@@ -215,5 +215,5 @@ def test_a_padded_batch_of_a_transformers_model_counts_its_real_tokens() -> None
 
     got = watched(llama, loop)
     assert got.rows == [STEPS * (LENGTH + 40)] * 8
-    assert merge_words(got.words)[:, Slot.ROWS_EMPTY].tolist() == [STEPS * (LENGTH - 40)] * 8  # they see no key
+    assert merge_words(got.words)[:, Slot.EMPTY_ROWS].tolist() == [STEPS * (LENGTH - 40)] * 8  # they see no key
     assert all(torch.isfinite(loss) for loss in got.losses)

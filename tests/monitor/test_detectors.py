@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOT_COUNT, Mode, Slot, identity_row
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.growth import Floats
 from foreshock.monitor.detect.readings import Readings
@@ -66,12 +67,12 @@ def reading(
         "step": step,
         "since_step": step - EVERY,
         "rows": np.full(N, 1e5),
-        "offset": offset,
+        "score_offset": offset,
         "score_max": score,
         "row_max_abs": score,
-        "tied_bf16": np.full(N, 0.02),
-        "tied_one": np.full(N, 0.002),
-        "delta_sum": delta,
+        "tied_rows_bf16": np.full(N, 0.02),
+        "tied_rows_one": np.full(N, 0.002),
+        "delta_bias_sum": delta,
         "nonfinite_rows": np.zeros(N),
         "query_norm": 2 + 1e-3 * step * np.ones(N),
         "modes": np.full(N, int(mode), dtype=np.int32),
@@ -172,7 +173,7 @@ def test_heads_of_a_layer_that_drift_together_by_a_little_are_not_warned_about_a
         return offset, score
 
     pushed = np.where(np.arange(N) < 4, 1e-4, 0.0)
-    _, told = play(together, until=7000, delta_sum=pushed)
+    _, told = play(together, until=7000, delta_bias_sum=pushed)
     assert set(raised(told)) == set(HEADS[:4])
     assert min(abs(verdict.evidence["offset"]) for verdict in told) >= 10
 
@@ -229,7 +230,7 @@ def test_ties_that_leave_their_own_past_warn_and_stay_warned_when_they_fall_agai
     for step in range(EVERY, 9001, EVERY):
         ties = np.full(N, 0.02)
         ties[SICK] = 0.02 + 0.9 * min(1.0, max(0.0, (step - 5000) / 2000)) if step < 8000 else 0.05
-        told += detectors.update(reading(step, tied_bf16=ties))
+        told += detectors.update(reading(step, tied_rows_bf16=ties))
     assert [(v.signal, v.layer, v.head) for v in told if v.state == "raised"] == [("ties", 0, 2)]
     assert [v.state for v in told if v.state == "cleared"] == []
 
@@ -249,14 +250,16 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
     assert detectors.risk[SICK] == 1.0
 
 
-@pytest.mark.parametrize("field", ["offset", "row_max_abs", "query_norm", "tied_bf16", "delta_sum", "rows"])
+@pytest.mark.parametrize(
+    "field", ["score_offset", "row_max_abs", "query_norm", "tied_rows_bf16", "delta_bias_sum", "rows"]
+)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(field: str, value: float) -> None:
     detectors, told = play(line, until=5000, bias=0.6, **_fields({field: np.full(N, value)}))
     assert np.isfinite(detectors.risk).all()
-    if field not in ("offset", "rows", "delta_sum"):
+    if field not in ("score_offset", "rows", "delta_bias_sum"):
         assert raised(told) == [HEADS[SICK]]
-    elif field == "delta_sum" or (field == "offset" and math.isnan(value)):
+    elif field == "delta_bias_sum" or (field == "score_offset" and math.isnan(value)):
         assert told == []
 
 
@@ -287,7 +290,7 @@ def test_a_non_finite_loss_is_a_critical_verdict_on_the_run() -> None:
 def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
     heads = [(layer, head) for layer in range(20) for head in range(20)]
     words = np.tile(identity_row(), (len(heads), 1))
-    words[:, Slot.ROWS_NONFINITE] = 7
+    words[:, Slot.NONFINITE_ROWS] = 7
     sample = Readings.from_words(step=1, since_step=0, words=words, modes=np.zeros(len(heads), dtype=np.int32))
     told = Detectors(heads).update(sample)
     assert 1 <= len(told) <= 17
@@ -296,12 +299,12 @@ def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
 
 def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown() -> None:
     words = np.tile(identity_row(), (2, 1))
-    words[0, Slot.ROWS], words[0, Slot.ROWS_TIED_ONE] = 4, 1
+    words[0, Slot.ROWS], words[0, Slot.TIED_ROWS_ONE] = 4, 1
     floats = words.view(np.float64)
-    floats[0, Slot.OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
+    floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
     seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
-    assert (seen.offset[0], seen.tied_one[0], seen.row_max_abs[0]) == (2.0, 0.25, 5.0)
-    assert np.isnan([seen.offset[1], seen.tied_one[1], seen.row_max_abs[1], seen.delta_sum[1]]).all()
+    assert (seen.score_offset[0], seen.tied_rows_one[0], seen.row_max_abs[0]) == (2.0, 0.25, 5.0)
+    assert np.isnan([seen.score_offset[1], seen.tied_rows_one[1], seen.row_max_abs[1], seen.delta_bias_sum[1]]).all()
     assert words.shape == (2, SLOT_COUNT)
 
 
@@ -348,8 +351,10 @@ def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
         offset, score = explosion(step)
         return offset[order], score[order]
 
-    straight, expected = play(explosion, until=4500, delta_sum=np.zeros(N))
-    turned, told = play(shuffled, until=4500, delta_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order]))
+    straight, expected = play(explosion, until=4500, delta_bias_sum=np.zeros(N))
+    turned, told = play(
+        shuffled, until=4500, delta_bias_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order])
+    )
     assert told == expected
     np.testing.assert_allclose(turned.risk, straight.risk[order], rtol=1e-12)
 
@@ -364,7 +369,7 @@ def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
     for step in range(EVERY, 4501, EVERY):
         sample = reading(step, line, bias=0.6)
         expected += straight.update(sample)
-        told += scaled.update(reading(step, line, delta_sum=sample.delta_sum * scale))
+        told += scaled.update(reading(step, line, delta_bias_sum=sample.delta_bias_sum * scale))
     assert raised(expected)
     assert told == expected
 
@@ -404,7 +409,7 @@ def test_a_mirrored_run_of_layers_numbered_otherwise_is_judged_alike(course: Cou
     told: list[wire.Verdict] = []
     for step in range(EVERY, 5001, EVERY):
         straight = reading(step, course, bias=0.6)
-        told += moved.update(reading(step, mirrored, delta_sum=-straight.delta_sum))
+        told += moved.update(reading(step, mirrored, delta_bias_sum=-straight.delta_bias_sum))
     assert [(v.step, v.state, v.layer, v.head, v.cause, v.signal, v.forecast_steps) for v in told] == [
         (v.step, v.state, (v.layer or 0) + shift, v.head, v.cause, v.signal, v.forecast_steps) for v in expected
     ]

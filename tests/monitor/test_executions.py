@@ -143,7 +143,7 @@ def test_a_mode_of_execution_changes_no_bit_and_no_count(model: str, name: str, 
     for mine, theirs in zip(got.words, plain.words, strict=True):
         np.testing.assert_array_equal(mine[:, Slot.ROWS], theirs[:, Slot.ROWS])
     if mode.compile is None:  # a compiler may round what stands round the operator otherwise
-        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ]
+        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ]
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
 
 

@@ -72,8 +72,8 @@ def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same
     out.backward(grad)
     ours = state.numpy()
     theirs = probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW, 0), numerics=numerics, **options)
-    assert slot_values(ours, Slot.ROWS_TIED_BF16).min() > 0
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ):
+    assert slot_values(ours, Slot.TIED_ROWS_BF16).min() > 0
+    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=2e-6, err_msg=slot.name)
     # Our kernel reads the residual of O in 16 bits, and the probe computes it again: equal to its own rounding.
     total = slot_values(ours, Slot.DELTA_BIAS_ABS)
@@ -96,11 +96,11 @@ def test_a_mask_of_any_kind_is_read_as_the_attention_reads_it(kind: str) -> None
     out = scores.softmax(-1).nan_to_num() @ value
     words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), mask=mask, numerics="float64")
     offset = (scores.logsumexp(-1) - visible.double().log()).nan_to_num(nan=0.0, neginf=0.0)
-    np.testing.assert_allclose(slot_values(words, Slot.OFFSET_SUM), offset.sum((0, 2)), rtol=1e-12)
-    np.testing.assert_allclose(slot_values(words, Slot.OFFSET_SUMSQ), offset.square().sum((0, 2)), rtol=1e-12)
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), offset.sum((0, 2)), rtol=1e-12)
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), offset.square().sum((0, 2)), rtol=1e-12)
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), scores.amax((0, 2, 3)), rtol=1e-12)
     assert slot_values(words, Slot.ROWS).tolist() == [3 * 24 - 1] * 4
-    assert slot_values(words, Slot.ROWS_EMPTY).tolist() == [1] * 4
+    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [1] * 4
 
 
 def test_the_bias_is_that_of_the_users_own_output() -> None:
@@ -118,7 +118,7 @@ def test_rows_that_are_not_finite_are_counted_and_kept_out_of_the_sums() -> None
     grad[2, 2, 7] = math.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), numerics="float32")
-    assert slot_values(words, Slot.ROWS_NONFINITE).tolist() == [0, 1, 1, 0]
+    assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [0, 1, 1, 0]
     assert slot_values(words, Slot.ROWS).tolist() == [72, 71, 71, 72]
     assert np.isfinite([slot_values(words, slot) for slot in SUM_SLOTS]).all()
 
@@ -139,7 +139,7 @@ def test_shares_and_means_are_unbiased_and_their_standard_errors_are_those_of_in
     total = probed(*arguments, Sampling(rows, 0), times, causal="top_left")
     counted = slot_values(total, Slot.ROWS)
     assert counted.tolist() == [rows * times] * 4
-    for slot, square in ((Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ), (Slot.ROWS_TIED_BF16, Slot.ROWS_TIED_BF16)):
+    for slot, square in ((Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ), (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_BF16)):
         truth, second = (slot_values(whole, s) / slot_values(whole, Slot.ROWS) for s in (slot, square))
         error = np.sqrt((second - truth**2) / counted)
         assert (error > 0).all()
@@ -158,8 +158,8 @@ def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> Non
         watched = probe(leaf, query, key, value, state, tick, number, causal="top_left")
         torch.autograd.backward(watched, grad)
         words = state.numpy().copy()
-        offsets.append(slot_values(words, Slot.OFFSET_SUM) / 30)
-        ties.append(slot_values(words, Slot.ROWS_TIED_BF16) / 30)
+        offsets.append(slot_values(words, Slot.SCORE_OFFSET_SUM) / 30)
+        ties.append(slot_values(words, Slot.TIED_ROWS_BF16) / 30)
         shown.append([sampling_errors(words)[name] for name in ("offset_error", "tied_bf16_error")])
     stop_sampling(number)
     spread = np.array([np.std(offsets, axis=0), np.std(ties, axis=0)])

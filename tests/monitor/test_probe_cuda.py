@@ -75,7 +75,7 @@ def test_every_row_sampled_gives_what_our_kernels_count() -> None:
     kept, served = watched(model(), eager, **{**KEEP, "probe_rows": 10**6}), watched(model(), eager)
     assert kept.rows == served.rows
     measured, counted = kept.words[0][:2], served.words[0][:2]  # the first layer's input is the same to the last bit
-    for slot in (Slot.ROWS_TIED_BF16, Slot.SCORE_MAX, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ):
+    for slot in (Slot.TIED_ROWS_BF16, Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         near = slot_values(counted, slot)
         np.testing.assert_allclose(slot_values(measured, slot), near, rtol=1e-5, atol=2e-3, err_msg=slot.name)
 

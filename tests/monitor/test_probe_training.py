@@ -151,7 +151,7 @@ def test_transformers_keeps_its_attention_and_what_is_measured_is_what_our_kerne
         model(ids()).logits.square().mean().backward()
         served.step()
     truth = ours.of(wire.Sample)[0].words()
-    for slot in (Slot.ROWS_TIED_BF16, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ, Slot.SCORE_MAX, Slot.ROW_MAX_ABS):
+    for slot in (Slot.TIED_ROWS_BF16, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.SCORE_MAX, Slot.ROW_MAX_ABS):
         measured, counted = slot_values(words, slot), slot_values(truth, slot)
         np.testing.assert_allclose(measured, counted, rtol=1e-4, atol=2e-4, err_msg=slot.name)
 
@@ -208,7 +208,7 @@ def test_padding_of_transformers_is_read_from_its_mask() -> None:
         agent.step()
     words = listener.of(wire.Sample)[0].words()
     assert slot_values(words, Slot.ROWS).tolist() == [36] * 4
-    assert np.isfinite(slot_values(words, Slot.OFFSET_SUM)).all()
+    assert np.isfinite(slot_values(words, Slot.SCORE_OFFSET_SUM)).all()
 
 
 def test_a_switch_moves_only_the_layer_of_the_head_onto_our_kernels_and_back(
@@ -251,7 +251,9 @@ def test_the_sampling_error_stands_in_the_report_and_in_the_evidence_of_a_warnin
         report = agent.report()
     of_head, of_run = listener.of(wire.Verdict)
     words = listener.of(wire.Sample)[0].words()
-    rows, total, squares = (slot_values(words, s)[2] for s in (Slot.ROWS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ))
+    rows, total, squares = (
+        slot_values(words, s)[2] for s in (Slot.ROWS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
+    )
     error = np.sqrt((squares / rows - (total / rows) ** 2) / rows)
     assert of_head.evidence["offset_error"] == pytest.approx(error)
     assert of_head.evidence["tied_bf16_error"] >= 0

@@ -92,9 +92,9 @@ def test_ranks_that_share_the_rows_add_up_to_one_process(
     # at step 1 the weights are the same to the last bit, and so is every count, ties included
     first = merge_words([told[rank][way]["words"][0] for rank in range(WORLD)])
     np.testing.assert_array_equal(counts(first), counts(expected[0]))
-    assert first[:, Slot.ROWS_TIED_BF16].sum() > 0
+    assert first[:, Slot.TIED_ROWS_BF16].sum() > 0
     floats, wanted = first.view(np.float64), expected[0].view(np.float64)
-    np.testing.assert_allclose(floats[:, Slot.OFFSET_SUMSQ], wanted[:, Slot.OFFSET_SUMSQ], rtol=1e-5)
+    np.testing.assert_allclose(floats[:, Slot.SCORE_OFFSET_SUMSQ], wanted[:, Slot.SCORE_OFFSET_SUMSQ], rtol=1e-5)
     np.testing.assert_allclose(floats[:, Slot.ROW_MAX_ABS], wanted[:, Slot.ROW_MAX_ABS], rtol=1e-6)
 
 
@@ -167,7 +167,7 @@ def test_the_ranks_of_one_run_are_one_run_for_the_service(told: Any) -> None:
     losses = [told[rank]["DDP"]["losses"][-1].item() for rank in range(WORLD)]
     assert detail["loss"] == pytest.approx(sum(losses) / WORLD, rel=1e-6)
     last = merge_words([told[rank]["DDP"]["words"][-1] for rank in range(WORLD)])
-    share = last[:, Slot.ROWS_TIED_BF16] / last[:, Slot.ROWS]
+    share = last[:, Slot.TIED_ROWS_BF16] / last[:, Slot.ROWS]
     assert np.ravel(seen["torchrun-job-7 ties"]["values"]).tolist() == share.tolist()
 
 
@@ -175,5 +175,5 @@ def test_the_service_joins_heads_that_lie_in_different_ranks(told: Any) -> None:
     seen = told[WORLD]
     assert [layer["heads"] for layer in seen["parts"]["layers"]] == [[0, 1, 2, 3]] * 2
     words = [told[rank]["tensor parallel"]["words"][-1] for rank in range(WORLD)]
-    shares = np.stack([w[:, Slot.ROWS_TIED_BF16] / w[:, Slot.ROWS] for w in words]).reshape(WORLD, 2, 2)
+    shares = np.stack([w[:, Slot.TIED_ROWS_BF16] / w[:, Slot.ROWS] for w in words]).reshape(WORLD, 2, 2)
     assert np.ravel(seen["parts ties"]["values"]).tolist() == shares.transpose(1, 0, 2).ravel().tolist()

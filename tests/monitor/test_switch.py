@@ -10,10 +10,10 @@ from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Mode
+from foreshock.contract.modes import Mode, with_mode
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
-from foreshock.monitor.policy import decide, with_mitigation
+from foreshock.monitor.policy import decide
 from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
@@ -156,8 +156,8 @@ def test_auto_switches_all_heads_at_the_first_warning_where_the_scope_is_the_mod
 
 
 def test_a_mitigation_keeps_other_flags_and_replaces_a_softmax_rule() -> None:
-    assert with_mitigation(Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA) == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
-    assert with_mitigation(Mode.PAPER_SOFTMAX, Mode.STABLE_SOFTMAX) == Mode.STABLE_SOFTMAX
+    assert with_mode(Mode.STABLE_SOFTMAX, Mode.EXACT_DELTA) == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
+    assert with_mode(Mode.PAPER_SOFTMAX, Mode.STABLE_SOFTMAX) == Mode.STABLE_SOFTMAX
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -208,6 +208,23 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
     assert answer is not None
     assert answer.outcome == outcome
     assert reason in answer.reason
+    assert modes.tolist() == [0, 0, 0, 0]
+
+
+def test_a_mode_that_no_kernel_serves_is_refused_wherever_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreshock.contract.modes._SERVED", Mode.STABLE_SOFTMAX)
+    switchboard, modes = board()
+    sentence = "no kernel serves mode exact_delta yet; served are stable_softmax"
+    answer = switchboard.obey(command(mode="exact_delta+stable_softmax"), step=5, unix_seconds=100.0)
+    assert answer is not None
+    assert (answer.outcome, answer.before, answer.after) == ("refused", ("plain",), ("plain",))
+    assert answer.reason == sentence
+    with pytest.raises(ValueError, match=sentence):
+        switchboard.switch([(0, 0)], "exact_delta", step=1, reason="a test")
+    with pytest.raises(ValueError, match=sentence):
+        switchboard.load_state_dict({"modes": [[0, 0, "exact_delta"]], "answered": []})
+    with pytest.raises(ValueError, match=sentence):
+        attach(tiny_gpt(), mitigation="exact_delta", **QUICK)
     assert modes.tolist() == [0, 0, 0, 0]
 
 

@@ -110,7 +110,7 @@ def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count
     assert got.rows == [2 * 12 * mode.micro_batches * STEPS] * heads
     if kind.startswith("checkpointing"):
         plain = watched(Logits(name, Mode(), "eager"), Mode().loop)
-        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OFFSET_SUM, Slot.OFFSET_SUMSQ]
+        forward = [*COUNT_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ]
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
 
 
@@ -133,7 +133,7 @@ def test_a_compiled_model_counts_the_real_tokens_of_a_padded_batch(name: str, si
     compiled = True
     got = watched(Logits(name, Mode(), "eager"), loop)
     assert set(got.rows) == {12 + 7}
-    assert {int(words[0, Slot.ROWS_EMPTY]) for words in got.words} == {5}  # padding, which sees no key
+    assert {int(words[0, Slot.EMPTY_ROWS]) for words in got.words} == {5}  # padding, which sees no key
     np.testing.assert_array_equal(counts(got), counts(plain))
     torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
 

@@ -25,17 +25,19 @@ def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
     floats = words.view(np.float64)
     size = base * np.exp(rate * step / WINDOW)
     floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 * size
-    floats[:, Slot.OFFSET_SUM] = -size * words[:, Slot.ROWS]
-    floats[:, Slot.OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
     return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
 
 
-async def switched(service: Any, policy: Policy = "approve", before: float = 1.0, after: float = 1.0) -> str:
+async def switched(
+    service: Any, policy: Policy = "approve", before: float = 1.0, after: float = 1.0, **order: Any
+) -> str:
     """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
     await service.store(rank, *(grown(rank, step, before) for step in range(20, 2000, 20)))
-    command: str = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
+    command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
     [sent] = (await service.store(rank, grown(rank, 2000, before))).commands
     await service.store(rank, rank.answer(sent, 2000))
     base = np.exp((before - after) * 2)
@@ -93,7 +95,7 @@ def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
 def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(play: Any, policy: Policy) -> None:
     async def story(service: Any) -> None:
-        await switched(service, policy=policy)
+        await switched(service, policy=policy, mode="stable_softmax")
         await judge(service)
         proposed = [c for c in await commands_of(service) if c["source"] == "service"]
         if policy == "observe":
@@ -111,7 +113,7 @@ def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_perso
 
 def test_an_escalation_keeps_to_the_bounds_of_machines(play: Any) -> None:
     async def story(service: Any) -> None:
-        await switched(service)
+        await switched(service, mode="stable_softmax")
         await judge(service)
         assert [c["source"] for c in await commands_of(service)] == ["api"]
 
@@ -253,14 +255,14 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
         settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=("hooks.example.org",))
         notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
         await notifier.turn()
-        await switched(service)
+        await switched(service, mode="stable_softmax")
         await judge(service)
         await notifier.turn()
         await notifier.turn()
         told = [words for words in Out.said if "not arrested" in words]
         assert len(told) == 2  # what became of it, and the proposal that follows
         assert told[0].startswith(
-            "Run run-1: Layer 0 head 2 after the switch to exact_delta at step 2,000: not arrested"
+            "Run run-1: Layer 0 head 2 after the switch to stable_softmax at step 2,000: not arrested"
         )
         assert "Escalate: exact_delta+stable_softmax" in told[0]
 

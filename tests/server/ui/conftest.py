@@ -15,7 +15,8 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
-from foreshock.contract.slots import MODE_NAMES, SLOT_COUNT, Slot, mode_name
+from foreshock.contract.modes import mode_name, parse_mode
+from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.contract.wire import Ack, Array, Batch, Event, Layer, Sample, Started, Switched, Verdict
 
 ROWS = 4096
@@ -88,10 +89,10 @@ class Feeder:
         words = np.zeros((layers, heads, SLOT_COUNT), dtype=np.int64)
         floats = words.view(np.float64)
         words[..., Slot.ROWS] = ROWS
-        words[..., Slot.ROWS_TIED_BF16] = np.minimum(ROWS, 10 * size).astype(np.int64)
+        words[..., Slot.TIED_ROWS_BF16] = np.minimum(ROWS, 10 * size).astype(np.int64)
         floats[..., Slot.SCORE_MAX] = floats[..., Slot.ROW_MAX_ABS] = 12 * size
-        floats[..., Slot.OFFSET_SUM] = -size * ROWS
-        floats[..., Slot.OFFSET_SUMSQ] = size**2 * ROWS
+        floats[..., Slot.SCORE_OFFSET_SUM] = -size * ROWS
+        floats[..., Slot.SCORE_OFFSET_SUMSQ] = size**2 * ROWS
         floats[..., Slot.DELTA_BIAS_SUM] = noise.normal(0, 0.05, self.shape)
         floats[..., Slot.DELTA_BIAS_ABS] = 1
         floats[..., Slot.DELTA_BIAS_SUMSQ] = 1e-4
@@ -158,7 +159,7 @@ class Feeder:
             heads = command.heads or tuple((i, j) for i in range(self.shape[0]) for j in range(self.shape[1]))
             before = tuple(mode_name(int(self.modes[layer, head])) for layer, head in heads)
             for layer, head in heads:
-                self.modes[layer, head] = int(MODE_NAMES[command.mode])
+                self.modes[layer, head] = int(parse_mode(command.mode))
             self.send(
                 Switched(
                     id=f"done-{command.id}",
