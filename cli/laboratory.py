@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from json import dumps
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -15,7 +16,8 @@ from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
-from foreshock.lab.training.recipes import ARMS, RECIPES, find_arm, find_recipe
+from foreshock.lab.training.arm import ARMS, find_arm
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -68,16 +70,36 @@ def list_recipes(console: Console) -> None:
     console.print(f"arms: {', '.join(ARMS)}")
 
 
-def show_corpus(console: Console) -> None:
-    """What runs on this machine are trained on."""
+def show_corpus(name: str, console: Console) -> None:
+    """What runs on this machine are trained on: the bytes at hand, or byte pairs, which are made where there are none.
+
+    Raises ValueError for an unknown text.
+    """
+    from foreshock.lab.training.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
     from foreshock.lab.training.corpus import standard_library
 
-    corpus = standard_library()
-    console.print(f"{corpus.source}: {len(corpus.tokens):,} bytes, SHA-256 {corpus.sha256}", soft_wrap=True)
+    if name not in ("bytes", "byte-pairs"):
+        raise ValueError(f"text {name!r} does not exist; allowed are bytes and byte-pairs")
+    corpus = standard_library() if name == "bytes" else make_byte_pairs()
+    console.print(f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}", soft_wrap=True)
+    if name == "byte-pairs":
+        console.print(f"It lies at {byte_pairs_file()}", soft_wrap=True)
+        if corpus.sha256 != SHA256:
+            console.print(
+                f"The published runs saw another text, SHA-256 {SHA256}, made from {MADE_FROM}", soft_wrap=True
+            )
 
 
 def run_set(
-    name: str, console: Console, *, folder: Path, processes: int, gpus: Sequence[int], seconds: float | None
+    name: str,
+    console: Console,
+    *,
+    folder: Path,
+    processes: int,
+    runs_per_process: int,
+    gpus: Sequence[int],
+    minutes: float | None,
+    rivals: bool,
 ) -> None:
     """Make the traces of one published set that are not there yet. Raises ValueError for an unknown set."""
     from foreshock.lab.training.published_runs import published
@@ -86,8 +108,16 @@ def run_set(
     sets = published()
     if name not in sets:
         raise ValueError(f"set {name!r} does not exist; allowed are {', '.join(sets)}")
-    limit = float("inf") if seconds is None else seconds
-    missing = make(sets[name], folder, processes=processes, gpus=gpus, seconds=limit, say=console.print)
+    missing = make(
+        sets[name],
+        folder,
+        processes=processes,
+        runs_per_process=runs_per_process,
+        gpus=gpus,
+        seconds=float("inf") if minutes is None else 60 * minutes,
+        rivals=rivals,
+        say=console.print,
+    )
     for trace in missing:
         console.print(f"missing: {trace}")
 
@@ -120,6 +150,49 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
     if picture is not None:
         draw_courses(picture, traces)
         console.print(f"picture: {picture}")
+
+
+def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None:
+    """What cures did to runs: a row for each recipe and arm, and every run in a JSON file."""
+    from foreshock.lab.scoring.cure import as_json, cured_runs, table
+
+    runs = cured_runs(traces)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("recipe", "arm", "when"):
+        shown.add_column(name, overflow="fold", min_width=9)
+    for name in (
+        "policy",
+        "runs",
+        "failed",
+        "chance",
+        "harmed",
+        "score 512",
+        "excess",
+        "worst",
+        "offset",
+        "score",
+        "common",
+        "|b_K|",
+    ):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in table(runs):
+        shown.add_row(
+            *(row.recipe, row.arm, row.when, row.policy, str(row.runs), str(row.failed)),
+            *("-" if row.chance is None else f"{row.chance:.2g}", str(row.harmed), str(row.dangerous)),
+            *("-" if share is None else f"{share:+.1%}" for share in (row.excess, row.worst_excess)),
+            *(f"{number:.3g}" for number in (row.worst_offset, row.worst_score)),
+            *("-" if number is None else f"{number:.2g}" for number in (row.common_share, row.key_bias)),
+        )
+    console.print(shown)
+    console.print(
+        "failed: harmed, or a |score| of 512 after the switch. chance: that so few fail if it does nothing (Fisher's "
+        "exact test against untreated runs). excess: loss of the last 1000 steps over the control's, median and worst "
+        "run. offset: at the end, worst run. score: largest after the switch; score 512: runs that reached it. "
+        "common: share of the largest offset that all keys give alike, median. |b_K|: largest key bias of a head."
+    )
+    if json is not None:
+        json.write_text(dumps(as_json(runs), indent=1) + "\n")
+        console.print(f"JSON: {json}")
 
 
 def run(

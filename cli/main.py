@@ -257,18 +257,31 @@ def lab_run(
 
 @lab.command("run-set")
 def lab_run_set(
-    name: Annotated[str, typer.Argument(help="cpu, gpu or rescue.")],
+    name: Annotated[str, typer.Argument(help="cpu, gpu, rescue, cure-text, ...; a wrong name lists them.")],
     folder: Annotated[Path, typer.Option(help="Where the traces go; those that are there are not made again.")],
-    processes: Annotated[int, typer.Option(help="Trainings side by side, one core each.", min=1)] = 1,
+    processes: Annotated[int, typer.Option(help="Processes side by side.", min=1)] = 1,
+    runs_per_process: Annotated[int, typer.Option(help="Trainings at once in each, for a GPU.", min=1)] = 1,
     gpu: Annotated[list[int] | None, typer.Option(help="Devices to spread them over; give it several times.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Stop then; the traces of whole runs stay.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop then; runs that are cut short go to the folder unfinished.")
+    ] = None,
+    rivals: Annotated[bool, typer.Option(help="Measure what rival monitors read; slow on a GPU.")] = True,
 ) -> None:
     """Make the published set of runs again: every recipe, arm and seed of it."""
     from rich.console import Console
 
     from foreshock.cli import laboratory
 
-    laboratory.run_set(name, Console(), folder=folder, processes=processes, gpus=gpu or (), seconds=seconds)
+    laboratory.run_set(
+        name,
+        Console(),
+        folder=folder,
+        processes=processes,
+        runs_per_process=runs_per_process,
+        gpus=gpu or (),
+        minutes=minutes,
+        rivals=rivals,
+    )
 
 
 @lab.command("compare")
@@ -284,14 +297,31 @@ def lab_compare(
     laboratory.compare(traces, Console(), picture=picture)
 
 
+@lab.command("cure")
+def lab_cure(
+    traces: Annotated[list[Path], typer.Argument(help="Runs of several arms and seeds, controls among them.")],
+    json: Annotated[Path | None, typer.Option(help="Write every run there, as benchmarks/results/cure.json.")] = None,
+) -> None:
+    """Say what each cure did: loss over the control's, harm, offset and largest score after the switch."""
+    from rich.console import Console
+
+    from foreshock.cli import laboratory
+
+    laboratory.cure(traces, Console(), json=json)
+
+
 @lab.command("corpus")
-def lab_corpus() -> None:
+def lab_corpus(
+    text: Annotated[
+        str, typer.Argument(help="bytes, or byte-pairs, which are made from what is installed and kept.")
+    ] = "bytes",
+) -> None:
     """Say what text this machine's runs are trained on, and its hash."""
     from rich.console import Console
 
     from foreshock.cli import laboratory
 
-    laboratory.show_corpus(Console())
+    laboratory.show_corpus(text, Console())
 
 
 @lab.command("score")

@@ -5,110 +5,20 @@ of each run (`foreshock_head_*`) and one value per layer (`foreshock_layer_*`, t
 of every sample goes to the service's own store (house decision 9).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from foreshock.contract.metric import (
+    Alert,
+    HeadReading,
+    Levels,
+    Metric,
+    root_mean_square,
+    share,
+    standardised,
+    value,
+)
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.contract.slots import Slot, Words, slot_values
-
-Floats = npt.NDArray[np.float64]
-Board = Literal["overview", "run", "heads", "service"]
-Kind = Literal["gauge", "counter"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alert:
-    """A Prometheus rule. `{m}` in `expr` stands for the metric's own name.
-
-    A counter is born with its first event, which `increase` cannot see: rules on counters add `or ({m} > 0 unless {m}
-    offset 10m)`.
-    """
-
-    name: str
-    expr: str
-    for_: str
-    severity: Literal["info", "warning", "critical", "none"]
-    summary: str
-    description: str
-    action: str = ""
-    """What the person who is woken should do; becomes the runbook's first paragraph."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadReading:
-    """How a head's value is read: from its state words, or from a named array of the sample."""
-
-    read: Callable[[Words], Floats] | None = None
-    field: Literal["query_norm", "key_norm", "query_key_norm", "risk", "modes"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """One measured quantity. `key` is its name in the API and on the page."""
-
-    key: str
-    title: str
-    help: str
-    bad: str
-    """One sentence on what bad looks like."""
-    board: Board
-    kind: Kind = "gauge"
-    unit: Literal["", "seconds", "ratio", "bytes", "steps", "timestamp_seconds"] = ""
-    labels: tuple[str, ...] = ("run",)
-    head: HeadReading | None = None
-    alerts: tuple[Alert, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The Prometheus name; for a per-head metric, the name of the worst heads' series."""
-        parts = ["foreshock", *self.key.split(".")]
-        if self.unit:
-            parts.append(self.unit)
-        if self.kind == "counter":
-            parts.append("total")
-        return "_".join(parts)
-
-    @property
-    def layer_name(self) -> str:
-        """The Prometheus name of a per-head metric's value for each layer. Raises ValueError for other metrics."""
-        if self.head is None:
-            raise ValueError(f"{self.key} is not a per-head metric; it has no value per layer")
-        return self.name.replace("foreshock_head_", "foreshock_layer_", 1)
-
-
-def _share(part: Slot, whole: Slot = Slot.ROWS) -> Callable[[Words], Floats]:
-    def read(words: Words) -> Floats:
-        return ratio(slot_values(words, part), slot_values(words, whole))
-
-    return read
-
-
-def ratio(part: Floats, whole: Floats) -> Floats:
-    """part / whole, NaN where nothing was counted."""
-    result: Floats = np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
-    return result
-
-
-def _value(slot: Slot) -> Callable[[Words], Floats]:
-    def read(words: Words) -> Floats:
-        values = slot_values(words, slot)
-        return np.where(np.isneginf(values), np.nan, values)
-
-    return read
-
-
-def _score_offset_rms(words: Words) -> Floats:
-    return np.sqrt(_share(Slot.SCORE_OFFSET_SUMSQ)(words))
-
-
-def _delta_bias_z(words: Words) -> Floats:
-    """Sum of delta_lp - delta_hp in units of its standard deviation if the rows were independent and unbiased."""
-    return ratio(slot_values(words, Slot.DELTA_BIAS_SUM), np.sqrt(slot_values(words, Slot.DELTA_BIAS_SUMSQ)))
-
+from foreshock.contract.slots import Floats, Slot, Words
 
 HEAD_LABELS: Final = ("run", "layer", "head")
 
@@ -120,7 +30,10 @@ HEAD_METRICS: Final = (
         bad="One head's offset leaves its peers and keeps growing; softmax cannot see it, rounding can.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.SCORE_OFFSET_SUM)),
+        head=share(Slot.SCORE_OFFSET_SUM),
+        signed=True,
+        scale="symlog",
+        chart=1,
     ),
     Metric(
         key="head.score_offset_rms",
@@ -129,7 +42,9 @@ HEAD_METRICS: Final = (
         bad="Keeps doubling in one head.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_score_offset_rms),
+        head=root_mean_square(Slot.SCORE_OFFSET_SUMSQ),
+        scale="symlog",
+        levels=Levels(watch=3.0, alarm=10.0),
     ),
     Metric(
         key="head.score_max",
@@ -138,7 +53,10 @@ HEAD_METRICS: Final = (
         bad="Grows by a constant factor every thousand steps; at 512, rounding q and k to bf16 moves it by about 1.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_value(Slot.SCORE_MAX)),
+        head=value(Slot.SCORE_MAX),
+        scale="symlog",
+        levels=Levels(watch=100.0, alarm=512.0),
+        chart=2,
     ),
     Metric(
         key="head.row_max_abs",
@@ -147,7 +65,8 @@ HEAD_METRICS: Final = (
         bad="Grows by a constant factor every thousand steps.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_value(Slot.ROW_MAX_ABS)),
+        head=value(Slot.ROW_MAX_ABS),
+        scale="symlog",
     ),
     Metric(
         key="head.tied_rows_bf16",
@@ -157,7 +76,9 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.TIED_ROWS_BF16)),
+        head=share(Slot.TIED_ROWS_BF16),
+        percent=True,
+        chart=5,
     ),
     Metric(
         key="head.tied_rows_one",
@@ -167,7 +88,8 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.TIED_ROWS_ONE)),
+        head=share(Slot.TIED_ROWS_ONE),
+        percent=True,
     ),
     Metric(
         key="head.delta_bias",
@@ -177,7 +99,10 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS)),
+        head=share(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS),
+        percent=True,
+        signed=True,
+        chart=6,
     ),
     Metric(
         key="head.delta_bias_z",
@@ -186,7 +111,9 @@ HEAD_METRICS: Final = (
         bad="Beyond 4 with the same sign again and again.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_delta_bias_z),
+        head=standardised(Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_SUMSQ),
+        signed=True,
+        scale="symlog",
     ),
     Metric(
         key="head.shifted_rows",
@@ -196,7 +123,8 @@ HEAD_METRICS: Final = (
         board="heads",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_share(Slot.SHIFTED_ROWS)),
+        head=share(Slot.SHIFTED_ROWS),
+        percent=True,
     ),
     Metric(
         key="head.nonfinite_rows",
@@ -205,7 +133,7 @@ HEAD_METRICS: Final = (
         bad="Anything above zero.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(read=_value(Slot.NONFINITE_ROWS)),
+        head=value(Slot.NONFINITE_ROWS),
         alerts=(
             Alert(
                 name="ForeshockNonFiniteRows",
@@ -225,7 +153,8 @@ HEAD_METRICS: Final = (
         bad="Keeps growing in a few heads after the others have settled; late, and it grows in healthy runs too.",
         board="run",
         labels=HEAD_LABELS,
-        head=HeadReading(field="query_norm"),
+        head=HeadReading(field="query_norm", now_and_then=True),
+        chart=7,
     ),
     Metric(
         key="head.key_norm",
@@ -234,7 +163,7 @@ HEAD_METRICS: Final = (
         bad="Keeps growing in a few heads after the others have settled.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(field="key_norm"),
+        head=HeadReading(field="key_norm", now_and_then=True),
     ),
     Metric(
         key="head.query_key_norm",
@@ -243,7 +172,7 @@ HEAD_METRICS: Final = (
         bad="Keeps growing in a few heads after the others have settled.",
         board="heads",
         labels=HEAD_LABELS,
-        head=HeadReading(field="query_key_norm"),
+        head=HeadReading(field="query_key_norm", now_and_then=True),
     ),
     Metric(
         key="head.risk",
@@ -254,6 +183,8 @@ HEAD_METRICS: Final = (
         unit="ratio",
         labels=HEAD_LABELS,
         head=HeadReading(field="risk"),
+        levels=Levels(watch=0.5, alarm=1.0),
+        chart=8,
     ),
     Metric(
         key="head.mode",
@@ -265,6 +196,8 @@ HEAD_METRICS: Final = (
         board="heads",
         labels=HEAD_LABELS,
         head=HeadReading(field="modes"),
+        across_ranks="min",
+        chart=None,
     ),
 )
 
@@ -308,6 +241,9 @@ RUN_METRICS: Final = (
         help="Mean raw training loss of the last sample.",
         bad="Jumps away from its own past. By then the warning should be old.",
         board="run",
+        sample="loss",
+        across_ranks="mean",
+        chart=3,
         alerts=(
             Alert(
                 name="ForeshockLossNotFinite",
@@ -326,6 +262,9 @@ RUN_METRICS: Final = (
         help="Largest gradient norm, before clipping, since the last sample.",
         bad="Bursts above its own past.",
         board="run",
+        sample="grad_norm",
+        scale="log",
+        chart=4,
     ),
     Metric(
         key="run.learning_rate",
@@ -333,6 +272,8 @@ RUN_METRICS: Final = (
         help="Learning rate of the last sample.",
         bad="Not the schedule you meant.",
         board="run",
+        sample="learning_rate",
+        across_ranks="mean",
     ),
     Metric(
         key="run.step_time",
@@ -341,6 +282,7 @@ RUN_METRICS: Final = (
         bad="Grows when foreshock is attached.",
         board="run",
         unit="seconds",
+        sample="step_seconds",
     ),
     Metric(
         key="run.agent_time",
@@ -349,6 +291,7 @@ RUN_METRICS: Final = (
         bad="More than 200 microseconds.",
         board="run",
         unit="seconds",
+        sample="agent_seconds",
     ),
     Metric(
         key="run.nonfinite_steps",
@@ -376,6 +319,9 @@ RUN_METRICS: Final = (
         bad="Near 1.",
         board="overview",
         unit="ratio",
+        worst_of="head.risk",
+        levels=Levels(watch=0.5, alarm=1.0),
+        chart=None,
     ),
     Metric(
         key="warning.active",
@@ -384,6 +330,7 @@ RUN_METRICS: Final = (
         bad="Any.",
         board="overview",
         labels=("run", "layer", "head", "cause", "signal", "severity"),
+        levels=Levels(alarm=1.0),
         alerts=(
             Alert(
                 name="ForeshockHeadFailing",
@@ -413,6 +360,8 @@ RUN_METRICS: Final = (
         board="overview",
         unit="steps",
         labels=("run", "layer", "head"),
+        levels=Levels(alarm=1000.0, below=True),
+        scale="log",
     ),
     Metric(
         key="warning.raised",
@@ -540,6 +489,7 @@ SERVICE_METRICS: Final = (
         board="service",
         unit="timestamp_seconds",
         labels=(),
+        levels=Levels(alarm=300.0),
         alerts=(
             Alert(
                 name="ForeshockAlertPathBroken",
@@ -559,6 +509,7 @@ SERVICE_METRICS: Final = (
         bad="Above zero: raise the budget or end old runs.",
         board="service",
         labels=(),
+        levels=Levels(alarm=1.0),
         alerts=(
             Alert(
                 name="ForeshockSeriesDropped",
@@ -570,6 +521,14 @@ SERVICE_METRICS: Final = (
                 action="Raise the service's series budget or end old runs.",
             ),
         ),
+    ),
+    Metric(
+        key="service.unreadable_rows",
+        title="Unreadable rows",
+        help="Stored rows that could not be read and were passed over since the service began, at most 10,000.",
+        bad="Above zero: the log names each row once, and what is wrong with it.",
+        board="service",
+        labels=(),
     ),
     Metric(
         key="service.store",

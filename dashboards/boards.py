@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, Metric
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS
+from foreshock.contract.metric import Metric
 from foreshock.dashboards.panels import (
     DATASOURCE,
     MANY_RUNS,
@@ -22,6 +23,7 @@ from foreshock.dashboards.panels import (
     table,
     target,
     time_series,
+    unit,
 )
 from foreshock.dashboards.rules import DATASOURCE_UID, JOB, Links
 
@@ -49,15 +51,15 @@ def _overview(links: Links) -> Board:
         ("active", _by_run("run.active"), "bool_yes_no"),
         ("step", _by_run("run.step"), "short"),
         ("last sample", f"time() - {_by_run('run.last_sample')}", "s"),
-        ("worst risk", _by_run("run.worst_risk"), "percentunit"),
+        ("worst risk", _by_run("run.worst_risk"), unit(BY_KEY["run.worst_risk"])),
         ("warnings", f"sum by (run) ({warnings})", "short"),
         ("steps left", f"min by (run) ({select(forecast, MANY_RUNS)})", "short"),
     ]
     panels: list[Sized] = [
         (stat(active, "Active runs", f"sum({select(active, MANY_RUNS)})"), 6, 4),
-        (stat(warning, "Active warnings", f"sum({warnings}) or vector(0)", red_from=1), 6, 4),
-        (stat(risk, "Worst risk now", f"max({select(risk, MANY_RUNS)})", red_from=1), 6, 4),
-        (stat(forecast, "Least time left", f"min({select(forecast, MANY_RUNS)})", red_below=1000), 6, 4),
+        (stat(warning, "Active warnings", f"sum({warnings}) or vector(0)"), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, MANY_RUNS)})"), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, MANY_RUNS)})"), 6, 4),
         (
             table(
                 "Runs",
@@ -89,9 +91,9 @@ def _run(links: Links) -> Board:
     warning, risk, forecast = (BY_KEY[key] for key in ("warning.active", "run.worst_risk", "warning.forecast"))
     panels: list[Sized] = [
         (stat(BY_KEY["run.step"], "Step", step), 6, 4),
-        (stat(warning, "Active warnings", f"sum({select(warning, ONE_RUN)}) or vector(0)", red_from=1), 6, 4),
-        (stat(risk, "Worst risk now", f"max({select(risk, ONE_RUN)})", red_from=1), 6, 4),
-        (stat(forecast, "Least time left", f"min({select(forecast, ONE_RUN)})", red_below=1000), 6, 4),
+        (stat(warning, "Active warnings", f"sum({select(warning, ONE_RUN)}) or vector(0)"), 6, 4),
+        (stat(risk, "Worst risk now", f"max({select(risk, ONE_RUN)})"), 6, 4),
+        (stat(forecast, "Least time left", f"min({select(forecast, ONE_RUN)})"), 6, 4),
         *_grid([m.key for m in RUN_METRICS if m.board == "run"], ONE_RUN),
         *_grid([m.key for m in HEAD_METRICS if m.board == "run"], ONE_RUN),
         *_grid(["warning.forecast", "warning.raised", "switch.outcomes"], ONE_RUN),
@@ -102,8 +104,6 @@ def _run(links: Links) -> Board:
 
 
 def _layers(links: Links) -> Board:
-    quiet, watch, alarm = "transparent", "semi-dark-orange", "semi-dark-red"
-
     def heads(key: str) -> tuple[Metric, str]:
         return BY_KEY[key], f"max by (layer, head) ({select(BY_KEY[key], ONE_RUN)})"
 
@@ -111,10 +111,7 @@ def _layers(links: Links) -> Board:
         return BY_KEY[key], f"max by (layer) ({select(BY_KEY[key], ONE_RUN, of_layers=True)})"
 
     panels: list[Sized] = [
-        (matrix(*heads("head.risk"), steps=[(quiet, None), (watch, 0.5), (alarm, 1.0)]), 12, 10),
-        (matrix(*heads("head.mode"), steps=[(quiet, None), ("semi-dark-blue", 1.0)]), 12, 10),
-        (matrix(*heads("head.score_offset_rms"), steps=[(quiet, None), (watch, 3.0), (alarm, 10.0)]), 12, 10),
-        (matrix(*heads("head.score_max"), steps=[(quiet, None), (watch, 100.0), (alarm, 512.0)]), 12, 10),
+        *[(matrix(*heads(m.key)), 12, 10) for m in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"])],
         (layers_over_time(*layers("head.risk")), 12, 9),
         (layers_over_time(*layers("head.score_max")), 12, 9),
         (modes_over_time(*heads("head.mode")), 24, 8),
@@ -141,9 +138,9 @@ def _service(links: Links) -> Board:
     watchdog, store, dropped = (BY_KEY[key] for key in ("service.watchdog", "service.store", "service.series_dropped"))
     panels: list[Sized] = [
         (up, 6, 4),
-        (stat(watchdog, "Since the last watchdog", query(watchdog, MANY_RUNS), red_from=300), 6, 4),
+        (stat(watchdog, "Since the last watchdog", query(watchdog, MANY_RUNS)), 6, 4),
         (stat(store, "Store", store.name), 6, 4),
-        (stat(dropped, "Series left out", dropped.name, red_from=1), 6, 4),
+        (stat(dropped, "Series left out", dropped.name), 6, 4),
         *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], MANY_RUNS),
         *_grid(["run.step", "run.last_sample", "run.active"], MANY_RUNS),
     ]

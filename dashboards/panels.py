@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from foreshock.contract.catalog import Metric
+from foreshock.contract.metric import Metric
 from foreshock.contract.modes import mode_name, served_modes
 
 Panel = dict[str, Any]
@@ -19,7 +19,7 @@ RUN_PAGE: Final = "${service}/?runs="
 
 _UNITS: Final = {
     "": "short",
-    "ratio": "percentunit",
+    "ratio": "short",
     "seconds": "s",
     "bytes": "bytes",
     "steps": "short",
@@ -37,7 +37,28 @@ _LEGENDS: Final = {"layer": "layer {{layer}}", "head": "head {{head}}"}
 
 def unit(metric: Metric) -> str:
     """Grafana's unit of a metric."""
-    return _UNITS[metric.unit]
+    return "percentunit" if metric.percent else _UNITS[metric.unit]
+
+
+def scale(metric: Metric) -> dict[str, Any]:
+    """The axis that the catalogue asks for, as a panel's custom field."""
+    kinds = {
+        "linear": {"type": "linear"},
+        "log": {"type": "log", "log": 10},
+        "symlog": {"type": "symlog", "log": 10, "linearThreshold": 1},
+    }
+    return {"scaleDistribution": kinds[metric.scale]}
+
+
+def thresholds(metric: Metric, *, quiet: str, watch: str, alarm: str) -> dict[str, Any]:
+    """The catalogue's levels as colours; `quiet` alone for a metric that has none."""
+    steps: list[dict[str, Any]] = [{"color": quiet, "value": None}]
+    if levels := metric.levels:
+        steps += [{"color": watch, "value": levels.watch}] if levels.watch is not None else []
+        steps.append({"color": alarm, "value": levels.alarm})
+        if levels.below:
+            steps = [{"color": alarm, "value": None}, {"color": quiet, "value": levels.alarm}]
+    return {"thresholds": {"mode": "absolute", "steps": steps}}
 
 
 def describe(metric: Metric) -> str:
@@ -124,7 +145,6 @@ def time_series(metric: Metric, filters: Filters) -> Panel:
     one_run = filters is ONE_RUN
     labels = [label for label in metric.labels if not (one_run and label == "run")]
     title = f"Since {metric.title.lower()}" if metric.unit == "timestamp_seconds" else metric.title
-    log = metric.key in ("head.score_max", "head.row_max_abs", "head.score_offset_rms")  # they grow by factors
     return panel(
         "timeseries",
         title,
@@ -134,21 +154,14 @@ def time_series(metric: Metric, filters: Filters) -> Panel:
         options={"legend": _LEGEND, "tooltip": _TOOLTIP},
         custom={
             **(_BARS if metric.kind == "counter" else _LINE),
-            **({"scaleDistribution": {"type": "symlog", "log": 10, "linearThreshold": 1}} if log else {}),
+            **scale(metric),
         },
         defaults={"links": [page_link()]} if "run" in metric.labels and one_run else None,
     )
 
 
-def stat(
-    metric: Metric, title: str, expr: str, *, red_from: float | None = None, red_below: float | None = None
-) -> Panel:
-    """One number, red from `red_from` on or below `red_below`."""
-    steps: list[dict[str, Any]] = [{"color": "text", "value": None}]
-    if red_from is not None:
-        steps.append({"color": "red", "value": red_from})
-    if red_below is not None:
-        steps = [{"color": "red", "value": None}, {"color": "text", "value": red_below}]
+def stat(metric: Metric, title: str, expr: str) -> Panel:
+    """One number, coloured by the catalogue's levels."""
     return panel(
         "stat",
         title,
@@ -161,7 +174,7 @@ def stat(
             "graphMode": "area",
             "textMode": "value",
         },
-        defaults={"thresholds": {"mode": "absolute", "steps": steps}, "noValue": "none"},
+        defaults={**thresholds(metric, quiet="text", watch="orange", alarm="red"), "noValue": "none"},
     )
 
 
@@ -181,7 +194,7 @@ def by_step(metric: Metric, step: str, expr: str) -> Panel:
         ],
         grafana_unit=unit(metric),
         options={"legend": _LEGEND, "tooltip": _TOOLTIP, "xField": "step"},
-        custom=_LINE,
+        custom={**_LINE, **scale(metric)},
         overrides=[{"matcher": {"id": "byName", "options": "step"}, "properties": [{"id": "unit", "value": "short"}]}],
         transformations=[
             {"id": "merge", "options": {}},
@@ -203,8 +216,9 @@ def by_step(metric: Metric, step: str, expr: str) -> Panel:
     )
 
 
-def matrix(metric: Metric, expr: str, *, steps: Sequence[tuple[str, float | None]]) -> Panel:
+def matrix(metric: Metric, expr: str) -> Panel:
     """The last value of every head that Prometheus holds: a row for each layer, a column for each head."""
+    colours = thresholds(metric, quiet="transparent", watch="semi-dark-orange", alarm="semi-dark-red")
     return panel(
         "table",
         f"{metric.title}: layer by head",
@@ -214,10 +228,7 @@ def matrix(metric: Metric, expr: str, *, steps: Sequence[tuple[str, float | None
         grafana_unit=unit(metric),
         options={"showHeader": True, "cellHeight": "sm"},
         custom={"align": "center", "cellOptions": {"type": "color-background", "mode": "basic"}},
-        defaults={
-            "thresholds": {"mode": "absolute", "steps": [{"color": color, "value": value} for color, value in steps]},
-            "links": [page_link()],
-        },
+        defaults={**colours, "links": [page_link()], **({"mappings": _modes()} if metric.key == "head.mode" else {})},
         overrides=[
             {
                 "matcher": {"id": "byName", "options": "layer\\head"},
@@ -259,9 +270,17 @@ def layers_over_time(metric: Metric, expr: str) -> Panel:
     )
 
 
+def _modes() -> list[dict[str, Any]]:
+    """Mode flags by their names, whatever is switched in blue."""
+    names = {
+        str(int(mode)): {"text": mode_name(mode), "index": index, **({"color": "semi-dark-blue"} if mode else {})}
+        for index, mode in enumerate(served_modes())
+    }
+    return [{"type": "value", "options": names}]
+
+
 def modes_over_time(metric: Metric, expr: str) -> Panel:
     """Which mode each head is in, over time."""
-    names = {str(int(mode)): {"text": mode_name(mode), "index": index} for index, mode in enumerate(served_modes())}
     return panel(
         "state-timeline",
         "Modes over time",
@@ -270,7 +289,7 @@ def modes_over_time(metric: Metric, expr: str) -> Panel:
         grafana_unit="short",
         options={"showValue": "auto", "mergeValues": True, "rowHeight": 0.9, "legend": _LEGEND, "tooltip": _TOOLTIP},
         custom={"lineWidth": 0, "fillOpacity": 70},
-        defaults={"mappings": [{"type": "value", "options": names}], "links": [page_link()]},
+        defaults={"mappings": _modes(), "links": [page_link()]},
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foreshock.contract.catalog import EXTRA_ALERTS, METRICS, Alert, Metric
+from foreshock.contract.catalog import EXTRA_ALERTS, METRICS
+from foreshock.contract.metric import Alert, Metric
 
 JOB: Final = "foreshock"
 """The scrape job of the service; ForeshockServiceDown watches it."""

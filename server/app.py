@@ -14,14 +14,15 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
-from foreshock.server.access.limits import Buckets
+from foreshock.server.access.limits import BodyLimit, Buckets
+from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
@@ -48,7 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its store is opened, and migrated where settings say so, at startup."""
     store = Store(settings.database_url)
     counters = Counters()
-    keyring = Keyring(settings)
+    keyring = Keyring(settings, Sessions(store, settings.session_seconds))
     broadcaster = Broadcaster(store, settings)
     roller = Roller(store)
     notifier = Notifier.of(store, settings)
@@ -95,8 +96,10 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(ingest.Shortcut)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app
 
 

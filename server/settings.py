@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Host names to answer to; empty: loopback names without a token, any with one"
     )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
+    )
     database_url: str = Field(  # may hold a password: never shown
         default="sqlite:///foreshock-data/foreshock.db", repr=False, description="sqlite:/// or postgresql://"
     )
@@ -84,7 +87,11 @@ class Settings(BaseSettings):
     notify_hosts: tuple[str, ...] = Field(
         default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
     )
-    public_url: str = Field(default="", max_length=512, description="address of the page, for links in notifications")
+    public_url: str = Field(
+        default="",
+        max_length=512,
+        description="address of the page, for links in notifications; with https:// the session cookie is Secure",
+    )
     session_seconds: float = Field(default=43_200.0, gt=0, description="life of the page's session cookie")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

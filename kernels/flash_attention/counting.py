@@ -9,6 +9,7 @@ from foreshock.kernels.flash_attention.blocks import (
     CENTRED_VALUES,
     EXACT_DELTA,
     LOG2E,
+    RESIDUAL_SCALE_FP16,
     STABLE_SOFTMAX,
     asks,
     at_head,
@@ -19,7 +20,7 @@ from foreshock.kernels.flash_attention.blocks import (
     served_shift,
     to_operand,
 )
-from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, tie_factors, tied
+from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
@@ -84,6 +85,8 @@ def row_kernel(
         residual = at_head(residual, batch, head, start_q, stride_ob, stride_oh, stride_os)
         lost = load_tile(residual, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
+        if residual.dtype.element_ty == tl.float16:
+            bias *= 1.0 / RESIDUAL_SCALE_FP16
     if HAS_MODES:
         mode = tl.load(modes + head)
         if RESIDUAL:
@@ -113,9 +116,9 @@ def row_kernel(
         wide, narrow, _, _, _ = tie_factors(largest, common, log2_lse, score_unit, unit, out.dtype.element_ty)
         tl.store(factors + 2 * (rows + queries), wide, mask=inside)
         tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
-        largest -= common
-        past = tl.max(tl.where(inside & finite(largest), tl.abs(largest), 0.0), 0) >= FAST_TIES_BELOW
-        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, past.to(tl.int8))
+        size = tl.abs(largest - common)
+        odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
+        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
 
 
 @triton.jit

@@ -14,7 +14,13 @@ from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.centring import Centring, centring, check_modes, flagged
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
-from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype
+from foreshock.kernels.flash_attention.spec import (
+    AttentionSpec,
+    compute_dtype,
+    operand_dtype,
+    residual_dtype,
+    residual_scale,
+)
 from foreshock.kernels.flash_attention.statistics import (
     Rows,
     accumulate,
@@ -80,7 +86,8 @@ def attention_forward(
         row_sum = _round(rounded.sum(-1, keepdim=True), operand)
         out = output(rounded, row_sum, operand).to(operand)
     lse, row_max = (subtracted + row_sum.log()).squeeze(-1), row_max.squeeze(-1)
-    out_residual = (exact - _round(out.to(wide), operand)).to(residual)
+    lost = exact - _round(out.to(wide), operand)
+    out_residual = (lost * residual_scale(residual)).to(residual)
     if centre is not None and spec.numerics != "kernel":
         # Both are those of the keys as they came, so that modes may change before the backward.
         common = _common_score(queries, centre, spec)
@@ -213,7 +220,7 @@ def _score_gradient(
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
     operand, wide = operand_dtype(query.dtype), lse.dtype
     queries, keys, values, grads = (_of_heads(x, query.shape[1], wide) for x in (query, key, value, grad_out))
-    delta_bias = -(grads * out_residual.to(wide)).sum(-1)
+    delta_bias = -(grads * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
     delta_lp = (grads * _round(out, operand).to(wide)).sum(-1)
     delta_hp = delta_lp - delta_bias
     centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)

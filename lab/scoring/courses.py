@@ -12,7 +12,7 @@ from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.scoring.harm import first_harm
-from foreshock.lab.training.recipes import CONTROL
+from foreshock.lab.training.arm import CONTROL
 
 LAST_STEPS: Final = 1000
 """Steps whose mean loss is called final."""
@@ -50,11 +50,8 @@ def courses(paths: Iterable[Path]) -> list[Course]:
 
 def _course(trace: Trace, control: Trace | None) -> Course:
     record = recorded(trace)
-    steps, excess = trace.steps, None
-    if control is not None and control is not trace:
-        first, last = (end(steps.step[i], control.steps.step[i]) for end, i in ((max, 0), (min, -1)))
-        if first <= last:
-            excess = _mean_loss(steps, first, last) / _mean_loss(control.steps, first, last) - 1
+    steps = trace.steps
+    excess = None if control is None or control is trace else excess_over(steps, control.steps)
     harm = first_harm(trace.steps, None if control is None or control is trace else control.steps)
     return Course(
         recipe=str(trace.header.get("recipe", trace.path.name)),
@@ -65,10 +62,22 @@ def _course(trace: Trace, control: Trace | None) -> Course:
         excess=excess,
         harm_step=None if harm is None else harm.step,
         largest_score=record.largest_score,
-        offset=float(np.max(np.abs(record.offsets[-1]))) if record.offsets else float("nan"),
+        offset=final_offset(trace),
         first_warning=next((warning for warning in record.warnings if warning.severity != "info"), None),
         switches=len(record.switches),
     )
+
+
+def excess_over(steps: Steps, control: Steps) -> float | None:
+    """The share by which the mean loss of the last steps that both made lies above the control's; None without any."""
+    first, last = (end(steps.step[i], control.step[i]) for end, i in ((max, 0), (min, -1)))
+    return _mean_loss(steps, first, last) / _mean_loss(control, first, last) - 1 if first <= last else None
+
+
+def final_offset(trace: Trace) -> float:
+    """The largest |score offset| of any head at the end, in nats; NaN where none was recorded."""
+    offsets = recorded(trace).offsets
+    return float(np.max(np.abs(offsets[-1]))) if offsets else float("nan")
 
 
 def _mean_loss(steps: Steps, first: int, last: int) -> float:

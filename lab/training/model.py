@@ -32,6 +32,8 @@ class ModelConfig:
     vocabulary: int = 256
     qkv_bias: bool = True
     """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
+    key_bias: bool = True
+    """Whether that bias is on the keys too; it changes no probability."""
     value_offset: float = 0.0
     """Standard deviation of the initial bias on the values. What all values share, softmax weighs to itself: the output
     carries it, its rounding error grows with it, and the true gradient of the scores does not know it."""
@@ -39,6 +41,10 @@ class ModelConfig:
     """Queries and keys are RMS-normalised per head, with a learned gain."""
     rotary: bool = False
     """Rotary positions in place of learned ones."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm without bias, or RMSNorm; before attention, before the feed-forward part and at the end."""
+    gated: bool = False
+    """SwiGLU of about the same size in place of the four times wider GELU layer."""
     centred_keys: bool = False
     """Attention is given keys without their mean, which changes no probability."""
     attention_dtype: Dtype = "bfloat16"
@@ -65,8 +71,10 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.operand = dtype
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, kept: Tensor | None = None) -> Tensor:
+        """The product; `kept` [outputs] is what the bias is multiplied by, 0 or 1."""
         bias = None if self.bias is None else self.bias.to(self.operand)
+        bias = bias if bias is None or kept is None else bias * kept.to(self.operand)
         return F.linear(input.to(self.operand), self.weight.to(self.operand), bias)
 
 
@@ -83,13 +91,16 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.width, config.width, dtype)
         own = config.value_offset > 0 and not config.qkv_bias
         self.value_bias = nn.Parameter(torch.zeros(values)) if own else None
+        kept = torch.ones(config.width + 2 * values)
+        kept[config.width : config.width + values] = 0.0
+        self.register_buffer("kept", None if config.key_bias else kept, persistent=False)
         self.q_norm, self.k_norm = (HeadNorm(self.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
         self.rotary = Rotary(config.context, self.head_dim) if config.rotary else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        values = self.n_kv_head * self.head_dim
-        query, key, value = self.c_attn(x).split([width, values, values], -1)
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as attention is given them, [B, heads, S, D], of its input [B, S, width]."""
+        width, values = x.shape[2], self.n_kv_head * self.head_dim
+        query, key, value = self.c_attn(x, cast(Tensor | None, self.kept)).split([width, values, values], -1)
         if self.value_bias is not None:
             value = value + self.value_bias
         query, key, value = (
@@ -97,10 +108,13 @@ class CausalSelfAttention(nn.Module):
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
         key = centred(key) if self.centred_keys else key
-        query, key, value = (each.to(self.operand) for each in (query, key, value))
+        return query.to(self.operand), key.to(self.operand), value.to(self.operand)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.operands(x)
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(batch, length, width)))
+        return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
 
 
 class HeadNorm(nn.RMSNorm):
@@ -127,24 +141,38 @@ class Rotary(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider GELU layer, each behind a LayerNorm and a residual."""
+    """Attention and a feed-forward part, each behind a norm and a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dtype = DTYPES[config.matmul_dtype]
-        self.ln_1 = nn.LayerNorm(config.width, bias=False)
+        hidden = 4 * config.width if not config.gated else 8 * config.width // 3 // 8 * 8
+        self.gated = config.gated
+        self.ln_1 = _norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.width, bias=False)
-        self.c_fc = Linear(config.width, 4 * config.width, dtype)
-        self.c_proj = Linear(4 * config.width, config.width, dtype)
+        self.ln_2 = _norm(config)
+        self.c_fc = Linear(config.width, hidden * (1 + config.gated), dtype)
+        self.c_proj = Linear(hidden, config.width, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        return x + cast(Tensor, self.c_proj(F.gelu(self.c_fc(self.ln_2(x)))))
+        fed: Tensor = self.c_fc(self.ln_2(x))
+        if self.gated:
+            gate, fed = fed.chunk(2, -1)
+            fed = F.silu(gate) * fed
+        else:
+            fed = F.gelu(fed)
+        return x + cast(Tensor, self.c_proj(fed))
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width)
+    return nn.LayerNorm(config.width, bias=False)
 
 
 class GPT(nn.Module):
-    """LayerNorm without bias, output tied to the token embedding, nanoGPT's initialisation."""
+    """Output tied to the token embedding, nanoGPT's initialisation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -152,7 +180,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocabulary, config.width)
         self.wpe = None if config.rotary else nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.width, bias=False)
+        self.ln_f = _norm(config)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):

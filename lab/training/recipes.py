@@ -1,45 +1,15 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from foreshock.contract.wire import ModeName, Policy
+from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
 
-Numerics = Literal["kernel", "paper", "float32"]
+Text = Literal["bytes", "byte pairs"]
+"""The source of the standard library as bytes (corpus.py), or what is installed as byte pairs (byte_pairs.py)."""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """What differs between two runs of one recipe."""
-
-    name: str
-    numerics: Numerics = "kernel"
-    policy: Policy = "observe"
-    mode: ModeName = "plain"
-    """The mode of every head from the first step on."""
-    centred_keys: bool = False
-    """Attention is given keys without their mean (foreshock.lab.training.offset_removal.centred)."""
-
-
-UNTREATED = Arm(name="untreated")
-RESCUED = Arm(name="rescued", policy="auto")
-CONTROL = Arm(name="control", numerics="float32")
-ARMS = {
-    arm.name: arm
-    for arm in (
-        UNTREATED,
-        RESCUED,
-        CONTROL,
-        Arm(name="paper", numerics="paper"),
-        Arm(name="exact-delta", mode="exact_delta"),
-        Arm(name="paper-exact-delta", numerics="paper", mode="exact_delta"),
-        Arm(name="paper-rescued", numerics="paper", policy="auto"),
-        Arm(name="centred", centred_keys=True),
-        Arm(name="paper-centred", numerics="paper", centred_keys=True),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +25,7 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run up to its arm and its seed. Constant learning rate after a linear warm-up."""
+    """A training run up to its arm and its seed."""
 
     name: str
     summary: str
@@ -65,13 +35,19 @@ class Recipe:
     steps: int
     learning_rate: float
     warmup_steps: int
+    """Of a rate that rises linearly."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What follows; the cosine ends at a tenth of the rate, at the last step."""
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    bias_decay: float | None = None
+    """Weight decay of vectors (biases and gains); None for that of all else."""
     clip: float | None = 1.0
     """Largest gradient norm; None leaves gradients as they are."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
+    text: Text = "bytes"
     repeats: int = 1
     """Every token of the text stands so many times in a row."""
     leading: int = 0
@@ -85,13 +61,20 @@ class Recipe:
     """Made for a GPU; it runs anywhere."""
     sample_every_steps: int = 25
 
+    def rate_share(self, step: int) -> float:
+        """Share of the learning rate in a step, counted from 1."""
+        if step < self.warmup_steps or self.schedule == "constant":
+            return min(1.0, step / self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
+        return 0.55 + 0.45 * math.cos(math.pi * done)
+
     def truth_of(self, arm: Arm) -> Truth:
         """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
-        cured = arm.numerics == "float32" or arm.mode != "plain" or arm.centred_keys
-        return "healthy" if self.truth == "rounding" and cured else self.truth
+        return "healthy" if self.truth == "rounding" and arm.cured else self.truth
 
     def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
         """What the first line of a trace says of it."""
+        switching = {"mitigation": arm.mitigation, "switch_scope": arm.switch_scope} if arm.policy == "auto" else {}
         return {
             "recipe": self.name,
             "arm": arm.name,
@@ -100,15 +83,18 @@ class Recipe:
             "split": self.split,
             "truth": self.truth_of(arm),
             "nature": "injected" if self.injection else "natural",
+            "policy": arm.policy,
+            **switching,
         }
 
     def shaped(self, arm: Arm) -> ModelConfig:
-        """The model of one arm: the control's attention is given float32 operands, and keys are centred where asked."""
-        return replace(
-            self.model,
-            attention_dtype="float32" if arm.numerics == "float32" else "bfloat16",
-            centred_keys=self.model.centred_keys or arm.centred_keys,
-        )
+        """The model of one arm: the control's attention is given float32 operands."""
+        dtype = "float32" if arm.numerics == "float32" else "bfloat16"
+        return replace(self.model, **{"attention_dtype": dtype, **arm.model})
+
+    def under(self, arm: Arm) -> "Recipe":
+        """The recipe as an arm of it trains."""
+        return replace(self, **arm.settings, model=self.shaped(arm))
 
 
 _SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)
@@ -171,6 +157,20 @@ _HEALTHY_SMALL = replace(
 )
 
 
+_REAL_TEXT = Recipe(
+    name="kb256",
+    summary="Four layers, four heads, on byte pairs, for a GPU: biases on queries, keys and values as GPT-2 has them, "
+    "nothing injected. Heads of the first layer run away within 10,000 steps.",
+    model=ModelConfig(layers=4, heads=4, width=256, context=256, vocabulary=8192, matmul_dtype="bfloat16"),
+    batch=32,
+    steps=14000,
+    learning_rate=2e-3,
+    warmup_steps=500,
+    text="byte pairs",
+    on_gpu=True,
+)
+
+
 def _small(name: str, summary: str, rate: float = 4e-3, **shape: Any) -> Recipe:
     model = replace(_HEALTHY_SMALL.model, **shape)
     return replace(
@@ -189,6 +189,21 @@ def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Re
     return Recipe(name=name, summary=summary, model=model, truth="healthy", on_gpu=True, **(usual | settings))
 
 
+def _as_trained(name: str, summary: str, model: ModelConfig, **settings: Any) -> Recipe:
+    usual: dict[str, Any] = {
+        "batch": 16,
+        "steps": 10000,
+        "learning_rate": 6e-4,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+    }
+    return _healthy(name, summary, model, **(usual | {"bias_decay": 0.0, "text": "byte pairs"} | settings))
+
+
+_GPT2 = ModelConfig(layers=12, heads=12, width=768, context=1024, vocabulary=8192, matmul_dtype="bfloat16")
+_LLAMA = replace(
+    _GPT2, layers=8, heads=8, kv_heads=2, width=512, context=512, qkv_bias=False, rotary=True, norm="rms", gated=True
+)
 _ALL = (
     _KEY_BIAS_SMALL,
     Recipe(
@@ -201,6 +216,14 @@ _ALL = (
         warmup_steps=500,
         split="tuning",
         on_gpu=True,
+    ),
+    _REAL_TEXT,
+    replace(_REAL_TEXT, name="kb256b128", summary="The same at batch 128, where it fails earlier in steps.", batch=128),
+    replace(
+        _REAL_TEXT,
+        name="kb512",
+        summary="Eight layers, eight heads, on byte pairs: it runs away slowly.",
+        model=replace(_REAL_TEXT.model, layers=8, heads=8, width=512, context=512),
     ),
     _SHARED_VALUES,
     _PAPER_VALUES,
@@ -275,6 +298,16 @@ _ALL = (
         betas=(0.9, 0.99),
         weight_decay=0.1,
     ),
+    _as_trained(
+        "gpt2-small", "GPT-2 small on byte pairs, as people train it: biases on queries, keys and values.", _GPT2
+    ),
+    _as_trained("gpt2-small-no-bias", "The same without biases.", replace(_GPT2, qkv_bias=False)),
+    _as_trained(
+        "llama-small", "Rotary positions, grouped heads, RMSNorm and SwiGLU, on byte pairs.", _LLAMA, learning_rate=1e-3
+    ),
+    _as_trained(
+        "llama-small-qk-norm", "The same with qk-norm.", replace(_LLAMA, qk_norm=True), batch=32, learning_rate=2e-3
+    ),
     _healthy("healthy-long", "512 tokens.", replace(_HEALTHY, heads=2, context=512, rotary=True), batch=8),
 )
 RECIPES = {recipe.name: recipe for recipe in _ALL}
@@ -285,10 +318,3 @@ def find_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"recipe {name!r} does not exist; allowed are {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def find_arm(name: str) -> Arm:
-    """The arm of that name. Raises ValueError with the names that exist."""
-    if name not in ARMS:
-        raise ValueError(f"arm {name!r} does not exist; allowed are {', '.join(ARMS)}")
-    return ARMS[name]

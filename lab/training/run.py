@@ -7,29 +7,44 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.training.arm import Arm
+from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
-from foreshock.lab.training.recipes import Arm, Recipe
+from foreshock.lab.training.null_part import NullPart
+from foreshock.lab.training.optimizers import optimizers
+from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.rival_signals import ModelProbe
 from foreshock.monitor import Agent, attach
 
 _NEWLINE = 10
-Floats = npt.NDArray[np.float64]
 HISTORY_STEPS = 100
 """Loss and gradient norm of so many steps wait on the device."""
-_PROBE_STEPS = {"cpu": 200, "cuda": 500}
-"""Steps between two probes; on a GPU one takes as long as a hundred steps."""
+_RIVAL_STEPS = {"cpu": 200, "cuda": 500}
+"""Steps between two probes of what rival monitors read; on a GPU one takes as long as a hundred steps."""
+_NULL_STEPS = 250
+"""Steps between two measurements of what softmax cannot see; one takes as long as a forward pass of four sequences."""
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
 _RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
+_FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's float32 attention without the whole score matrix; the other one where heads share keys."""
+FAST_CONTROL: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 32}
+"""Settings of the agent that watches it, by a sample of rows in every step."""
+
+
+def text_of(name: Text) -> Corpus:
+    """The text of that name. Raises FileNotFoundError where it is not on this machine."""
+    return byte_pairs() if name == "byte pairs" else standard_library()
 
 
 class Training:
@@ -51,19 +66,25 @@ class Training:
         labels: dict[str, str] | None = None,
         **agent_settings: Any,
     ) -> None:
-        self.recipe, self.arm, self.seed, self.step = recipe, arm, seed, 0
+        self.recipe, self.arm, self.seed, self.step = recipe.under(arm), arm, seed, 0
+        recipe = self.recipe
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._corpus = corpus or standard_library()
+        self._corpus = corpus or text_of(recipe.text)
+        self._fast = arm.numerics == "float32" and self.device.type == "cuda"
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._steady_from = recipe.warmup_steps if recipe.optimizer == "muon" else 0  # its rate is a plain number
+        plain_rate = recipe.optimizer == "muon"  # a number, which a graph would keep as it was captured
+        self._steady_from = (
+            recipe.steps if plain_rate and recipe.schedule == "cosine" else recipe.warmup_steps * plain_rate
+        )
         self._eager_steps = 0
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
         with self.on_stream():
-            self.model = GPT(recipe.shaped(arm)).to(self.device)
-            self._windows = torch.zeros(recipe.batch, recipe.model.context + 1, dtype=torch.uint8, device=self.device)
+            self.model = GPT(recipe.model).to(self.device)
+            shape, dtype = (recipe.batch, recipe.model.context + 1), self._corpus.tokens.dtype
+            self._windows = torch.zeros(shape, dtype=dtype, device=self.device)
             self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)
             self._place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.optimizers = optimizers(self.model, recipe)
@@ -73,14 +94,17 @@ class Training:
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
             "url": url,
+            "attention": "kernels",
             "numerics": arm.numerics,
             "policy": arm.policy,
+            "mitigation": arm.mitigation,
+            "switch_scope": arm.switch_scope,
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,
             "spool_directory": None,
             "quiet": True,
-        }
+        } | (FAST_CONTROL if self._fast else {})
         with self.on_stream():
             self.agent: Agent = attach(self.model, **(settings | agent_settings))
         self._begun = False
@@ -97,7 +121,7 @@ class Training:
             if not self._begun and self.arm.mode != "plain" and self.step == 0:
                 self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
             self._begun = True
-            rate = self._warm_up()
+            rate = self._set_rate()
             self._windows.copy_(self._next_windows(), non_blocking=True)
             loss, norm = self._step()
             self.step += 1
@@ -117,14 +141,16 @@ class Training:
         """Whether the device is still at this run's last step."""
         return self._done is not None and not self._done.query()  # type: ignore[no-untyped-call]
 
-    def _warm_up(self) -> float:
-        share = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+    def _set_rate(self) -> float:
+        recipe = self.recipe
+        share = recipe.rate_share(self.step + 1)
+        moving = self.step <= recipe.warmup_steps or recipe.schedule == "cosine" or self._eager_steps == 0
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if not torch.is_tensor(group["lr"]):
                 group["lr"] = group["initial_lr"] * share
-            elif self.step <= self.recipe.warmup_steps or self._eager_steps == 0:
+            elif moving:
                 group["lr"].fill_(group["initial_lr"] * share)
-        return self.recipe.learning_rate * share
+        return recipe.learning_rate * share
 
     def _next_windows(self) -> Tensor:
         recipe, length = self.recipe, self.recipe.model.context
@@ -132,7 +158,7 @@ class Training:
         windows = windows.repeat_interleave(recipe.repeats, 1)[:, : length + 1]
         windows[:, : recipe.leading] = _NEWLINE
         if self._injected("noise"):
-            windows.random_(generator=self._batches)
+            windows.random_(0, recipe.model.vocabulary, generator=self._batches)
         return windows
 
     def _injected(self, kind: str) -> bool:
@@ -178,7 +204,8 @@ class Training:
 
     def _loss_of(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
-        loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        with sdpa_kernel(_FAST_FLOAT32, set_priority=True) if self._fast else nullcontext():
+            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return loss
 
     def history(self, count: int) -> tuple[Floats, Floats]:
@@ -240,30 +267,6 @@ class Training:
         self.step = int(checkpoint["step"])
 
 
-def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
-    rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
-    matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    adamw = torch.optim.AdamW(
-        others,
-        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,
-        betas=recipe.betas,
-        eps=recipe.epsilon,
-        weight_decay=recipe.weight_decay,
-        fused=True,
-        capturable=on_gpu,
-    )
-    made: list[torch.optim.Optimizer] = [adamw]
-    if matrices:
-        made.append(
-            torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    for group in (group for optimizer in made for group in optimizer.param_groups):
-        group["initial_lr"] = rate
-    return made
-
-
 def train(
     training: Training,
     steps: int,
@@ -311,14 +314,21 @@ def train(
 
 
 class Recorder:
-    """Hands a run to a trace: the agent's events, loss and gradient norm of every step, and what a probe measures."""
+    """Hands a run to a trace: the agent's events, loss and gradient norm of every step, and what probes measure.
 
-    def __init__(self, training: Training, writer: TraceWriter) -> None:
+    `rivals` False leaves out what only the rival monitors of weights and activations read.
+    """
+
+    def __init__(self, training: Training, writer: TraceWriter, *, rivals: bool = True) -> None:
         self._training, self._writer = training, writer
-        self._probe = ModelProbe(training.model, training.probe_tokens())
+        tokens = training.probe_tokens()
+        self._rivals = ModelProbe(training.model, tokens) if rivals else None
+        self._null = NullPart(training.model, tokens)
         self._since = training.step
         self.dead_steps = 0
         """Steps since the loss was last a number."""
+        self.steps: list[tuple[Floats, Floats]] = []
+        """Loss and gradient norm of the steps so far, in parts of up to HISTORY_STEPS."""
         training.agent.subscribe(writer)
 
     def step(self) -> None:
@@ -326,9 +336,14 @@ class Recorder:
         training = self._training
         if training.step - self._since == HISTORY_STEPS:
             self.flush()
-        if training.step % _PROBE_STEPS[training.device.type] == 0:
-            with training.on_stream():
-                self._writer.probe(training.step, self._probe.measure())
+        measured: dict[str, Floats] = {}
+        with training.on_stream():
+            if training.step % _NULL_STEPS == 0:
+                measured |= self._null.measure()
+            if self._rivals is not None and training.step % _RIVAL_STEPS[training.device.type] == 0:
+                measured |= self._rivals.measure()
+        if measured:
+            self._writer.probe(training.step, measured)
 
     def flush(self) -> None:
         """Write the steps that wait."""
@@ -336,6 +351,7 @@ class Recorder:
         if count:
             losses, norms = training.history(count)
             self._writer.steps(self._since, losses, norms)
+            self.steps.append((losses, norms))
             self._since = training.step
             self.dead_steps = self.dead_steps + count if np.isnan(losses).all() else 0
 

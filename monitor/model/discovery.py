@@ -2,9 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType
 from typing import Any, Final, Literal
 
 import torch
@@ -15,6 +13,7 @@ try:
 except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
+from foreshock.monitor.model.callees import called_names, functions_of, is_by_hand
 from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
@@ -38,6 +37,9 @@ _UNSERVED: Final = (
     "memory_efficient_attention",
 )
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
+
+_DISPATCHERS: Final = ("dispatch_attention_fn",)
+"""Functions that call scaled_dot_product_attention unless they are told otherwise (diffusers)."""
 
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "kv_heads")
@@ -87,43 +89,18 @@ def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
 def _route(module: nn.Module) -> Route | None:
     if isinstance(module, nn.MultiheadAttention):
         return "scaled_dot_product_attention"
-    names = {name for function in _functions(type(module)) for name in _called_names(function)}
+    names = {name for function in functions_of(module) for name in called_names(function)}
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
-    if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names):
+    if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS):
         return "scaled_dot_product_attention"
-    return "unserved" if names.intersection(_UNSERVED) else None
-
-
-def _functions(kind: type) -> Iterator[FunctionType]:
-    """The methods of a class, its own and inherited ones, without those that are overridden."""
-    methods: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if base.__module__ not in ("torch.nn.modules.module", "transformers.modeling_utils"):
-            methods |= vars(base)
-    yield from (value for value in methods.values() if isinstance(value, FunctionType))
-
-
-def _called_names(function: FunctionType) -> Iterator[str]:
-    for name in _names(function.__code__):
-        yield name
-        known = function.__globals__.get(name)
-        if known is SDPA:  # imported under another name
-            yield SDPA_NAME
-        elif known is VARLEN is not None:
-            yield VARLEN_NAME
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+    return "unserved" if names.intersection(_UNSERVED) or is_by_hand(module) else None
 
 
 def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
     if route == "unserved":
-        why = "it calls an attention of another make; have it call scaled_dot_product_attention or varlen_attn"
+        does = "computes its attention by hand" if is_by_hand(module) else "calls an attention of another make"
+        why = f"it {does}; have it call scaled_dot_product_attention or varlen_attn"
         return Found(name, module, route, problem=why)
     # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
     owner = module if parent is None or told or _number(module, _HEADS) else parent
@@ -176,10 +153,17 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     holders: list[Any] = [module, *(c for c in (getattr(module, n, None) for n in _CONFIGS) if c is not None)]
     for holder in holders:
         for name in names:
-            value = getattr(holder, name, None)
+            value = _attribute(holder, name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # transformers' configurations refuse a number that differs from layer to layer
+        return None
 
 
 def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:

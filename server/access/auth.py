@@ -6,11 +6,8 @@ tokens every path but the public ones needs one, as a bearer token or as the pag
 authorises and changes something also needs the CSRF token.
 """
 
-import base64
 import hashlib
 import hmac
-import json
-import time
 from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -21,7 +18,9 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from foreshock.server.access.limits import Guesses
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
+from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 
 COOKIE: Final = "foreshock_session"
@@ -69,6 +68,7 @@ class Gate:
         self.app = app
         self.keyring = keyring
         self.hosts = frozenset(settings.allowed_hosts)
+        self.guesses = Guesses()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,13 +90,13 @@ class Gate:
                 await send(message)
 
         try:
-            scope.setdefault("state", {})["caller"] = self._admit(scope)
+            scope.setdefault("state", {})["caller"] = await self._admit(scope)
         except ProblemError as error:
             await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
             return
         await self.app(scope, receive, send_with_headers)
 
-    def _admit(self, scope: AsgiScope) -> Caller:
+    async def _admit(self, scope: AsgiScope) -> Caller:
         headers = Headers(scope=scope)
         method, path = scope["method"], scope["path"]
         self._check_host(headers)
@@ -107,7 +107,9 @@ class Gate:
             raise ProblemError(415, "Only application/json is taken; set Content-Type.")
         if not self.keyring.tokens:
             return ANYONE
-        caller = self.keyring.caller(headers)
+        if (method, path) == ("POST", "/v1/login"):
+            self.guesses.take((scope.get("client") or ("",))[0])
+        caller = await self.keyring.caller(headers)
         if caller.csrf_token and method not in _SAFE_METHODS and path != "/v1/login":
             given = headers.get("x-csrf-token", "")
             if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
@@ -128,27 +130,24 @@ class Gate:
         if host not in allowed:
             raise ProblemError(403, "This Host name is not one of the service's (FORESHOCK_ALLOWED_HOSTS).")
         origin = headers.get("origin")
-        if origin is not None and _host_name(urlsplit(origin).netloc) not in allowed:
+        if origin is not None and _host_of(origin) not in allowed:
             raise ProblemError(403, "Requests from other origins are refused.")
 
 
 class Keyring:
-    """The tokens, and the session cookies that stand for them. Holds hashes only."""
+    """The tokens, and the sessions that stand for them. Holds hashes only."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.tokens = settings.all_tokens
-        self.session_seconds = settings.session_seconds
-        # The same in every replica that has the same tokens, so that a session holds behind a load balancer.
-        self._key = hashlib.sha256("".join(sorted(t.sha256 for t in self.tokens)).encode()).digest()
+    def __init__(self, settings: Settings, sessions: Sessions) -> None:
+        self.tokens, self.sessions = settings.all_tokens, sessions
 
-    def caller(self, headers: Headers) -> Caller:
+    async def caller(self, headers: Headers) -> Caller:
         """Who sends these headers."""
         values = headers.getlist("authorization")
         if len(values) == 1 and values[0][:7].lower() == "bearer ":
             digest = hashlib.sha256(values[0][7:].strip().encode()).hexdigest()
             return _as_caller(self._token_with(digest))
-        session = cookie_parser(headers.get("cookie", "")).get(COOKIE)
-        return self._session(session) if session and not values else NOBODY
+        cookie = cookie_of(headers)
+        return await self._session(cookie) if cookie and not values else NOBODY
 
     def _token_with(self, digest: str) -> Token | None:
         found = None
@@ -157,28 +156,34 @@ class Keyring:
                 found = token
         return found
 
-    def login(self, secret: str) -> tuple[str, Caller] | None:
-        """The session cookie for a token's secret, or None when no token has it."""
+    async def login(self, secret: str) -> tuple[str, Caller] | None:
+        """The cookie of a new session for a token's secret, or None when no token has it."""
         token = self._token_with(hashlib.sha256(secret.encode()).hexdigest())
         if token is None:
             return None
-        claim = json.dumps({"token": token.sha256[:16], "until": time.time() + self.session_seconds})
-        body = base64.urlsafe_b64encode(claim.encode()).decode().rstrip("=")
-        cookie = f"{body}.{self._sign('session', body)}"
-        return cookie, self._session(cookie)
+        cookie = await self.sessions.begin(token.sha256)
+        return cookie, _as_caller(token, _csrf_token(cookie))
 
-    def _session(self, cookie: str) -> Caller:
-        body, _, signature = cookie.partition(".")
-        if not hmac.compare_digest(self._sign("session", body).encode(), signature.encode()):
-            return NOBODY
-        claim = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-        if claim["until"] < time.time():
-            return NOBODY
-        token = next((t for t in self.tokens if t.sha256.startswith(claim["token"])), None)
-        return _as_caller(token, csrf_token=self._sign("csrf", body))
+    async def _session(self, cookie: str) -> Caller:
+        digest = await self.sessions.token_of(cookie)
+        return NOBODY if digest is None else _as_caller(self._token_with(digest), _csrf_token(cookie))
 
-    def _sign(self, purpose: str, body: str) -> str:
-        return hmac.new(self._key, f"{purpose}:{body}".encode(), hashlib.sha256).hexdigest()
+    async def logout(self, caller: Caller, cookie: str | None, everywhere: bool) -> None:
+        """End the session of the cookie, and with `everywhere` all of the caller's token."""
+        if cookie is not None:
+            await self.sessions.end(cookie)
+        token = next((token for token in self.tokens if token.name == caller.name), None)
+        if everywhere and token is not None:
+            await self.sessions.end_all(token.sha256)
+
+
+def cookie_of(headers: Headers) -> str | None:
+    """The page's session cookie, if there is one."""
+    return cookie_parser(headers.get("cookie", "")).get(COOKIE)
+
+
+def _csrf_token(cookie: str) -> str:
+    return hmac.new(cookie.encode(), b"csrf", hashlib.sha256).hexdigest()
 
 
 def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
@@ -190,6 +195,13 @@ def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
 def _host_name(netloc: str) -> str:
     name = netloc.rsplit(":", 1)[0] if netloc.rpartition(":")[2].isdigit() else netloc
     return name.lower()
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return _host_name(urlsplit(origin).netloc)
+    except ValueError:
+        return None
 
 
 def caller_of(request: Request) -> Caller:

@@ -1,4 +1,4 @@
-"""Token buckets: no run, however noisy, takes the room of the others."""
+"""What one caller may take at most: batches and attempts a second (token buckets), bytes of a body."""
 
 import math
 import random
@@ -7,15 +7,23 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final
 
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foreshock.server.access.problems import ProblemError
+
 _MAX_BUCKETS: Final = 10_000
+_STRANGERS_BYTES: Final = 64 * 2**10
+_STRANGERS_PATHS: Final = ("/v1/login", "/v1/webhooks/grafana")
+"""Where bodies are read of those who have shown no token."""
 
 
 class Buckets:
-    """One bucket per key, filled at `rate` per second up to two seconds' worth. The oldest are forgotten."""
+    """One bucket per key, filled at `rate` per second up to `burst` (two seconds' worth). The oldest are forgotten."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, burst: float | None = None) -> None:
         self._rate = rate
-        self._burst = max(1.0, 2 * rate)
+        self._burst = max(1.0, 2 * rate) if burst is None else burst
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def take(self, key: Hashable, now: float | None = None) -> float:
@@ -33,3 +41,31 @@ class Buckets:
 def retry_after(seconds: float) -> dict[str, str]:
     """A Retry-After header, spread over twice the time so that clients do not come back together."""
     return {"retry-after": str(max(1, math.ceil(seconds * random.uniform(1, 2))))}  # noqa: S311 - spreads, hides nothing
+
+
+class Guesses:
+    """How often somebody may try to log in: ten times at once from one address, then every other second.
+
+    From all addresses together 200 at once, then 20 a second.
+    """
+
+    def __init__(self) -> None:
+        self._of_address, self._of_all = Buckets(0.5, burst=10), Buckets(20.0, burst=200)
+
+    def take(self, address: str) -> None:
+        """Count an attempt. Raises ProblemError 429 when there were too many; then the secret is not looked at."""
+        wait = self._of_address.take(address) or self._of_all.take("")
+        if wait > 0:
+            raise ProblemError(429, "Too many attempts to log in; wait.", headers=retry_after(wait))
+
+
+class BodyLimit:
+    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._most = RequestBodyLimitMiddleware(app, max_bytes)
+        self._strangers = RequestBodyLimitMiddleware(app, min(max_bytes, _STRANGERS_BYTES))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._strangers if scope.get("path") in _STRANGERS_PATHS else self._most
+        await limit(scope, receive, send)

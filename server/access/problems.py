@@ -14,7 +14,10 @@ from foreshock.server.models import Problem, ProblemItem
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
-TOO_LARGE = "The body is larger than the service takes (FORESHOCK_MAX_BODY_BYTES)."
+TOO_LARGE = (
+    "The body is larger than this address takes: 64 KiB at the login and at Grafana's webhook, elsewhere "
+    "FORESHOCK_MAX_BODY_BYTES."
+)
 
 
 class ProblemError(Exception):

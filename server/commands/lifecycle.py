@@ -27,6 +27,7 @@ from foreshock.server.models import CommandChange, CommandRequest, CommandState,
 from foreshock.server.runs.words import heads_in_words, printable
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import command_ranks, commands, events, runs
 
 OPEN: Final = ("pending", "delivered")
@@ -103,6 +104,7 @@ async def create_from_request(
 ) -> tuple[str, bool]:
     """A person's command: goes out under every policy. Its id, and whether it is new."""
     run_id = await run_id_of(connection, run)
+    await store.lock_runs(connection, [run_id])
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     if idempotency_key is not None:
         same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
@@ -154,7 +156,7 @@ async def decide(
     store: Store, connection: AsyncConnection, command_id: str, approve: bool, who: str, reason: str, expiry: float
 ) -> None:
     """Approve or reject a proposed command."""
-    row = await _command(connection, command_id)
+    row = await _command(store, connection, command_id)
     if row.state != "proposed":
         raise ProblemError(409, f"Command {command_id} is {row.state}, no longer proposed.")
     state: CommandState = "pending" if approve else "rejected"
@@ -173,7 +175,7 @@ async def undo(
     Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied
     and nothing takes it back yet.
     """
-    row = await _command(connection, command_id)
+    row = await _command(store, connection, command_id)
     if row.state != "applied":
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := (await _undone(connection, [command_id])).get(command_id):
@@ -181,7 +183,7 @@ async def undo(
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
     former: dict[HeadRef, str] = {}
     for _, track in sorted((await tracks_of(connection, [command_id])).get(command_id, {}).items()):
-        said = Switched.model_validate_json(track.switched) if track.switched else None
+        said = answer_of(track)
         if said is not None and said.outcome == "applied":
             for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
                 if before != after == row.mode and (own is None or ref in own):
@@ -222,9 +224,11 @@ async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, 
     return {row.undoes: row.id for row in await connection.execute(query)}
 
 
-async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
+async def _command(store: Store, connection: AsyncConnection, command_id: str) -> Row[Any]:
+    owners = await connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
+    await store.lock_runs(connection, owners.scalars().all())
     query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
-    row = (await connection.execute(query.with_for_update())).first()
+    row = (await connection.execute(query)).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
     return row
@@ -236,6 +240,13 @@ async def tracks_of(connection: AsyncConnection, ids: Sequence[str]) -> dict[str
     for row in await connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
         tracks[row.command_id][row.rank] = row
     return tracks
+
+
+def answer_of(track: Row[Any]) -> Switched | None:
+    """How a rank answered a command; None before it has."""
+    if not track.switched:
+        return None
+    return read_back(Switched, track.switched, "answer", (track.command_id, track.rank))
 
 
 async def tell(
@@ -294,7 +305,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
     fields = [*own, "verification", "undoes"]
     answers = []
     for rank, state in sorted(track.items()):
-        said = Switched.model_validate_json(state.switched) if state.switched else None
+        said = answer_of(state)
         answers.append(
             RankAnswer(
                 rank=rank,

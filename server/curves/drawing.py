@@ -9,9 +9,10 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, Floats, Metric
-from foreshock.contract.slots import SLOT_COUNT
-from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, badness, merge, stream_chunks
+from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metric import Metric
+from foreshock.contract.slots import SLOT_COUNT, Floats
+from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, merge, stream_chunks
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
 from foreshock.server.curves.spans import Spans
 from foreshock.server.models import Line
@@ -64,7 +65,7 @@ class Drawing:
     def __init__(self, axis: Axis, curves: Sequence[Curve], window: Window) -> None:
         self.axis, self.window = axis, window
         wanted = {i for curve in curves for i in curve.heads(axis)}
-        if any(curve.metric.key == "run.worst_risk" for curve in curves):
+        if any(curve.metric.worst_of for curve in curves):
             wanted = set(range(len(axis.heads)))  # it is read from every head
         self.picked = np.array(sorted(wanted), dtype=np.intp)
         self.only = axis.only(self.picked)
@@ -137,7 +138,7 @@ class Drawing:
         if curve.metric.head is None or curve.head is not None:
             at = np.full((len(filled), 1), 0 if curve.head is None else heads.index(curve.head))
         else:
-            size = np.fmax(badness(curve.metric, low), badness(curve.metric, high))
+            size = np.fmax(curve.metric.badness(low), curve.metric.badness(high))
             known = ~np.isnan(size).all(axis=1)
             at = np.argmax(np.where(np.isnan(size), -np.inf, size), axis=1)[:, None]
             worst_head = [heads[w] if k else None for w, k in zip(at[:, 0].tolist(), known.tolist(), strict=True)]

@@ -8,14 +8,14 @@ import numpy as np
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import Floats, Metric
+from foreshock.contract.metric import Metric
+from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, arrays_of, axis_of, merge
 from foreshock.server.curves.rollups import COARSE, FINE, built_spans, columns_by_layer, read
 from foreshock.server.curves.series import edges, number
 from foreshock.server.models import Matrix
 from foreshock.server.store.schema import boots, rollups, samples
 
-_NOW_AND_THEN: Final = frozenset({"query_norm", "key_norm", "query_key_norm"})
 _LOOK_BACK: Final = 128
 """Samples looked through for a metric that is measured now and then; older ones are found in the roll-ups."""
 
@@ -58,7 +58,7 @@ async def _measured(
     values = _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
     if not np.isnan(values).all():
         return step, values
-    if not arrays_of(metric) <= _NOW_AND_THEN:
+    if metric.head is None or not metric.head.now_and_then:
         return None, values
     built = await built_spans(connection, run_id, 0, step // COARSE * COARSE + COARSE)
     bucket = step // FINE * FINE

@@ -4,7 +4,7 @@ Ranks merge in the fixed order (rank, boot, sequence), so the same samples alway
 does not hold, or that no rank counted, has no value: it is never taken as zero.
 """
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -14,26 +14,21 @@ import numpy.typing as npt
 from sqlalchemy import Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import HEAD_METRICS, Floats, Metric
-from foreshock.contract.slots import identity_row, merge_words
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metric import AcrossRanks, Metric
+from foreshock.contract.slots import Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
-from foreshock.server.store.packing import SCALARS, unpack_arrays, unpack_scalars
+from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
 from foreshock.server.store.schema import boots, samples, topologies
 from foreshock.server.store.topology import heads_of_layers
 
-RUN_SCALARS: Final = {
-    "run.loss": "loss",
-    "run.grad_norm": "grad_norm",
-    "run.learning_rate": "learning_rate",
-    "run.step_time": "step_seconds",
-    "run.agent_time": "agent_seconds",
-}
+RUN_SCALARS: Final[dict[str, str]] = {m.key: m.sample for m in METRICS if m.sample}
 """Run-level metrics that a sample carries, by catalogue key."""
-SERIES_KEYS: Final = (*RUN_SCALARS, "run.worst_risk")
-"""Run-level metrics that have a series; the worst risk comes from the heads."""
-_MEAN: Final = frozenset({"loss", "learning_rate"})
-_FIELDS: Final[tuple[str, ...]] = tuple(m.head.field for m in HEAD_METRICS if m.head is not None and m.head.field)
-_SIGNED: Final = frozenset({"head.score_offset", "head.delta_bias", "head.delta_bias_z"})
+SERIES_KEYS: Final = tuple(m.key for m in METRICS if m.has_series and not m.head)
+"""Run-level metrics that have a series."""
+_FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.head is not None and m.head.field}
+_ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
+_REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _STEPS_AT_ONCE: Final = 64
 
 
@@ -124,9 +119,8 @@ class Readings:
 
     def run_values(self, key: str) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """A run-level metric, [steps], and where it was sent."""
-        if key == "run.worst_risk":
-            risk = self.fields["risk"]
-            worst = np.fmax.reduce(risk, axis=1, initial=np.nan)
+        if of := BY_KEY[key].worst_of:
+            worst = np.fmax.reduce(BY_KEY[of].badness(self.head_values(BY_KEY[of])), axis=1, initial=np.nan)
             return worst, ~np.isnan(worst)
         name = RUN_SCALARS[key]
         return self.scalars[name], self.given[name]
@@ -158,18 +152,16 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
             if where is None or names == frozenset():
                 continue
             own = held[row.boot_id]
-            for name, values in unpack_arrays(row.arrays, names).items():
-                if values.shape[:1] != where.shape:
-                    continue  # not as many heads as the boot said it watches: no telling which is which
+            for name, values in head_arrays(row, len(where), names).items():
                 at, values = where[own], values[own]
                 if name == "states":
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
                 else:
-                    pick = np.fmin if name == "modes" else np.fmax  # a mode is on when every rank has it
+                    pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
                     old = fields[name][i, at]
-                    fields[name][i, at] = pick(old, values.reshape(len(at)).astype(np.float64))
+                    fields[name][i, at] = pick(old, values.astype(np.float64))
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True
@@ -177,7 +169,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """Run-level numbers of the ranks: the mean loss and learning rate, of the others the largest; NaN stays NaN."""
+    """Run-level numbers of the ranks, each as the catalogue says, the largest without a word of it; NaN stays NaN."""
     merged: dict[str, float | None] = {}
     for name in SCALARS:
         values = [value for part in parts if (value := part[name]) is not None]
@@ -187,7 +179,7 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
             merged[name] = values[0]
         else:
             with np.errstate(invalid="ignore", over="ignore"):
-                merged[name] = float(np.mean(values) if name in _MEAN else np.max(values))
+                merged[name] = float(_REDUCE[_ACROSS_RANKS.get(name, "max")](values))
     return merged
 
 
@@ -207,13 +199,8 @@ async def stream_chunks(connection: AsyncConnection, query: Select[Any]) -> Asyn
         yield chunk
 
 
-def badness(metric: Metric, values: Floats) -> Floats:
-    """By which the worst head is chosen: the size of what has a sign, otherwise the value itself."""
-    return np.abs(values) if metric.key in _SIGNED else values
-
-
 def arrays_of(metric: Metric) -> frozenset[str]:
     """Which arrays of a sample a metric needs."""
     if metric.head is None:
-        return frozenset({"risk"}) if metric.key == "run.worst_risk" else frozenset()
+        return arrays_of(BY_KEY[metric.worst_of]) if metric.worst_of else frozenset()
     return frozenset({metric.head.field or "states"})

@@ -18,7 +18,8 @@ import structlog
 from sqlalchemy import Row, bindparam, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, Floats
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
+from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
 from foreshock.server.curves.spans import Spans
 from foreshock.server.pause import pause
@@ -112,7 +113,8 @@ async def build(store: Store, run_id: int, span: int) -> bool:
             await asyncio.to_thread(_roll, axis, chunk, levels)
     built = _as_rows(axis, levels, run_id, span)
     async with store.write() as connection:
-        if (await connection.execute(select(runs.c.id).where(runs.c.id == run_id).with_for_update())).first() is None:
+        await store.lock_runs(connection, [run_id])
+        if (await connection.execute(select(runs.c.id).where(runs.c.id == run_id))).first() is None:
             return True  # the run is too old, and was deleted meanwhile
         if before != await _fingerprint(connection, run_id, span):
             return False

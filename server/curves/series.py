@@ -7,7 +7,8 @@ from typing import Final
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, Metric
+from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.metric import Metric
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.drawing import Curve, Window, draw
 from foreshock.server.curves.merging import SERIES_KEYS, Axis, axis_of
@@ -30,7 +31,7 @@ def number(value: float) -> float | None:
 def metric_of(key: str, *, per_head: bool = False) -> Metric:
     """A metric that has such a view. Raises ProblemError for others."""
     metric = BY_KEY.get(key)
-    if metric is None or (metric.head is None and (per_head or key not in SERIES_KEYS)):
+    if metric is None or (metric.head is None and (per_head or not metric.has_series)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]
         allowed += [] if per_head else list(SERIES_KEYS)
         raise ProblemError(422, f"metric {key[:64]!r} has no such view; allowed are {', '.join(allowed)}.")
@@ -110,7 +111,7 @@ async def _lines(
         return [None] * len(wanted)
     reach = 0 if first == lowest else first, last // COARSE * COARSE + COARSE - 1 if last == highest else last
     values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in wanted)
-    points = max(1, min(max_points, _VALUES // values))
+    points = max(1, min(max_points, _VALUES // max(1, values)))
     return await draw(connection, roller, axis, wanted, Window(run_id, first, last, points, reach))
 
 

@@ -21,14 +21,16 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Row, desc, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, Metric
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.metric import Metric
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
-from foreshock.server.curves.merging import Axis, Readings, badness
+from foreshock.server.curves.merging import Axis, Readings
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_readings, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import unreadable
 from foreshock.server.store.schema import boots, events, runs, service_state, warnings
 
 Labels = tuple[str, ...]
@@ -126,6 +128,7 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", (sender, result), count)
     add("service.commit", (), counters.commit_seconds)
     add("service.store", (), await store.size_bytes(connection))
+    add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
 
@@ -206,7 +209,7 @@ def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Readings, 
             own = of_heads[layers == layer]
             own = own[~np.isnan(own)]
             if own.size:
-                worst = own[np.argmax(badness(metric, own))]
+                worst = own[np.argmax(metric.badness(own))]
                 exposition.add(metric.layer_name, (run, str(layer)), float(worst))
     for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
         layer, head = axis.heads[i]

@@ -1,5 +1,6 @@
 """The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -7,13 +8,13 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.catalog import METRICS
+from foreshock.contract.metric import MORE_CHARTS
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run
+from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.curves.matrix import matrix
-from foreshock.server.curves.merging import SERIES_KEYS
 from foreshock.server.curves.series import curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
@@ -29,6 +30,7 @@ from foreshock.server.models import (
     Login,
     Matrix,
     MetricInfo,
+    MetricLevels,
     ModeChoice,
     Problem,
     RunDetail,
@@ -39,6 +41,7 @@ from foreshock.server.models import (
 )
 from foreshock.server.runs.eventlog import read_events
 from foreshock.server.runs.listing import list_runs, run_detail
+from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import runs
@@ -60,9 +63,21 @@ async def get_catalog(_: Reader) -> Catalog:
     """Every metric that can be drawn, and every mode that can be ordered."""
     return Catalog(
         metrics=[
-            MetricInfo(key=m.key, title=m.title, help=m.help, bad=m.bad, unit=m.unit, per_head=m.head is not None)
-            for m in BY_KEY.values()
-            if m.head is not None or m.key in SERIES_KEYS
+            MetricInfo(
+                key=m.key,
+                title=m.title,
+                help=m.help,
+                bad=m.bad,
+                unit=m.unit,
+                per_head=m.head is not None,
+                signed=m.signed,
+                scale=m.scale,
+                percent=m.percent,
+                levels=None if m.levels is None else MetricLevels(**asdict(m.levels)),
+                chart=None if m.chart is None else "first" if m.chart < MORE_CHARTS else "more",
+            )
+            for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
+            if m.has_series
         ],
         modes=[
             ModeChoice(
@@ -313,18 +328,21 @@ async def get_session(request: Request) -> Session:
 async def post_login(request: Request, login: Login, response: Response) -> Session:
     """Exchange a token for the page's session cookie."""
     keyring: Keyring = request.app.state.keyring
-    granted = keyring.login(login.token)
+    granted = await keyring.login(login.token)
     if granted is None:
         raise ProblemError(401, "No token of this service has that secret.")
     cookie, caller = granted
-    secure = request.url.scheme == "https"
-    seconds = int(keyring.session_seconds)
+    settings: Settings = request.app.state.settings
+    secure = request.url.scheme == "https" or settings.public_url.startswith("https://")
+    seconds = int(settings.session_seconds)
     response.set_cookie(COOKIE, cookie, max_age=seconds, httponly=True, samesite="strict", secure=secure)
     return Session(login_needed=False, name=caller.name, scopes=sorted(caller.scopes), csrf_token=caller.csrf_token)
 
 
 @router.post("/v1/logout")
-async def post_logout(response: Response) -> Session:
-    """Forget the session cookie."""
+async def post_logout(request: Request, response: Response, everywhere: bool = False) -> Session:
+    """End the session; with `everywhere`, every session of the caller's token."""
+    keyring: Keyring = request.app.state.keyring
+    await keyring.logout(caller_of(request), cookie_of(request.headers), everywhere)
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return Session(login_needed=True, scopes=[])

@@ -139,11 +139,11 @@ async def _first_time(store: Store, connection: AsyncConnection, key: str) -> bo
 async def _handle(request: Request, sender: str, delivery: Delivery, prefix: str) -> WebhookResult:
     state = request.app.state
     results = []
-    async with state.store.write() as connection:
-        for alert in delivery.alerts:
+    for alert in delivery.alerts:  # each for itself: it holds its run, and none waits for another's
+        async with state.store.write() as connection:
             result = await _act(state.settings, state.store, connection, sender, alert, prefix)
-            state.counters.webhooks[sender, result.split(":")[0]] += 1
-            results.append(result)
+        state.counters.webhooks[sender, result.split(":")[0]] += 1
+        results.append(result)
     state.broadcaster.wake()
     return WebhookResult(results=results)
 
@@ -163,6 +163,7 @@ async def _act(
     row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
     if row is None or not run.startswith(prefix):
         return "refused: no such run"
+    await store.lock_runs(connection, [row.id])
     held = {ref for h in (await holdings(connection, [row.id])).get(row.id, {}).values() for ref in h.heads}
     ref = (int(layer), int(head)) if _is_number(layer) and _is_number(head) else None
     if ref is None or ref not in held:

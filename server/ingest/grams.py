@@ -60,8 +60,11 @@ async def add_up(
 
 async def expire(store: Store, now: float) -> None:
     """Forget parts whose others have not come for an hour."""
+    old = grams.c.received < now - KEPT_SECONDS
     async with store.write() as connection:
-        await connection.execute(delete(grams).where(grams.c.received < now - KEPT_SECONDS))
+        owners = set((await connection.execute(select(grams.c.run_id).where(old))).scalars())
+        await store.lock_runs(connection, owners)
+        await connection.execute(delete(grams).where(old, grams.c.run_id.in_(owners)))
 
 
 def _row(part: Part, now: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from foreshock.server.runs.words import finished_sentence, printable, started_se
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.packing import pack_sample
 from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
+from foreshock.server.store.topology import heads_of_layers
 
 BootKey = tuple[str, int, str]
 _MERGED = (
@@ -36,6 +37,15 @@ _MERGED = (
     "nonfinite_steps",
     "finished_status",
 )
+
+
+_REMEMBERED = 4096
+_heads_of: dict[str, int] = {}
+"""How many heads a topology has, by its hash: known without reading its layers again at every commit."""
+
+
+class MisfitError(ValueError):
+    """A batch that does not fit what its boot said of itself; the message says how."""
 
 
 @dataclass
@@ -59,15 +69,16 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     """Write every batch of the group that is not stored yet."""
     now = time.time()
     done = Recorded()
-    rows = await _find_runs_and_boots(store, connection, group, now, done)
+    await _find_runs_and_boots(store, connection, group, now, done)
+    # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
+    await store.lock_runs(connection, done.run_ids.values())
     await _keep_new(store, connection, group, done)
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
-    if not store.sqlite:  # SQLite's one writer holds the lock of everything
-        # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
-        await connection.execute(select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id).with_for_update())
-        rows = await _lock_boots(connection, {done.boot_ids[key_of(b)] for b in done.new})
+    known = await connection.execute(select(boots).where(boots.c.id.in_({done.boot_ids[key_of(b)] for b in done.new})))
+    rows = {row.id: row for row in known}
+    await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
@@ -80,8 +91,8 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
 
 async def _find_runs_and_boots(
     store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
-) -> dict[int, Row[Any]]:
-    """Find or make them; the rows of the boots by id."""
+) -> None:
+    """Find or make them."""
     names = sorted({batch.run for batch in group})
     for attempt in (1, 2):
         found = await connection.execute(select(runs.c.name, runs.c.id).where(runs.c.name.in_(names)))
@@ -93,12 +104,11 @@ async def _find_runs_and_boots(
         await connection.execute(insert_or_ignore(store, runs), values)
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
-    rows: dict[int, Row[Any]] = {}
     for attempt in (1, 2):
-        query = select(boots).where(boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys}))
+        query = select(boots.c.id, boots.c.run_id, boots.c.rank, boots.c.boot)
+        query = query.where(boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys}))
         for row in await connection.execute(query):
             done.boot_ids[run_names[row.run_id], row.rank, row.boot] = row.id
-            rows[row.id] = row
         absent = [key for key in keys if key not in done.boot_ids]
         if not absent or attempt == 2:
             break
@@ -106,7 +116,6 @@ async def _find_runs_and_boots(
             {"run_id": done.run_ids[run], "rank": rank, "boot": boot, "last_seen": now} for run, rank, boot in absent
         ]
         await connection.execute(insert_or_ignore(store, boots), values)
-    return rows
 
 
 async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
@@ -117,9 +126,26 @@ async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[B
     done.new = [wanted[key] for key in sorted(stored)]
 
 
-async def _lock_boots(connection: AsyncConnection, boot_ids: Iterable[int]) -> dict[int, Row[Any]]:
-    query = select(boots).where(boots.c.id.in_(boot_ids)).order_by(boots.c.id).with_for_update()
-    return {row.id: row for row in await connection.execute(query)}
+async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
+    """Raises MisfitError when a sample speaks of other heads than its boot watches, as far as that is known."""
+    if len(_heads_of) > _REMEMBERED:
+        _heads_of.clear()
+    if unknown := {row.topology for row in rows.values()} - {None} - _heads_of.keys():
+        for row in await connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
+            _heads_of[row.hash] = len(heads_of_layers(row.layers))
+    watched: dict[int, int] = {}
+    for batch in done.new:
+        boot_id = done.boot_ids[key_of(batch)]
+        for event in batch.events:
+            if isinstance(event, Started):
+                watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
+        want = watched.get(boot_id, _heads_of.get(rows[boot_id].topology))
+        for event in batch.events:
+            if isinstance(event, Sample) and want and not event.head_counts() <= {want}:
+                raise MisfitError(
+                    f"The sample of step {event.step} speaks of {event.head_counts().pop()} heads, its boot watches "
+                    f"{want}; nothing of the batch was stored."
+                )
 
 
 async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:

@@ -5,7 +5,7 @@ by URL and may be shared by several replicas of the service.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -15,10 +15,12 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, Table, create_engine, event, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from foreshock.server.store.schema import runs
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 
@@ -83,6 +85,16 @@ class Store:
                 await connection.execution_options(foreshock_write=True)
             async with connection.begin():
                 yield connection
+
+    async def lock_runs(self, connection: AsyncConnection, run_ids: Collection[int]) -> None:
+        """Hold these runs until the transaction ends. Whoever changes what belongs to a run calls this first, and once.
+
+        Replicas then wait for one another and cannot deadlock: runs in the order of their ids, then the log. The lock
+        lets rows be inserted that refer to the run (FOR NO KEY UPDATE). SQLite's one writer holds everything anyway.
+        """
+        if not self.sqlite:
+            held = select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id)
+            await connection.execute(held.with_for_update(key_share=True))
 
     async def lock_log(self, connection: AsyncConnection) -> None:
         """Called before rows are appended to `events` or `audit`: replicas append in one order, ids never overtake."""

@@ -115,7 +115,7 @@ events: Final = Table(
     metadata,
     Column("id", _Id, primary_key=True),
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
-    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE")),
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), index=True),
     Column("rank", Integer),
     Column("kind", String(16), nullable=False),
     Column("step", BigInteger),
@@ -134,7 +134,7 @@ warnings: Final = Table(
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
     Column("rank", Integer, primary_key=True),
     Column("uid", String(128), primary_key=True),
-    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), nullable=False),
+    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), nullable=False, index=True),
     Column("boot", String(128), nullable=False),
     Column("sequence", BigInteger, nullable=False),
     Column("position", Integer, nullable=False),
@@ -198,6 +198,14 @@ webhook_alerts: Final = Table(
     metadata,
     Column("key", String(64), primary_key=True),
     Column("unix_seconds", Double, nullable=False, index=True),
+)
+
+sessions: Final = Table(
+    "sessions",
+    metadata,
+    Column("hash", String(64), primary_key=True),  # SHA-256 of the cookie, which nobody can be given back
+    Column("token", String(64), nullable=False),  # Token.sha256 of who logged in
+    Column("until", Double, nullable=False),
 )
 
 service_state: Final = Table(

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreshock.contract.catalog import BY_KEY, EXTRA_ALERTS, HEAD_METRICS, METRICS, Metric
+from foreshock.contract.catalog import BY_KEY, EXTRA_ALERTS, HEAD_METRICS, METRICS, read
+from foreshock.contract.metric import Metric
 from foreshock.contract.slots import Slot, identity_row
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")
@@ -60,12 +61,39 @@ def test_offset_and_ties_are_ratios_of_what_was_counted() -> None:
     words[0, Slot.TIED_ROWS_BF16] = 1
     words.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = 6.0
     words.view(np.float64)[0, Slot.SCORE_OFFSET_SUMSQ] = 16.0
-    read = {m.key: m.head.read(words)[0] for m in HEAD_METRICS if m.head and m.head.read}
-    assert read["head.score_offset"] == 1.5
-    assert read["head.score_offset_rms"] == 2.0
-    assert read["head.tied_rows_bf16"] == 0.25
+    found = {m.key: read(m.key, words)[0] for m in HEAD_METRICS if m.head and m.head.read}
+    assert found["head.score_offset"] == 1.5
+    assert found["head.score_offset_rms"] == 2.0
+    assert found["head.tied_rows_bf16"] == 0.25
 
 
 def test_only_per_head_metrics_have_a_value_per_layer() -> None:
     with pytest.raises(ValueError, match="not a per-head metric"):
         _ = BY_KEY["run.loss"].layer_name
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
+def test_an_entry_says_nothing_that_its_kind_cannot_keep(metric: Metric) -> None:
+    sources = [metric.head, metric.sample, metric.worst_of]
+    assert sum(source is not None for source in sources) <= 1
+    if metric.worst_of:
+        of = BY_KEY[metric.worst_of]
+        assert of.head is not None
+        assert (metric.levels, metric.scale, metric.unit) == (of.levels, of.scale, of.unit)
+    if metric.head is not None:
+        assert metric.across_ranks != "mean"  # ranks are merged one by one, and a mean of means is no mean
+    if metric.percent:
+        assert metric.unit == "ratio"
+    if metric.signed:
+        assert metric.scale != "log"
+
+
+def test_the_worst_head_of_a_signed_metric_is_the_largest_in_size() -> None:
+    values = np.array([1.0, -7.0, 3.0, np.nan])
+    assert BY_KEY["head.score_offset"].badness(values)[1] == 7.0
+    assert BY_KEY["head.score_max"].badness(values)[1] == -7.0
+
+
+def test_only_what_was_counted_is_read_from_words() -> None:
+    with pytest.raises(ValueError, match=r"head\.risk is not read from what a head counted"):
+        read("head.risk", identity_row()[None])

@@ -261,3 +261,21 @@ def test_target_promql_target_rate_interval_and_target_counter_agg_rules(panel: 
 @every_board
 def test_uneditable_dashboard_rule(board: dict[str, Any]) -> None:
     assert board["editable"] is False
+
+
+@every_panel
+def test_a_line_is_drawn_on_the_axis_that_the_catalogue_names(panel: dict[str, Any]) -> None:
+    """The page asks the same catalogue, so a board and a chart cannot disagree."""
+    if panel["type"] not in ("timeseries", "trend"):
+        return
+    [metric] = [m for m in METRICS if any(re.search(rf"\b{m.name}\b", t["expr"]) for t in panel["targets"][-1:])]
+    assert panel["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["type"] == metric.scale
+
+
+def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
+    levels = {level for m in METRICS if m.levels for level in (m.levels.watch, m.levels.alarm)} | {None}
+    for panel in (panel for board in BOARDS.values() for panel in board["panels"]):
+        if panel["title"] == "Service":  # whether it can be scraped is no metric of ours
+            continue
+        steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
+        assert {step["value"] for step in steps} <= levels, panel["title"]

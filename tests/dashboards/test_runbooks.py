@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.contract.catalog import HEAD_METRICS, METRICS, Alert
+from foreshock.contract.catalog import HEAD_METRICS, METRICS
+from foreshock.contract.metric import Alert
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.rules import Links, alerts
 from foreshock.server.settings import Settings

@@ -4,13 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training import run as run_module
 from foreshock.lab.training import run_set as many
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.milestones import Milestone
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run_set import Branch, Entry, run_set
 
 TINY = replace(
@@ -52,7 +56,7 @@ def test_a_set_is_made_by_processes_and_what_is_there_is_not_made_again(tmp_path
 def test_a_branch_goes_on_from_its_trunk_after_the_warning_and_switches_what_it_says(
     tmp_path: Path, corpus: Corpus
 ) -> None:
-    trunk = many._Run(TRUNK, tmp_path, corpus, [10])
+    trunk = many._Run(TRUNK, tmp_path, corpus, [("warning", 10)])
     while trunk.training.step < 20:
         trunk.turn()
     trunk._hear(wire.Verdict(
@@ -74,9 +78,9 @@ def test_a_run_that_fails_stops_no_other(tmp_path: Path, corpus: Corpus, monkeyp
     broken = replace(TINY, name="broken", learning_rate=-1.0)
     entries = [Entry(recipe=broken, arm=UNTREATED, seed=0), TRUNK]
     entries.append(replace(entries[0], branch=Branch(name="never")))
-    monkeypatch.setattr(many, "standard_library", lambda: corpus)
+    monkeypatch.setattr(many, "text_of", lambda name: corpus)
     (tmp_path / "claims").mkdir()
-    many._work(entries, tmp_path, 1, 1e12, None)
+    many._work(entries, tmp_path, 1, 1e12, None, True)
     assert [path.name for path in tmp_path.glob("*.jsonl.gz")] == ["tiny_untreated_seed3.jsonl.gz"]
 
 
@@ -87,3 +91,43 @@ def test_time_that_is_out_leaves_a_whole_trace_of_an_unfinished_run(tmp_path: Pa
     run.end("unfinished")
     assert read_trace(tmp_path / "unfinished" / "tiny_untreated_seed3.jsonl.gz").samples[-1].step == 20
     assert not list(tmp_path.glob("*.jsonl.gz"))
+
+
+def test_branches_wait_for_harm_and_explosion_and_take_no_place(tmp_path: Path, corpus: Corpus) -> None:
+    (tmp_path / "claims").mkdir()
+    points: tuple[Milestone, ...] = ("harm", "explosion")
+    after = [replace(TRUNK, branch=Branch(name=f"after-{point}", after=point, heads="all")) for point in points]
+    entries = [TRUNK, *after, replace(TRUNK, seed=4)]
+    assert many._next(entries, tmp_path, 0, 1) == TRUNK
+    trunk = many._Run(TRUNK, tmp_path, corpus, [entry.branch.point for entry in after if entry.branch])
+    assert many._next(entries, tmp_path, 1, 1) is None
+    while trunk.training.step < 20:
+        trunk.turn()
+    trunk._milestones.passed["explosion"] = 20  # seen in its blocks, after a warning
+    trunk.turn()
+    assert many._next(entries, tmp_path, 1, 1) == after[1]
+    assert many._next(entries, tmp_path, 3, 1) is None
+    finish(trunk)
+    finish(many._Run(after[1], tmp_path, corpus, []))
+    header = read_trace(tmp_path / "tiny_after-explosion_seed3.jsonl.gz").header
+    assert (header["when"], header["trunk"], header["arm"]) == ("explosion", "untreated", "after-explosion")
+
+
+def test_a_run_hears_of_its_own_harm_by_its_blocks(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "HISTORY_STEPS", 10)
+    monkeypatch.setattr(many, "HISTORY_STEPS", 10)
+    run = many._Run(TRUNK, tmp_path, corpus, [("harm", 0)])
+    run._hear(wire.Verdict(
+        id="v", step=0, severity="warning", state="raised", signal="offset", cause="rounding", layer=1, head=1,
+        sentence="A head drifts.",
+    ))  # fmt: skip
+    while run.training.step < 30:
+        run.turn()
+    with torch.no_grad():
+        for parameter in run.training.model.parameters():
+            parameter.mul_(8.0)
+    finish(run)
+    assert 40 <= run._milestones.passed["harm"] <= 60
+    assert (tmp_path / "checkpoints" / "tiny_untreated_seed3_harm0.pt").exists()

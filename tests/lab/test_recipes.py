@@ -9,10 +9,11 @@ import torch
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
+from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig, Rotary
 from foreshock.lab.training.published_runs import published
-from foreshock.lab.training.recipes import ARMS, CONTROL, RECIPES, UNTREATED, Arm, Injection, Recipe, find_recipe
+from foreshock.lab.training.recipes import RECIPES, Injection, Recipe, find_recipe
 from foreshock.lab.training.run import Training
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
@@ -37,6 +38,7 @@ def losses(recipe: Recipe, corpus: Corpus, steps: int, arm: Arm = UNTREATED) -> 
         {"qk_norm": True},
         {"kv_heads": 1, "qk_norm": True, "rotary": True, "matmul_dtype": "bfloat16"},
         {"value_offset": 2.0, "qkv_bias": False},
+        {"kv_heads": 2, "rotary": True, "qkv_bias": False, "norm": "rms", "gated": True, "qk_norm": True},
     ],
 )
 def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: dict[str, Any], corpus: Corpus) -> None:
@@ -45,11 +47,11 @@ def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: di
     samples: list[wire.Event] = []
     training.agent.subscribe(samples.append)
     with training.agent:
-        course = [float(training.advance()) for _ in range(12)]
-    assert course[-1] < course[0]
+        course = [float(training.advance()) for _ in range(30)]
+    assert sum(course[-5:]) < sum(course[:5])
     words = [event.words() for event in samples if isinstance(event, wire.Sample)]
     rows = sum(each[:, Slot.ROWS] for each in words if each is not None)
-    assert rows.tolist() == [12 * 4 * 16] * 8  # type: ignore[union-attr]
+    assert rows.tolist() == [30 * 4 * 16] * 8  # type: ignore[union-attr]
 
 
 def test_query_heads_must_share_key_heads_evenly() -> None:
@@ -141,3 +143,88 @@ def test_the_published_sets_hold_three_seeds_of_every_arm_that_fails_and_no_run_
         if entry.recipe.truth != "healthy":
             arms.setdefault((entry.recipe.name, entry.arm.name), set()).add(entry.seed)
     assert {len(seeds) for seeds in arms.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("name", "numerics", "mode", "policy", "mitigation", "scope"),
+    [
+        ("stable-softmax+exact-delta", "kernel", "stable_softmax+exact_delta", "observe", None, "head"),
+        ("paper-exact-delta", "paper", "exact_delta", "observe", None, "head"),
+        ("paper-softmax", "kernel", "paper_softmax", "observe", None, "head"),
+        ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "head"),
+        ("rescued-stable-softmax", "kernel", "plain", "auto", "stable_softmax", "head"),
+        ("paper-rescued-all-centred-keys", "paper", "plain", "auto", "centred_keys", "model"),
+    ],
+)
+def test_an_arm_is_made_of_the_name_of_any_mode(
+    name: str, numerics: str, mode: str, policy: str, mitigation: str | None, scope: str
+) -> None:
+    arm = find_arm(name)
+    assert (arm.name, arm.numerics, arm.mode, arm.policy) == (name, numerics, mode, policy)
+    assert arm.mitigation == (mitigation or find_arm("rescued").mitigation)
+    assert arm.switch_scope == scope
+
+
+@pytest.mark.parametrize("name", ["rescued-", "rescued-nothing", "paper-", "exact-delta+", "plain+plain"])
+def test_a_name_that_is_no_mode_is_no_arm(name: str) -> None:
+    with pytest.raises(ValueError, match="does not exist; allowed are untreated"):
+        find_arm(name)
+
+
+def biases(arm: str, corpus: Corpus, steps: int = 12) -> tuple[Training, torch.Tensor]:
+    """A run of an arm on a recipe of large steps, and its key biases."""
+    training = Training(replace(TINY, learning_rate=0.03, warmup_steps=1), find_arm(arm), 4, corpus=corpus)
+    with training.agent:
+        for _ in range(steps):
+            training.advance()
+    found = [block.attn.c_attn.bias[32:64] for block in training.model.h]  # type: ignore[union-attr,index]
+    return training, torch.cat(found).detach()
+
+
+def test_habits_change_what_they_name_and_no_key_bias_stays_where_it_began(corpus: Corpus) -> None:
+    _, plain = biases("untreated", corpus)
+    _, none = biases("no-key-bias", corpus)
+    assert float(plain.abs().min()) > 0
+    assert not none.any()
+    tamed, small = biases("eps-1e-5", corpus)
+    assert tamed.optimizer.param_groups[0]["eps"] == tamed.recipe.epsilon == 1e-5
+    assert float(small.norm()) < float(plain.norm()) / 2  # its gradient is all rounding, far below eps
+    normed, _ = biases("qk-norm", corpus, steps=1)
+    assert normed.model.config.qk_norm
+    decayed, _ = biases("bias-decay", corpus, steps=1)
+    groups = decayed.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    assert {p.dim() for p in groups[1]["params"]} == {1}
+    assert sum(len(group["params"]) for group in groups) == len(list(decayed.model.parameters()))
+
+
+def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
+    for name in ("control", "eps-1e-6", "no-key-bias", "bias-decay", "clip"):
+        once = TINY.under(find_arm(name))
+        assert once.under(find_arm(name)) == once
+
+
+def test_a_cosine_rises_to_the_rate_and_ends_at_a_tenth_of_it(corpus: Corpus) -> None:
+    recipe = replace(TINY, schedule="cosine", warmup_steps=4, steps=14)
+    told: list[float | None] = []
+    training = Training(replace(recipe, sample_every_steps=1), UNTREATED, 1, corpus=corpus)
+    training.agent.subscribe(lambda event: told.append(event.learning_rate) if isinstance(event, wire.Sample) else None)
+    with training.agent:
+        rates = []
+        for _ in range(14):
+            training.advance()
+            rates.append(float(training.optimizer.param_groups[0]["lr"]) / recipe.learning_rate)
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[8] == pytest.approx(0.55)  # half way
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert told[-1] == pytest.approx(recipe.learning_rate / 10)
+
+
+def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
+    def size(gated: bool) -> int:
+        model = GPT(ModelConfig(layers=1, heads=2, width=96, context=8, gated=gated))
+        return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
+
+    assert size(True) == pytest.approx(size(False), rel=0.05)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig
-from foreshock.lab.training.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, Arm, find_arm, find_recipe
-from foreshock.lab.training.run import Training, lab_run
+from foreshock.lab.training.recipes import RECIPES, find_recipe
+from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -92,6 +94,23 @@ def test_every_recipe_shapes_every_arm() -> None:
     for recipe in RECIPES.values():
         assert recipe.shaped(UNTREATED).attention_dtype == "bfloat16"
         assert recipe.shaped(CONTROL).attention_dtype == "float32"
+
+
+def test_pytorchs_own_float32_attention_trains_the_control_as_ours_does(corpus: Corpus) -> None:
+    """On a GPU by its memory-efficient kernel, here by the one for processors; rounding of float32 alone differs."""
+    kept = Training(TINY, CONTROL, 3, corpus=corpus, **FAST_CONTROL)
+    with kept.agent:
+        fast = losses(kept, 40)
+    ours = Training(TINY, CONTROL, 3, corpus=corpus, attention="foreshock")
+    ours._fast = False
+    samples: list[wire.Event] = []
+    ours.agent.subscribe(samples.append)
+    with ours.agent:
+        slow = losses(ours, 40)
+    assert fast == pytest.approx(slow, rel=2e-5)
+    weights = zip(kept.model.parameters(), ours.model.parameters(), strict=True)
+    assert all(torch.allclose(a, b, atol=2e-3, rtol=1e-2) for a, b in weights)
+    assert any(isinstance(event, wire.Sample) and event.words() is not None for event in samples)
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(begin: Begin) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.server.postgresql import started_postgres
 
 from foreshock.contract.wire import Ack, Batch, Event
 from foreshock.server.app import create_app
@@ -82,3 +83,10 @@ async def play_at(database_url: str, story: Story, **settings: Any) -> None:
 def player() -> Callable[..., Awaitable[None]]:
     """`await player(database_url, story, **settings)`: a service on a store of the test's choice."""
     return play_at
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a new PostgreSQL on a free loopback port."""
+    with started_postgres() as url:
+        yield url

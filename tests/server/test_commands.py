@@ -257,3 +257,43 @@ def test_what_the_agents_propose_waits_for_one_decision(play: Any, approved: boo
         assert again.status_code == 409
 
     play(story)
+
+
+def test_a_mode_of_a_newer_agent_is_told_and_kept_and_no_other_rank_is_ordered_or_refused(play: Any) -> None:
+    async def story(service: Any) -> None:
+        first, second = FakeRank(rank=0), FakeRank(rank=1)
+        await start(service, first, second)
+        newer = local("applied").model_copy(update={"after": ("of_tomorrow",)})
+        await service.store(first, newer)
+        for step in (21, 22):
+            assert (await service.store(second, second.sample(step))).commands == ()
+        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
+        [told] = (await service.get("/v1/runs/run-1/events", kind="switched"))["events"]
+        assert told["switched"]["after"] == ["of_tomorrow"]
+        back = local("applied", "local-2", 25).model_copy(update={"before": ("of_tomorrow",)})
+        await service.store(first, back)
+        [sent] = (await service.store(second, second.sample(26))).commands
+        await service.store(second, second.answer(sent, 27))
+        [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        undone = await service.client.post(
+            f"/v1/commands/{shown['id']}/undo", json={"who": "ann", "reason": "it cost too much"}
+        )
+        assert undone.status_code == 409
+        assert "took mode of_tomorrow, which this service cannot order back" in undone.json()["detail"]
+
+    play(story)
+
+
+@pytest.mark.parametrize("name", ["no such mode", "x" * 65, "<b>", "plain\n"])
+def test_a_report_of_what_cannot_be_a_mode_is_refused_with_a_sentence(play: Any, name: str) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        for event in (
+            rank.started().model_copy(update={"mitigation": name}),
+            local("applied").model_copy(update={"after": (name,)}),
+        ):
+            refused = await service.post(rank.batch(event))
+            assert refused.status_code == 422
+            assert "String should" in refused.json()["errors"][0]["message"]
+
+    play(story)

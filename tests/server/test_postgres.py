@@ -1,37 +1,25 @@
 import asyncio
-import os
 import random
-import shutil
-import socket
-import subprocess
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import asyncpg  # type: ignore[import-untyped]
 import httpx
 import numpy as np
 import pytest
 from sqlalchemy import text
 from tests.server.balancer import balancer
+from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import Ack, Array, Grams
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.servers
-
-
-def _binaries() -> Path | None:
-    on_path = shutil.which("initdb")
-    known = [Path(on_path).parent] if on_path else []
-    return next(
-        (p for p in (*known, *sorted(Path("/usr/lib/postgresql").glob("*/bin"))) if (p / "initdb").exists()), None
-    )
 
 
 @pytest.fixture
@@ -44,45 +32,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def postgres_for_replicas(postgres: str) -> str:
     """A database of its own."""
-
-    async def make() -> None:
-        connection = await asyncpg.connect(postgres)
-        await connection.execute("CREATE DATABASE replicas")
-        await connection.close()
-
-    asyncio.run(make())
-    return postgres.rpartition("/")[0] + "/replicas"
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    """The URL of a new PostgreSQL on a free loopback port."""
-    binaries = _binaries()
-    if binaries is None:
-        message = "PostgreSQL is missing; `make test` installs it with Debian's package postgresql"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    folder = Path(tempfile.mkdtemp(prefix="foreshock-pg-"))
-    as_postgres = {}
-    if os.geteuid() == 0:  # the server refuses to run as root
-        shutil.chown(folder, "postgres", "postgres")
-        as_postgres = {"user": "postgres", "group": "postgres", "extra_groups": []}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    data = folder / "data"
-    common: dict[str, Any] = {**as_postgres, "cwd": folder, "check": True, "stdout": subprocess.DEVNULL}
-    make: list[Any] = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
-    subprocess.run(make, **common)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
-    control: list[Any] = [binaries / "pg_ctl", "-D", data, "-w", "-l", folder / "log"]
-    subprocess.run([*control, "-o", options, "start"], **common)
-    try:
-        yield f"postgresql://postgres@127.0.0.1:{port}/postgres"
-    finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], **common)
-        shutil.rmtree(folder)
+    return asyncio.run(new_database(postgres, f"replicas_{uuid.uuid4().hex[:8]}"))
 
 
 def test_the_whole_path_works_on_postgresql(postgres: str, player: Any) -> None:
@@ -293,15 +243,14 @@ async def stored(url: str) -> set[tuple[int, int]]:
     return set(found)
 
 
-def test_a_newer_database_is_refused_with_a_sentence(postgres: str) -> None:
+def test_a_newer_database_is_refused_with_a_sentence(postgres_for_replicas: str) -> None:
     async def look() -> None:
-        store = Store(postgres)
+        store = Store(postgres_for_replicas)
+        await store.migrate()
         async with store.write() as connection:
             await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
         with pytest.raises(Exception, match="newer foreshock"):
             await store.check_schema()
-        async with store.write() as connection:
-            await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
         await store.close()
 
     asyncio.run(look())

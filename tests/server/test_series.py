@@ -8,7 +8,6 @@ from sqlalchemy import text
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.wire import Array
-from foreshock.server.curves.merging import badness
 from foreshock.server.curves.rollups import build
 from foreshock.server.testing import FakeRank
 
@@ -48,7 +47,7 @@ def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(play: Any) 
             assert own["last"] == truth[:, 5].tolist()
             lines = (await service.get("/v1/runs/run-1/series", metric=key))["lines"]
             assert [line["layer"] for line in lines] == [0, 1]
-            worst = np.argmax(badness(metric, truth[:, 3:]), axis=1)
+            worst = np.argmax(metric.badness(truth[:, 3:]), axis=1)
             assert lines[1]["worst_head"] == worst.tolist()
             assert lines[1]["last"] == [truth[i, 3 + head] for i, head in enumerate(worst)]
 
@@ -288,5 +287,22 @@ def test_the_steps_of_a_run_of_months_are_listed_quickly(play: Any) -> None:
         assert (steps[0], steps[-1]) == (1, count)
         assert 490 <= len(steps) <= 500
         assert max(np.diff(steps)) < 2 * count / 490
+
+    play(story)
+
+
+def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(play: Any) -> None:
+    async def story(service: Any) -> None:
+        served = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
+        assert set(served) == {metric.key for metric in BY_KEY.values() if metric.has_series}
+        for key, entry in served.items():
+            metric = BY_KEY[key]
+            assert (entry["signed"], entry["scale"], entry["percent"]) == (metric.signed, metric.scale, metric.percent)
+            assert (entry["levels"] is None) == (metric.levels is None)
+        assert served["head.score_max"]["levels"] == {"alarm": 512.0, "watch": 100.0, "below": False}
+        assert served["head.mode"]["chart"] is None
+        first = [key for key, entry in served.items() if entry["chart"] == "first"]
+        assert first[:2] == ["head.score_offset", "head.score_max"]
+        assert first == sorted(first, key=lambda key: BY_KEY[key].chart or 0)
 
     play(story)

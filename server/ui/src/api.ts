@@ -14,6 +14,20 @@ export interface MetricInfo {
   per_head: boolean;
 }
 
+/** A mode that a head may be switched to, alone or with others. */
+export interface ModeChoice {
+  name: string;
+  does: string;
+  cures: string;
+  excludes: string[];
+}
+
+export interface Catalog {
+  metrics: MetricInfo[];
+  modes: ModeChoice[];
+  default_mode: string;
+}
+
 export interface Session {
   login_needed: boolean;
   name: string | null;
@@ -228,7 +242,7 @@ export const api = {
     return session;
   },
   login: (token: string) => call<unknown>("v1/login", { method: "POST", body: JSON.stringify({ token }) }),
-  catalog: async () => (await call<{ metrics: MetricInfo[] }>("v1/catalog")).metrics,
+  catalog: () => call<Catalog>("v1/catalog"),
   runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
   run: (run: string) => call<RunDetail>(at(run)),
   /** In the order of `line`; a line without points where the run has no such head. */

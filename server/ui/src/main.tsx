@@ -4,7 +4,7 @@ import "uplot/dist/uPlot.min.css";
 import "./style.css";
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { api, type MetricInfo, type Session } from "./api";
+import { api, type Catalog, type Session } from "./api";
 import { connect, useConnection } from "./live";
 import icon from "./icon.svg";
 import { Login } from "./login";
@@ -43,7 +43,7 @@ function retried<T>(ask: () => Promise<T>, done: (answer: T) => void, failed: (e
 function App() {
   const [search, setSearch] = useState(location.search);
   const [session, setSession] = useState<Session | Error | null>(null);
-  const [catalog, setCatalog] = useState<readonly MetricInfo[]>([]);
+  const [catalog, setCatalog] = useState<Catalog>({ metrics: [], modes: [], default_mode: "plain" });
   const [dark, toggleTheme] = useTheme();
   const connection = useConnection();
   const runs = runsOf(search);

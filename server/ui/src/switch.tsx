@@ -1,20 +1,11 @@
 /** The hand on the switch: a form, a confirmation in words, and what became of every order. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { api, type CommandStatus, type HeadRef } from "./api";
+import { api, type Catalog, type CommandStatus, type HeadRef } from "./api";
 import { steps, words } from "./format";
 import type { Head } from "./heatmap";
 import { Ago, ErrorNote, Swatch } from "./parts";
 import type { Loaded } from "./view";
-
-const MODES = [
-  "exact_delta",
-  "stable_softmax",
-  "exact_delta+stable_softmax",
-  "paper_softmax",
-  "exact_delta+paper_softmax",
-  "plain",
-];
 
 const VERBS = { approve: "Approve", reject: "Reject", undo: "Undo" };
 
@@ -28,10 +19,11 @@ export interface SwitchTarget {
 }
 
 /** Asks for a name and a reason, says in words what will happen, and does it only then. */
-export function SwitchDialog({ target, close }: { target: SwitchTarget; close: () => void }) {
+export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget; catalog: Catalog; close: () => void }) {
   const dialog = useRef<HTMLDialogElement>(null);
   const [every, setEvery] = useState(target.head === null);
-  const [mode, setMode] = useState(target.mode ?? "exact_delta");
+  const [chosen, setChosen] = useState((target.mode ?? catalog.default_mode).split("+"));
+  const mode = catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain";
   const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
@@ -105,17 +97,27 @@ export function SwitchDialog({ target, close }: { target: SwitchTarget; close: (
                     every head
                   </label>
                 </fieldset>
-                <label class="field">
-                  <span>Mode</span>
-                  <select name="mode" value={mode} onChange={(event) => setMode(event.currentTarget.value)}>
-                    {MODES.map((choice) => (
-                      <option key={choice} value={choice}>
-                        {words(choice)}
-                        {choice === "plain" ? " (undo)" : ""}
-                      </option>
-                    ))}
-                  </select>
-                </label>
+                <fieldset>
+                  <legend>Mode: {words(mode)}</legend>
+                  {catalog.modes.map(({ name, does, cures, excludes }) => (
+                    <label key={name} title={`${does} ${cures}`}>
+                      <input
+                        type="checkbox"
+                        name="mode"
+                        value={name}
+                        checked={chosen.includes(name)}
+                        onChange={(event) =>
+                          setChosen(
+                            event.currentTarget.checked
+                              ? [...chosen.filter((other) => !excludes.includes(other)), name]
+                              : chosen.filter((other) => other !== name),
+                          )
+                        }
+                      />
+                      {words(name)}
+                    </label>
+                  ))}
+                </fieldset>
               </>
             )}
             <label class="field">

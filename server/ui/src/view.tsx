@@ -1,7 +1,7 @@
 /** One run, or several side by side: numbers, warnings, charts against step, the heat map, the hand on the switch, history. */
 
 import { useMemo, useState } from "preact/hooks";
-import { api, type MetricInfo, type RunDetail, type RunEvent } from "./api";
+import { api, type Catalog, type RunDetail, type RunEvent } from "./api";
 import { Charts } from "./charts";
 import type { Head } from "./heatmap";
 import { Heads } from "./heads";
@@ -15,7 +15,7 @@ import { Warnings } from "./warnings";
 
 interface Props {
   runs: readonly string[];
-  catalog: readonly MetricInfo[];
+  catalog: Catalog;
   dark: boolean;
   go: (address: string) => void;
 }
@@ -74,11 +74,11 @@ export function View({ runs, catalog, dark, go }: Props) {
         onSwitch={setTarget}
       />
       <Approvals commands={orders} views={views} onSwitch={setTarget} />
-      <Charts views={views} catalog={catalog} head={head} ink={ink} />
-      <Heads views={views} catalog={catalog} head={head} onHead={setPicked} onSwitch={setTarget} ink={ink} />
+      <Charts views={views} catalog={catalog.metrics} head={head} ink={ink} />
+      <Heads views={views} catalog={catalog.metrics} head={head} onHead={setPicked} onSwitch={setTarget} ink={ink} />
       <Commands commands={orders} views={views} onSwitch={setTarget} head={head} />
       <History views={views} />
-      {target && <SwitchDialog target={target} close={() => setTarget(null)} />}
+      {target && <SwitchDialog target={target} catalog={catalog} close={() => setTarget(null)} />}
     </>
   );
 }

@@ -16,6 +16,8 @@ from selenium.common.exceptions import NoSuchElementException, StaleElementRefer
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from foreshock.contract.modes import MODES
+
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from selenium.webdriver.remote.webelement import WebElement
@@ -122,6 +124,34 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
 
     chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
     wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
+
+
+def test_an_order_may_join_modes_and_one_takes_the_place_of_what_it_excludes(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    button(chromium, "New order").click()
+    offered = [box.get_attribute("value") for box in chromium.find_elements(By.NAME, "mode")]
+    assert offered == [mode.name for mode in MODES if mode.served]
+
+    def chosen(*toggled: str) -> str:
+        for name in toggled:
+            chromium.find_element(By.CSS_SELECTOR, f"input[name=mode][value={name}]").click()
+        return chromium.find_element(By.XPATH, "//legend[starts-with(., 'Mode')]").text
+
+    assert chosen() == "Mode: exact delta"
+    assert chosen("stable_softmax") == "Mode: exact delta + stable softmax"
+    assert chosen("paper_softmax") == "Mode: exact delta + paper softmax"
+    assert chosen("exact_delta", "paper_softmax") == "Mode: plain"
+    chosen("stable_softmax", "exact_delta")
+    chromium.find_element(By.NAME, "who").send_keys("Ada")
+    chromium.find_element(By.NAME, "reason").send_keys("a try")
+    button(chromium, "Continue").click()
+    button(chromium, "Switch now").click()
+    wait("the order stands on the page", lambda: "exact delta + stable softmax" in text(chromium, ".commands"))
+    assert feeder.obey() == ["exact_delta+stable_softmax"]
 
 
 def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(

@@ -1,0 +1,138 @@
+"""Text as people train on it: byte pairs of the documentation and source of installed packages, kept in a file.
+
+The text is a property of what is installed: the same packages give the same bytes on every machine, and the hash says
+so (`MADE_FROM`, `SHA256`). Runs of the published set saw that text. Machines with other packages train on another text,
+whose hash stands in the labels of each of its runs, or are given the file.
+"""
+
+import hashlib
+import importlib.metadata
+import lzma
+import os
+import platform
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from foreshock.lab.training.corpus import Corpus
+
+VOCABULARY: Final = 8192
+CHARACTERS: Final = 150_000_000
+"""Of text, at most; three to four of them make a token."""
+PACKAGES: Final = ("torch", "transformers", "sympy", "numpy", "matplotlib", "networkx")
+"""Beside the standard library; the larger ones of the development environment."""
+MADE_FROM: Final = (
+    "Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0, sympy 1.14.0, numpy 2.3.5, matplotlib 3.11.2, networkx 3.6.1"
+)
+SHA256: Final = "1cf3760fbc00f6fe9ae38df275fcc14be92e6afcb38bc6e0fb09c09d23d8b764"
+"""Of the tokens, little-endian uint16, that MADE_FROM gives."""
+_SUFFIXES: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
+_LENGTHS: Final = range(400, 400_001)
+"""Characters of a file: shorter ones say little, longer ones are tables."""
+_TRAINING_SHARE: Final = 8
+"""One file of so many trains the byte pairs."""
+_FILES_AT_ONCE: Final = 512
+
+
+def byte_pairs_file() -> Path:
+    """Where the text lies: byte-pairs.xz in FORESHOCK_TEXTS, or under the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts")) / "byte-pairs.xz"
+
+
+def byte_pairs(path: Path | None = None) -> Corpus:
+    """The text of `path` (`byte_pairs_file`), tokens below VOCABULARY. Raises FileNotFoundError where none was made."""
+    path = path or byte_pairs_file()
+    try:
+        made_from, _, data = lzma.decompress(path.read_bytes()).partition(b"\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no text at {path}; make it with `foreshock lab corpus byte-pairs`, which takes two minutes and "
+            "needs the packages of foreshock[dev]"
+        ) from None
+    tokens = np.frombuffer(data, dtype="<u2").astype(np.int16)  # below 2^15, and torch indexes int16
+    source = f"byte pairs of {made_from.decode()}"
+    return Corpus(torch.from_numpy(tokens), hashlib.sha256(data).hexdigest(), source)
+
+
+def installed() -> str:
+    """What the text of this machine would be made from, as MADE_FROM says it. Raises FileNotFoundError for a gap."""
+    try:
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error.name} is not installed; the text is made from {', '.join(PACKAGES)}: install foreshock[dev]"
+        ) from None
+    return ", ".join([f"Python {platform.python_version()}", *versions])
+
+
+def make_byte_pairs(path: Path | None = None) -> Corpus:
+    """Make the text from what is installed and keep it at `path` (`byte_pairs_file`).
+
+    Files are taken in an order that a fixed seed shuffles, the same content once, until CHARACTERS are reached.
+    """
+    path = path or byte_pairs_file()
+    made_from = installed()
+    texts = list(_texts(_files()))
+    data = _encoded(texts).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(lzma.compress(made_from.encode() + b"\n" + data, preset=6))
+    part.replace(path)
+    return byte_pairs(path)
+
+
+def _files() -> list[Path]:
+    """Every text file of the packages and of the standard library, by names that do not know where they lie."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    named = {
+        f"python/{path.relative_to(root).as_posix()}": path
+        for path in root.rglob("*")
+        if path.suffix in _SUFFIXES and not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+    }
+    for package in PACKAGES:
+        for file in importlib.metadata.files(package) or ():
+            if file.suffix in _SUFFIXES:
+                named[f"{package}/{file.as_posix()}"] = Path(str(file.locate()))
+    paths = [named[name] for name in sorted(named)]
+    random.Random(0).shuffle(paths)  # noqa: S311
+    return paths
+
+
+def _texts(paths: list[Path]) -> Iterator[str]:
+    seen: set[bytes] = set()
+    characters = 0
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if len(text) not in _LENGTHS or digest in seen:
+            continue
+        seen.add(digest)
+        characters += len(text)
+        if characters > CHARACTERS:
+            return
+        yield text
+
+
+def _encoded(texts: list[str]) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
+    parts = [
+        np.asarray(encoding.ids, dtype="<u2")
+        for start in range(0, len(texts), _FILES_AT_ONCE)
+        for encoding in tokenizer.encode_batch(texts[start : start + _FILES_AT_ONCE])
+    ]
+    return np.concatenate(parts)

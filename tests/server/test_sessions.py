@@ -1,0 +1,130 @@
+import base64
+import hashlib
+import hmac
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from foreshock.server.settings import Token
+
+SECRETS = {"ann": "the-secret-of-ann-0001", "bob": "the-secret-of-bob-0001"}
+TOKENS = (
+    Token.of("ann", SECRETS["ann"], ("admin",)),
+    Token.of("bob", SECRETS["bob"], ("read",)),
+)
+
+
+async def logged_in(service: Any, name: str = "ann", **headers: str) -> dict[str, str]:
+    """The cookie and the CSRF token of a new session, as headers."""
+    service.client.cookies.clear()
+    answer = await service.client.post("/v1/login", json={"token": SECRETS[name]}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    cookie = answer.cookies.get("foreshock_session") or answer.headers["set-cookie"].split(";")[0].partition("=")[2]
+    service.client.cookies.clear()
+    return {"cookie": f"foreshock_session={cookie}", "x-csrf-token": answer.json()["csrf_token"]}
+
+
+async def seen(service: Any, session: dict[str, str]) -> int:
+    answer: httpx.Response = await service.client.get("/v1/runs", headers=session)
+    return answer.status_code
+
+
+def forged(tokens: tuple[Token, ...], victim: Token) -> str:
+    """What 0.1.0 took for a session of `victim`: signed with a key that the hashes of the tokens make."""
+    key = hashlib.sha256("".join(sorted(token.sha256 for token in tokens)).encode()).digest()
+    claim = json.dumps({"token": victim.sha256[:16], "until": time.time() + 3600})
+    body = base64.urlsafe_b64encode(claim.encode()).decode().rstrip("=")
+    return f"{body}.{hmac.new(key, f'session:{body}'.encode(), hashlib.sha256).hexdigest()}"
+
+
+@pytest.mark.promise("S7")
+def test_whoever_knows_the_hashes_of_all_tokens_cannot_make_a_session(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for victim in TOKENS:
+            cookie = {"cookie": f"foreshock_session={forged(TOKENS, victim)}"}
+            assert await seen(service, cookie) == 401
+        await logged_in(service)
+        async with service.app.state.store.read() as connection:
+            rows = (await connection.execute(text("SELECT * FROM sessions"))).all()
+        for row in rows:  # nor can who reads the store
+            for value in row:
+                assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S7")
+def test_a_session_ends_at_logout_for_whoever_kept_its_cookie(play: Any) -> None:
+    async def story(service: Any) -> None:
+        one, two = await logged_in(service), await logged_in(service)
+        assert (await service.client.post("/v1/logout", headers=one)).status_code == 200
+        assert await seen(service, one) == 401
+        assert await seen(service, two) == 200
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S7")
+def test_a_token_ends_every_session_of_its_own_and_no_other(play: Any) -> None:
+    async def story(service: Any) -> None:
+        one, two, other = await logged_in(service), await logged_in(service), await logged_in(service, "bob")
+        bearer = {"authorization": f"Bearer {SECRETS['ann']}"}
+        ended = await service.client.post("/v1/logout?everywhere=true", headers=bearer)
+        assert ended.status_code == 200
+        assert [await seen(service, session) for session in (one, two, other)] == [401, 401, 200]
+
+    play(story, tokens=TOKENS)
+
+
+def test_a_session_holds_on_another_replica_and_after_a_restart_and_ends_with_its_token(play: Any) -> None:
+    kept: dict[str, str] = {}
+
+    async def begin(service: Any) -> None:
+        kept.update(await logged_in(service))
+
+    async def again(service: Any) -> None:
+        assert await seen(service, kept) == 200
+
+    async def without(service: Any) -> None:
+        assert await seen(service, kept) == 401
+
+    play(begin, tokens=TOKENS)
+    play(again, tokens=TOKENS)
+    play(without, tokens=TOKENS[1:])
+
+
+@pytest.mark.promise("S7")
+@pytest.mark.parametrize(
+    ("settings", "scheme", "secure"),
+    [
+        ({}, "https", False),  # anybody can write this header
+        ({"trusted_proxies": ("10.0.0.0/8",)}, "https", False),
+        ({"trusted_proxies": ("127.0.0.0/8",)}, "https", True),
+        ({"trusted_proxies": ("127.0.0.1",)}, "http", False),
+        ({"public_url": "https://foreshock.example.org"}, "http", True),
+    ],
+)
+def test_the_cookie_is_secure_behind_a_proxy_that_speaks_tls(
+    play: Any, settings: dict[str, Any], scheme: str, secure: bool
+) -> None:
+    async def story(service: Any) -> None:
+        headers = {"x-forwarded-proto": scheme, "x-forwarded-for": "203.0.113.9"}
+        answer = await service.client.post("/v1/login", json={"token": SECRETS["ann"]}, headers=headers)
+        assert ("Secure" in answer.headers["set-cookie"]) == secure
+
+    play(story, tokens=TOKENS, **settings)
+
+
+def test_expired_sessions_leave_the_store(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for _ in range(3):
+            await logged_in(service)
+            time.sleep(0.02)
+        async with service.app.state.store.read() as connection:
+            assert (await connection.execute(text("SELECT count(*) FROM sessions"))).scalar() == 1
+
+    play(story, tokens=TOKENS, session_seconds=0.01)

@@ -1,0 +1,110 @@
+"""What who has no token can make the service do."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreshock.server.testing import LiveService
+
+SECRET = "a-secret-of-sixteen-or-more"
+CLOSED_ADDRESSES = ("/v1/login", "/v1/webhooks/grafana")
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has worked since its start."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process ever held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.promise("S5")
+def test_large_bodies_at_the_login_and_the_webhook_cost_next_to_nothing(tmp_path: Path) -> None:
+    body = b'{"token": "x"' + b', "a": [1, {"b": 2}]' * 1_500_000 + b"}"
+    assert len(body) > 28 * 2**20
+    with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service:
+        with service.client() as client:
+            assert client.get("/healthz").status_code == 200
+            work, memory = processor_seconds(service.pid), peak_bytes(service.pid)
+            for path in CLOSED_ADDRESSES:
+                for _ in range(3):
+                    try:
+                        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+                    except httpx.WriteError:
+                        continue  # the service answered, and closed, while we were still sending
+                    assert answer.status_code == 413
+            assert client.get("/healthz").status_code == 200
+        assert processor_seconds(service.pid) - work < 1.0
+        assert peak_bytes(service.pid) - memory < 30 * 2**20
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("path", CLOSED_ADDRESSES)
+@pytest.mark.parametrize("with_length", [True, False])
+def test_no_more_than_64_kib_of_a_strangers_body_is_read(play: Any, path: str, with_length: bool) -> None:
+    async def story(service: Any) -> None:
+        taken = 0
+
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal taken
+            for _ in range(1000):
+                taken += 4096
+                yield b" " * 4096
+
+        headers = {"content-type": "application/json", **({"content-length": str(4096 * 1000)} if with_length else {})}
+        answer = await service.client.post(path, content=pieces(), headers=headers)
+        assert answer.status_code == 413
+        assert "64 KiB" in answer.json()["detail"]
+        assert taken <= 65_536 + 2 * 4096
+
+    play(story, token=SECRET, grafana_hmac_secret="another-secret-of-sixteen")
+
+
+@pytest.mark.promise("S7")
+def test_guesses_of_one_address_are_limited_and_others_still_log_in(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def attempt(address: str, secret: str) -> httpx.Response:
+            answer: httpx.Response = await service.client.post(
+                "/v1/login", json={"token": secret}, headers={"x-forwarded-for": address}
+            )
+            return answer
+
+        answers = [await attempt("203.0.113.9", f"guess-{number}") for number in range(40)]
+        assert [answer.status_code for answer in answers[:5]] == [401] * 5
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert len(refused) >= 25
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert (await attempt("203.0.113.9", SECRET)).status_code == 429  # a right one is not tried either
+        assert (await attempt("203.0.113.10", SECRET)).status_code == 200
+
+    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+
+
+@pytest.mark.promise("S7")
+def test_guesses_of_many_addresses_together_are_limited(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def attempt(number: int) -> int:
+            headers = {"x-forwarded-for": f"198.51.{number // 250}.{number % 250}"}
+            answer: httpx.Response = await service.client.post(
+                "/v1/login", json={"token": f"guess-{number}"}, headers=headers
+            )
+            return answer.status_code
+
+        began = time.monotonic()
+        statuses = await asyncio.gather(*(attempt(number) for number in range(1000)))
+        allowed = 200 + 20 * (time.monotonic() - began)
+        assert statuses.count(401) <= allowed + 1
+        assert statuses.count(429) >= 1000 - allowed - 1
+
+    play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
