@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import secrets
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.contract.modes import mode_name
-from foreshock.contract.slots import Slot
 from foreshock.monitor.attention.keep_attention import Keeper
-from foreshock.monitor.attention.running import outside
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
+from foreshock.monitor.attention.standing import Standing
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.detect.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
@@ -71,6 +71,8 @@ class Instruments:
     report: str
     keeper: Keeper | None = None
     """Who serves each layer; None in tests without a model."""
+    unwatched: int = 0
+    """Attention modules that were found and cannot be watched."""
 
 
 class Agent:
@@ -99,6 +101,7 @@ class Agent:
             self._switchboard.on_change = instruments.keeper.follow
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
+        self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
         self._judging = Judge(self._judge)
         self._sinks: list[Sink] = []
         self._sender: Sender | None = None
@@ -117,7 +120,7 @@ class Agent:
                 "sender",
             )
         }
-        self._started = self._closed = self._busy = self._sampled = self._checked = False
+        self._started = self._closed = self._busy = self._sampled = False
         self._watch_until = -1
         self._last_sample_at = self._last_step_at = time.monotonic()
         self._step_times: list[float] = []
@@ -267,9 +270,11 @@ class Agent:
 
     def _tell(self, judged: Judged) -> None:
         counted, verdicts, risk = judged
-        if not self._checked:
-            self._checked = True
-            self._check_that_every_layer_was_hit(counted)
+        with self._guards["sample"] as guard:
+            if guard.on and self._standing.look(counted.words, counted.since_step, counted.step):
+                table = self._standing.table()
+                if table and self.config.rank == 0 and not self.config.quiet:
+                    print(f"foreshock, from step {counted.step} on:\n{table}", file=sys.stderr)
         if verdicts and self._instruments.keeper is not None:
             with self._guards["detectors"] as guard:
                 if guard.on:
@@ -312,29 +317,6 @@ class Agent:
                 verdict=decision.verdict.id,
             )
             self._emit(switched)
-
-    def _check_that_every_layer_was_hit(self, counted: Counted) -> None:
-        rows = counted.words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(axis=1)
-        first = 0
-        for layer, module in zip(self._instruments.layers, self._instruments.watched, strict=True):
-            size = len(layer.heads)
-            if not rows[first : first + size].any():
-                watched: WatchedLayer | None = getattr(module, LAYER_ATTRIBUTE, None)
-                why = "; ".join(watched.unserved) if watched is not None else ""
-                logger.warning(
-                    "foreshock: layer %d (%s) counted nothing in step %d%s",
-                    layer.layer,
-                    layer.name,
-                    counted.step,
-                    f": {why}" if why else ": its forward or backward did not run through the watched attention",
-                )
-            first += size
-        if outside.calls:
-            logger.warning(
-                "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those "
-                "calls are not watched",
-                outside.calls,
-            )
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -413,7 +395,8 @@ class Agent:
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
         keeper = self._instruments.keeper
-        return self._instruments.report + ("" if keeper is None else keeper.errors)
+        standing = self._standing.table()
+        return self._instruments.report + (f"\n{standing}" if standing else "") + (keeper.errors if keeper else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

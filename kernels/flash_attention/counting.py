@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
     CENTRED_KEYS,
     CENTRED_VALUES,
@@ -23,12 +23,31 @@ from foreshock.kernels.flash_attention.blocks import (
 from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
+_ROWS: tl.constexpr = tl.constexpr(int(Slot.ROWS))
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
+_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
+_SHIFTED: tl.constexpr = tl.constexpr(int(Slot.SHIFTED_ROWS))
 _EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
 _NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
+_ROW_MAX_ABS: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
 _SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
+_SCORE_OFFSET_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ))
 _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
+_DELTA_BIAS_ABS: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
+_DELTA_BIAS_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
+# One bit a slot: how it is merged, and whether it is counted here.
+_IS_COUNT: tl.constexpr = tl.constexpr(sum(1 << slot for slot in COUNT_SLOTS))
+_IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
+_IS_COUNTED: tl.constexpr = tl.constexpr(
+    sum(
+        1 << slot.value
+        for slot in (
+            *(_ROWS, _TIED_BF16, _TIED_ONE, _SHIFTED, _EMPTY, _NONFINITE, _SCORE_MAX, _ROW_MAX_ABS, _SCORE_OFFSET_SUM),
+            *(_SCORE_OFFSET_SUMSQ, _DELTA_BIAS_SUM, _DELTA_BIAS_ABS, _DELTA_BIAS_SUMSQ),
+        )
+    )
+)
 
 
 @triton.jit
@@ -163,7 +182,7 @@ def count_kernel(
     lowest = float("-inf")
     blocks = tl.num_programs(0)
     partial += tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
-    _put(partial, 0, blocks, tl.sum(counted.to(tl.int64), 0))
+    _put(partial, _ROWS, blocks, tl.sum(counted.to(tl.int64), 0))
     _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
         largest, common, log_sum * LOG2E, score_unit, unit, DTYPE
     )
@@ -172,18 +191,24 @@ def count_kernel(
     if HAS_MODES:
         shifted = shifted | ((served_shift(tl.load(modes + head)) & STABLE_SOFTMAX) != 0)
     _put(partial, _TIED_BF16, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
-    _put(partial, _TIED_BF16 + 1, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
-    _put(partial, _TIED_BF16 + 2, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
+    _put(partial, _TIED_ONE, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
+    _put(partial, _SHIFTED, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
     largest -= common  # statistics speak of the scores that a head computes with
     _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
-    _put(partial, _SCORE_MAX + 1, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
+    _put(partial, _ROW_MAX_ABS, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
     _put(partial, _SCORE_OFFSET_SUM, blocks, tl.sum(offsets, 0))
-    _put(partial, _SCORE_OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
+    _put(partial, _SCORE_OFFSET_SUMSQ, blocks, tl.sum(offsets * offsets, 0))
     _put(partial, _DELTA_BIAS_SUM, blocks, tl.sum(bias, 0))
-    _put(partial, _DELTA_BIAS_SUM + 1, blocks, tl.sum(tl.abs(bias), 0))
-    _put(partial, _DELTA_BIAS_SUM + 2, blocks, tl.sum(bias * bias, 0))
+    _put(partial, _DELTA_BIAS_ABS, blocks, tl.sum(tl.abs(bias), 0))
+    _put(partial, _DELTA_BIAS_SUMSQ, blocks, tl.sum(bias * bias, 0))
+    for slot in tl.static_range(_SLOTS):  # to what is counted elsewhere nothing is added
+        if ((_IS_COUNTED >> slot) & 1) == 0:
+            if ((_IS_MAXIMUM >> slot) & 1) != 0:
+                _put(partial, slot, blocks, tl.full((), float("-inf"), tl.float64))
+            else:
+                tl.store(partial + slot * blocks, tl.full((), 0, tl.int64))
 
 
 @triton.jit
@@ -212,9 +237,9 @@ def merge_kernel(
     added = tl.sum(count, 0)
     if PACKED and slot == _EMPTY:
         added += total_q - tl.load(cu_seqlens_q + sequences)
-    if slot < _SCORE_MAX:
+    if ((_IS_COUNT >> slot) & 1) != 0:
         tl.store(word, before + added)
-    elif slot < _SCORE_OFFSET_SUM:
+    elif ((_IS_MAXIMUM >> slot) & 1) != 0:
         after = tl.maximum(before.to(tl.float64, bitcast=True), tl.max(largest, 0))
         tl.store(word, after.to(tl.int64, bitcast=True))
     else:
