@@ -12,6 +12,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.modes import Mode as Mode  # where it stood in 0.1.0
+
 Words = npt.NDArray[np.int64]
 """Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 
@@ -39,6 +41,15 @@ class Slot(IntEnum):
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
+
+    # What 0.1.0 called them.
+    ROWS_TIED_BF16 = 1
+    ROWS_TIED_ONE = 2
+    ROWS_SHIFTED = 3
+    ROWS_EMPTY = 4
+    ROWS_NONFINITE = 5
+    OFFSET_SUM = 8
+    OFFSET_SUMSQ = 9
 
 
 SLOT_COUNT: Final = len(Slot)

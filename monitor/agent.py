@@ -51,7 +51,7 @@ class Instruments:
     projections: tuple[Projection | None, ...]
     report: str
     keeper: Keeper | None = None
-    """None where our kernels serve the attention from the start."""
+    """Who serves each layer; None in tests without a model."""
 
 
 class Agent:
@@ -371,6 +371,12 @@ class Agent:
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a callback, a hook or a trainer that holds it may be copied along with a model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # or pickled
 
     def __enter__(self) -> Self:
         return self

@@ -3,25 +3,45 @@
 import triton
 import triton.language as tl
 
-from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
     EXACT_DELTA,
     LOG2E,
+    RESIDUAL_SCALE_FP16,
     STABLE_SOFTMAX,
     diagonal,
     load_tile,
     sequence,
     to_operand,
 )
-from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, tie_factors, tied
+from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
+_ROWS: tl.constexpr = tl.constexpr(int(Slot.ROWS))
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
+_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
+_SHIFTED: tl.constexpr = tl.constexpr(int(Slot.SHIFTED_ROWS))
 _EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
 _NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
+_ROW_MAX_ABS: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
 _SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
+_SCORE_OFFSET_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ))
 _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
+_DELTA_BIAS_ABS: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
+_DELTA_BIAS_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
+# One bit a slot: how it is merged, and whether it is counted here.
+_IS_COUNT: tl.constexpr = tl.constexpr(sum(1 << slot for slot in COUNT_SLOTS))
+_IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
+_IS_COUNTED: tl.constexpr = tl.constexpr(
+    sum(
+        1 << slot.value
+        for slot in (
+            *(_ROWS, _TIED_BF16, _TIED_ONE, _SHIFTED, _EMPTY, _NONFINITE, _SCORE_MAX, _ROW_MAX_ABS, _SCORE_OFFSET_SUM),
+            *(_SCORE_OFFSET_SUMSQ, _DELTA_BIAS_SUM, _DELTA_BIAS_ABS, _DELTA_BIAS_SUMSQ),
+        )
+    )
+)
 
 
 @triton.jit
@@ -82,6 +102,8 @@ def row_kernel(
             residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False
         )
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
+        if residual.dtype.element_ty == tl.float16:
+            bias *= 1.0 / RESIDUAL_SCALE_FP16
         if HAS_MODES:
             exact = (tl.load(modes + head) & EXACT_DELTA) != 0
             delta = tl.where(exact, delta - bias, delta)
@@ -101,8 +123,9 @@ def row_kernel(
         wide, narrow, _, _, _ = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
         tl.store(factors + 2 * (rows + queries), wide, mask=inside)
         tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
-        past = tl.max(tl.where(inside & finite(largest), tl.abs(largest), 0.0), 0) >= FAST_TIES_BELOW
-        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, past.to(tl.int8))
+        size = tl.abs(largest)
+        odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
+        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
 
 
 @triton.jit
@@ -147,24 +170,30 @@ def count_kernel(
     lowest = float("-inf")
     blocks = tl.num_programs(0)
     partial += tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
-    _put(partial, 0, blocks, tl.sum(counted.to(tl.int64), 0))
+    _put(partial, _ROWS, blocks, tl.sum(counted.to(tl.int64), 0))
     _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(largest, log_sum * LOG2E, score_unit, unit, DTYPE)
     tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
     shifted = (code >> 14) != 0
     if HAS_MODES:
         shifted = shifted | ((tl.load(modes + head) & STABLE_SOFTMAX) != 0)
     _put(partial, _TIED_BF16, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
-    _put(partial, _TIED_BF16 + 1, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
-    _put(partial, _TIED_BF16 + 2, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
+    _put(partial, _TIED_ONE, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
+    _put(partial, _SHIFTED, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
     _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
-    _put(partial, _SCORE_MAX + 1, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
+    _put(partial, _ROW_MAX_ABS, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
     _put(partial, _SCORE_OFFSET_SUM, blocks, tl.sum(offsets, 0))
-    _put(partial, _SCORE_OFFSET_SUM + 1, blocks, tl.sum(offsets * offsets, 0))
+    _put(partial, _SCORE_OFFSET_SUMSQ, blocks, tl.sum(offsets * offsets, 0))
     _put(partial, _DELTA_BIAS_SUM, blocks, tl.sum(bias, 0))
-    _put(partial, _DELTA_BIAS_SUM + 1, blocks, tl.sum(tl.abs(bias), 0))
-    _put(partial, _DELTA_BIAS_SUM + 2, blocks, tl.sum(bias * bias, 0))
+    _put(partial, _DELTA_BIAS_ABS, blocks, tl.sum(tl.abs(bias), 0))
+    _put(partial, _DELTA_BIAS_SUMSQ, blocks, tl.sum(bias * bias, 0))
+    for slot in tl.static_range(_SLOTS):  # to what is counted elsewhere nothing is added
+        if ((_IS_COUNTED >> slot) & 1) == 0:
+            if ((_IS_MAXIMUM >> slot) & 1) != 0:
+                _put(partial, slot, blocks, tl.full((), float("-inf"), tl.float64))
+            else:
+                tl.store(partial + slot * blocks, tl.full((), 0, tl.int64))
 
 
 @triton.jit
@@ -193,9 +222,9 @@ def merge_kernel(
     added = tl.sum(count, 0)
     if PACKED and slot == _EMPTY:
         added += total_q - tl.load(cu_seqlens_q + sequences)
-    if slot < _SCORE_MAX:
+    if ((_IS_COUNT >> slot) & 1) != 0:
         tl.store(word, before + added)
-    elif slot < _SCORE_OFFSET_SUM:
+    elif ((_IS_MAXIMUM >> slot) & 1) != 0:
         after = tl.maximum(before.to(tl.float64, bitcast=True), tl.max(largest, 0))
         tl.store(word, after.to(tl.int64, bitcast=True))
     else:

@@ -6,7 +6,8 @@ from torch import nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current, logger
+from foreshock.monitor.attention.running import outside
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 
 
 def tell_unhit_layers(layers: Sequence[wire.Layer], watched: Sequence[nn.Module], words: Words, step: int) -> None:
@@ -26,9 +27,9 @@ def tell_unhit_layers(layers: Sequence[wire.Layer], watched: Sequence[nn.Module]
                 f": {why}" if why else ": its forward or backward did not run through the watched attention",
             )
         first += size
-    if current.outside:
+    if outside.calls:
         logger.warning(
             "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those calls are "
             "not watched",
-            current.outside,
+            outside.calls,
         )

@@ -21,9 +21,10 @@ from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient, try_removal
 from foreshock.lab.diagnosis.wording import Trial, explain
 from foreshock.lab.recording.history import History, live, recorded
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.capture import AttentionCall, Capture
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import lab_run
 from foreshock.monitor import attach
 from foreshock.server.testing import FakeRank, LiveService
@@ -64,7 +65,10 @@ def called(attention: nn.Module, numerics: str = "kernel") -> tuple[AttentionCal
     torch.manual_seed(0)
     model = Model(attention)
     tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(1))
-    with attach(model, quiet=True, url=None, spool_directory=None, numerics=numerics), Capture(model) as capture:
+    with (
+        attach(model, attention="kernels", quiet=True, url=None, spool_directory=None, numerics=numerics),
+        Capture(model) as capture,
+    ):
         (model(tokens).square().sum() * 10).backward(retain_graph=True)
     [call] = capture.calls
     return call, model

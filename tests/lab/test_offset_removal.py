@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import flash_attention
+from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.corpus import standard_library
 from foreshock.lab.training.model import CausalSelfAttention, ModelConfig
 from foreshock.lab.training.offset_removal import Removed, centred, remove_offset
-from foreshock.lab.training.recipes import CONTROL, find_arm, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
 from foreshock.monitor import Agent, attach
 
@@ -144,7 +145,7 @@ def watched(module: nn.Module) -> tuple[Agent, Callable[[], Tensor]]:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.square().mean()
 
-    return attach(module, quiet=True, url=None, spool_directory=None, numerics="float32"), loss
+    return attach(module, attention="kernels", quiet=True, url=None, spool_directory=None, numerics="float32"), loss
 
 
 def test_query_heads_that_share_a_key_head_share_its_bias() -> None:

@@ -9,20 +9,11 @@ import torch
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
+from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig, Rotary
 from foreshock.lab.training.published_runs import published
-from foreshock.lab.training.recipes import (
-    ARMS,
-    CONTROL,
-    RECIPES,
-    UNTREATED,
-    Arm,
-    Injection,
-    Recipe,
-    find_arm,
-    find_recipe,
-)
+from foreshock.lab.training.recipes import RECIPES, Injection, Recipe, find_recipe
 from foreshock.lab.training.run import Training
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
