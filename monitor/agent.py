@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from foreshock.contract import wire
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
-from foreshock.monitor.attention.coverage import tell_unhit_layers
 from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.standing import Standing
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
@@ -52,6 +53,8 @@ class Instruments:
     report: str
     keeper: Keeper | None = None
     """Who serves each layer; None in tests without a model."""
+    unwatched: int = 0
+    """Attention modules that were found and cannot be watched."""
 
 
 class Agent:
@@ -80,6 +83,7 @@ class Agent:
             self._switchboard.on_change = instruments.keeper.follow
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
+        self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
         self._judging = Judge(self._judge)
         self._guards = {
             name: Guard(name, self.faults, strict=config.strict)
@@ -98,7 +102,7 @@ class Agent:
         }
         self._outbox = Outbox(self._guards)
         self._cadence = Cadence(config)
-        self._started = self._closed = self._busy = self._checked = False
+        self._started = self._closed = self._busy = False
         self._began_at = 0
         atexit.register(self.close, "stopped")
 
@@ -203,9 +207,7 @@ class Agent:
 
     def _tell(self, judged: Judged) -> None:
         counted, verdicts, risk = judged
-        if not self._checked:
-            self._checked = True
-            tell_unhit_layers(self._instruments.layers, self._instruments.watched, counted.words, counted.step)
+        self._guards["sample"].run(self._look, counted)
         if verdicts and (keeper := self._instruments.keeper) is not None:
             told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
             verdicts = verdicts if told is None else told
@@ -216,6 +218,13 @@ class Agent:
             self._cadence.watch_closely(self.current_step)
         if self.config.policy != "observe":
             self._guards["policy"].run(self._act, verdicts)
+
+    def _look(self, counted: Counted) -> None:
+        """Who serves and measures each layer, told again when it changed."""
+        if self._standing.look(counted.words, counted.since_step, counted.step):
+            table = self._standing.table()
+            if table and self.config.rank == 0 and not self.config.quiet:
+                print(f"foreshock, from step {counted.step} on:\n{table}", file=sys.stderr)
 
     def _tell_sample(self, counted: Counted, risk: Floats | None) -> None:
         self._outbox.tell_draft(SampleDraft(counted, risk))
@@ -296,7 +305,8 @@ class Agent:
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
         keeper = self._instruments.keeper
-        return self._instruments.report + ("" if keeper is None else keeper.errors)
+        standing = self._standing.table()
+        return self._instruments.report + (f"\n{standing}" if standing else "") + (keeper.errors if keeper else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -198,6 +198,7 @@ def _instruments(
         projections=tuple(f.projection for f in watched),
         report=report,
         keeper=keeper,
+        unwatched=sum(f.problem is not None for f in found),
     )
 
 
