@@ -1,7 +1,6 @@
 """The agent: at each optimizer-step boundary it samples, detects, decides and switches; it never raises."""
 
 import atexit
-import logging
 import os
 import secrets
 import sys
@@ -9,24 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
-from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.standing import Standing
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
 from foreshock.monitor.detect.detectors import Detecting, Detectors, Readings
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.model.layers import Projection
+from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.policy import decide
 from foreshock.monitor.sampling import collector as collecting
@@ -36,25 +33,7 @@ from foreshock.monitor.sampling.norms import Measured, ModelNorms
 from foreshock.monitor.sampling.sample import GramsDraft, SampleDraft
 from foreshock.monitor.switch import Switchboard
 
-logger: Final = logging.getLogger("foreshock")
-
 Status = Literal["completed", "failed", "stopped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
-    """What `attach` put into the model. `state` int64 [N, SLOT_COUNT] and `modes` int32 [N] lie on its device."""
-
-    state: Tensor
-    modes: Tensor
-    layers: tuple[wire.Layer, ...]
-    watched: tuple[nn.Module, ...]
-    projections: tuple[Projection | None, ...]
-    report: str
-    keeper: Keeper | None = None
-    """Who serves each layer; None in tests without a model."""
-    unwatched: int = 0
-    """Attention modules that were found and cannot be watched."""
 
 
 class Agent:
