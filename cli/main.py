@@ -254,7 +254,9 @@ def lab_run(
 
 @lab.command("run-set")
 def lab_run_set(
-    name: Annotated[str, typer.Argument(help="cpu, gpu, rescue, cure-text, ...; a wrong name lists them.")],
+    name: Annotated[
+        str, typer.Argument(help="cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text or cure-small.")
+    ],
     folder: Annotated[Path, typer.Option(help="Where the traces go; those that are there are not made again.")],
     processes: Annotated[int, typer.Option(help="Processes side by side.", min=1)] = 1,
     runs_per_process: Annotated[int, typer.Option(help="Trainings at once in each, for a GPU.", min=1)] = 1,

@@ -1,12 +1,15 @@
 """What recipes may say of a run: shapes of the model, optimizers, text, and harm that is done on purpose."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 
+from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
@@ -228,3 +231,9 @@ def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
         return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
 
     assert size(True) == pytest.approx(size(False), rel=0.05)
+
+
+def test_the_help_of_run_set_names_every_set() -> None:
+    """Written out there, since a help text shall not wait for PyTorch."""
+    said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
+    assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said)) - {"or"} == set(published())
