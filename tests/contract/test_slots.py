@@ -105,7 +105,7 @@ def exact_states(draw: st.DrawFn, heads: int = 2) -> Words:
 
 def by_hand(parts: list[Words], head: int, slot: Slot) -> float:
     """One slot of one head, merged in plain Python by what SLOTS says of it."""
-    values = [column(part, slot)[head].item() for part in parts]
+    values = [float(column(part, slot)[head]) for part in parts]
     return max(values) if SLOTS[slot].merge == "max" else sum(values)
 
 
