@@ -9,7 +9,6 @@ from typing import Final
 
 from foreshock.contract.metric import (
     Alert,
-    Floats,
     HeadReading,
     Levels,
     Metric,
@@ -19,7 +18,7 @@ from foreshock.contract.metric import (
     value,
 )
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
-from foreshock.contract.slots import Slot, Words
+from foreshock.contract.slots import Floats, Slot, Words
 
 HEAD_LABELS: Final = ("run", "layer", "head")
 
@@ -522,6 +521,14 @@ SERVICE_METRICS: Final = (
                 action="Raise the service's series budget or end old runs.",
             ),
         ),
+    ),
+    Metric(
+        key="service.unreadable_rows",
+        title="Unreadable rows",
+        help="Stored rows that could not be read and were passed over since the service began, at most 10,000.",
+        bad="Above zero: the log names each row once, and what is wrong with it.",
+        board="service",
+        labels=(),
     ),
     Metric(
         key="service.store",

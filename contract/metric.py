@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
-Floats = npt.NDArray[np.float64]
 Board = Literal["overview", "run", "heads", "service"]
 Kind = Literal["gauge", "counter"]
 Scale = Literal["linear", "log", "symlog"]

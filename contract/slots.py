@@ -13,13 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int64]
-"""Head states as they travel, [..., SLOT_COUNT] int64; float slots hold the bits of a float64."""
+"""Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
+
+Floats = npt.NDArray[np.float64]
 
 Merge = Literal["sum", "max"]
 
 
 class Slot(IntEnum):
-    """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder."""
+    """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder.
+
+    An appended slot may be of any kind: each says how it is merged in SLOTS, and nothing goes by its position.
+    """
 
     ROWS = 0
     TIED_ROWS_BF16 = 1
@@ -35,8 +40,21 @@ class Slot(IntEnum):
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
 
+    # What 0.1.0 called them.
+    ROWS_TIED_BF16 = 1
+    ROWS_TIED_ONE = 2
+    ROWS_SHIFTED = 3
+    ROWS_EMPTY = 4
+    ROWS_NONFINITE = 5
+    OFFSET_SUM = 8
+    OFFSET_SUMSQ = 9
+
 
 SLOT_COUNT: Final = len(Slot)
+OLDEST_SLOT_COUNT: Final = 13
+"""Slots of version 0.1.0, the fewest that a row ever had."""
+MOST_SLOTS: Final = 64
+"""No version's rows are longer."""
 
 
 class SlotInfo(NamedTuple):
@@ -78,8 +96,23 @@ MAX_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.merge == "
 def identity_row() -> Words:
     """The state of a head that has seen nothing, [SLOT_COUNT]."""
     row = np.zeros(SLOT_COUNT, dtype=np.int64)
-    row.view(np.float64)[list(MAX_SLOTS)] = -np.inf
+    floats = [slot for slot, info in SLOTS.items() if info.dtype == "float64"]
+    row.view(np.float64)[floats] = [SLOTS[slot].identity for slot in floats]
     return row
+
+
+def fitted(words: Words) -> Words:
+    """Rows of any version, [..., slots], as this version reads them, [..., SLOT_COUNT].
+
+    Slots that an older version did not have hold their identity: nothing was counted. Those of a newer version that
+    are unknown here are left out.
+    """
+    width = words.shape[-1]
+    if width >= SLOT_COUNT:
+        return words[..., :SLOT_COUNT]
+    fit = np.empty((*words.shape[:-1], SLOT_COUNT), dtype=np.int64)
+    fit[..., :width], fit[..., width:] = words, identity_row()[width:]
+    return fit
 
 
 def merge_words(states: Sequence[Words]) -> Words:

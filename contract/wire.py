@@ -3,6 +3,10 @@
 The agent sends batches; the service answers each with an acknowledgement that carries commands. A batch is identified
 by (run, rank, boot, sequence): sending it twice changes nothing. JSON only; arrays travel as base64 of little-endian
 bytes, so that a NaN arrives as the same NaN; a non-finite scalar travels as a string ("NaN", "Infinity").
+
+Agents and services of different versions work together (docs/service.md, Compatibility): what a reader does not know,
+a field, a slot, a kind of event, the name of a mode, it skips or keeps as text. What it does know it checks: what is
+acknowledged can be read by everybody afterwards. Version 0.1.0 skipped nothing; `version_0_1_0` writes what it reads.
 """
 
 import base64
@@ -13,13 +17,26 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import from_json
 
 from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
-from foreshock.contract.slots import SLOT_COUNT, Words
+from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
 WIRE_VERSION: Final = 1
+WIRE_REVISION: Final = 1
+"""Told by agents that skip what they do not know; 0.1.0 tells none."""
 MAX_LAYERS: Final = 1024
+MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
 MAX_BATCH_BYTES: Final = 32 * 2**20
@@ -38,24 +55,29 @@ def _identifier(value: str) -> str:
 Identifier = Annotated[str, AfterValidator(_identifier)]
 """Names a run, a layer or a boot; safe as a label, never used as a path."""
 
-Step = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Step = Count
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+"""Wall clock, a label only."""
+LayerNumber = Annotated[int, Field(ge=0, le=MAX_LAYER_NUMBER)]
+HeadNumber = Annotated[int, Field(ge=0, lt=MAX_HEADS)]
 ModeName = Annotated[
     str,
     Field(max_length=64, json_schema_extra={"pattern": f"^({MODE_PATTERN})$"}),
     AfterValidator(lambda name: mode_name(parse_mode(name))),
 ]
-"""A mode that exists, for orders and settings; its parts in the order of contract.modes.MODES."""
+"""A mode that exists, for requests and settings; its parts in the order of contract.modes.MODES."""
 ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
-"""The name of a mode as an agent tells it, which may be newer than its reader."""
+"""The name of a mode as another process tells it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
 Policy = Literal["observe", "approve", "auto"]
 
 
 class Message(BaseModel):
-    """Base of every message: frozen, no unknown fields, non-finite scalars as strings."""
+    """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
 
 class Array(Message):
@@ -93,9 +115,9 @@ class Array(Message):
 class Layer(Message):
     """One watched attention layer as this rank sees it. `layer` and `heads` are global numbers."""
 
-    layer: int = Field(ge=0, lt=100_000)
+    layer: LayerNumber
     name: Identifier
-    heads: tuple[int, ...] = Field(min_length=1, max_length=MAX_HEADS)
+    heads: tuple[HeadNumber, ...] = Field(min_length=1, max_length=MAX_HEADS)
     kv_heads: int = Field(ge=1, le=MAX_HEADS)
     head_dim: int = Field(ge=1, le=4096)
     served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
@@ -104,12 +126,12 @@ class Layer(Message):
     @field_validator("heads")
     @classmethod
     def _heads_distinct(cls, heads: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(heads)) != len(heads) or min(heads) < 0:
-            raise ValueError("heads must be distinct numbers from 0 on")
+        if len(set(heads)) != len(heads):
+            raise ValueError("heads must be distinct numbers")
         return heads
 
 
-HeadRef = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+HeadRef = tuple[LayerNumber, HeadNumber]
 """(layer, head), both global."""
 
 
@@ -118,7 +140,7 @@ class Started(Message):
 
     kind: Literal["started"] = "started"
     step: Step
-    unix_seconds: float = Field(description="wall clock, a label only")
+    unix_seconds: UnixSeconds
     world_size: int = Field(default=1, ge=1, le=10**6)
     layers: tuple[Layer, ...] = Field(max_length=MAX_LAYERS)
     policy: Policy
@@ -128,23 +150,27 @@ class Started(Message):
     versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
 
 
+PER_HEAD: Final = {"modes": "<i4", "query_norm": "<f4", "key_norm": "<f4", "query_key_norm": "<f4", "risk": "<f4"}
+"""Arrays of a sample with one number per head, [heads], and their dtypes."""
+
+
 class Sample(Message):
     """Everything counted in the steps (since_step, step]. Heads stand in the order of the boot's layers, flattened."""
 
     kind: Literal["sample"] = "sample"
     step: Step
     since_step: Step
-    unix_seconds: float
-    states: Array | None = Field(default=None, description="int64 words, [heads, SLOT_COUNT]")
+    unix_seconds: UnixSeconds
+    states: Array | None = Field(default=None, description="int64 words, [heads, slots of the sender's version]")
     modes: Array | None = Field(default=None, description="int32 mode flags, [heads]")
     query_norm: Array | None = Field(default=None, description="spectral norm of W_Q per head, float32 [heads]")
     key_norm: Array | None = Field(default=None, description="spectral norm of W_K per head, float32 [heads]")
     query_key_norm: Array | None = Field(default=None, description="spectral norm of W_Q W_K^T, float32 [heads]")
     loss: float | None = Field(default=None, description="mean raw loss over the steps that reported one")
     loss_max: float | None = None
-    loss_nonfinite_steps: int = Field(default=0, ge=0, le=2**53)
+    loss_nonfinite_steps: Count = 0
     grad_norm: float | None = Field(default=None, description="largest gradient norm of the steps")
-    grad_norm_nonfinite_steps: int = Field(default=0, ge=0, le=2**53)
+    grad_norm_nonfinite_steps: Count = 0
     learning_rate: float | None = None
     step_seconds: float | None = Field(default=None, description="mean wall time of a step")
     agent_seconds: float | None = Field(default=None, description="mean host time of the agent in a step")
@@ -153,23 +179,40 @@ class Sample(Message):
     @field_validator("states")
     @classmethod
     def _states_have_slots(cls, value: Array | None) -> Array | None:
-        if value is not None and (value.dtype != "<i8" or len(value.shape) != 2 or value.shape[1] != SLOT_COUNT):
-            raise ValueError(f"states must be int64 of shape [heads, {SLOT_COUNT}], got {value.dtype} {value.shape}")
+        if value is None:
+            return value
+        if value.dtype != "<i8" or len(value.shape) != 2 or not OLDEST_SLOT_COUNT <= value.shape[1] <= MOST_SLOTS:
+            raise ValueError(
+                f"states must be int64 of shape [heads, {OLDEST_SLOT_COUNT} to {MOST_SLOTS} slots], got {value.dtype} "
+                f"{value.shape}"
+            )
+        return value
+
+    @field_validator(*PER_HEAD)
+    @classmethod
+    def _one_number_per_head(cls, value: Array | None, info: ValidationInfo) -> Array | None:
+        dtype = PER_HEAD[info.field_name or ""]
+        if value is not None and (value.dtype != dtype or len(value.shape) != 1):
+            raise ValueError(f"{info.field_name} must be {dtype} of shape [heads], got {value.dtype} {value.shape}")
         return value
 
     @model_validator(mode="after")
     def _steps_and_heads_agree(self) -> Self:
         if self.since_step > self.step:
             raise ValueError(f"since_step {self.since_step} is after step {self.step}")
-        sizes = {a.shape[0] for a in (self.states, self.modes) if a is not None and a.shape}
-        sizes |= {a.shape[0] for a in (self.query_norm, self.key_norm, self.query_key_norm, self.risk) if a and a.shape}
+        sizes = self.head_counts()
         if len(sizes) > 1:
             raise ValueError(f"the arrays of one sample speak of different numbers of heads: {sorted(sizes)}")
         return self
 
+    def head_counts(self) -> set[int]:
+        """Of how many heads its arrays speak; empty when it has none."""
+        arrays = (self.states, *(getattr(self, name) for name in PER_HEAD))
+        return {array.shape[0] for array in arrays if array is not None}
+
     def words(self) -> Words | None:
         """The head states, [heads, SLOT_COUNT], or None when this sample carries none."""
-        return None if self.states is None else self.states.numpy()
+        return None if self.states is None else fitted(self.states.numpy())
 
 
 class Verdict(Message):
@@ -180,10 +223,10 @@ class Verdict(Message):
     step: Step
     state: Literal["raised", "updated", "cleared"]
     severity: Severity
-    layer: int | None = Field(default=None, ge=0)
-    head: int | None = Field(default=None, ge=0)
+    layer: LayerNumber | None = None
+    head: HeadNumber | None = None
     cause: Cause
-    signal: str = Field(max_length=64, description="the signal that tripped: offset, score, norm, ties, nonfinite")
+    signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
     evidence: dict[Identifier, float] = Field(default_factory=dict, max_length=32)
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None
@@ -223,11 +266,13 @@ class AgentHealth(Message):
 
     kind: Literal["health"] = "health"
     step: Step
-    dropped: dict[Identifier, int] = Field(default_factory=dict, description="events lost, by reason")
-    faults: dict[Identifier, int] = Field(default_factory=dict, description="contained faults, by component")
-    retries: int = Field(default=0, ge=0)
-    spool_bytes: int = Field(default=0, ge=0)
-    oldest_unsent_seconds: float = Field(default=0.0, ge=0)
+    dropped: dict[Identifier, Count] = Field(default_factory=dict, max_length=256, description="events lost, by reason")
+    faults: dict[Identifier, Count] = Field(
+        default_factory=dict, max_length=256, description="contained faults, by component"
+    )
+    retries: Count = 0
+    spool_bytes: Count = 0
+    oldest_unsent_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 class Grams(Message):
@@ -240,8 +285,8 @@ class Grams(Message):
     kind: Literal["grams"] = "grams"
     step: Step
     began_step: Step = Field(description="where the boot began; only parts of boots that began together are added up")
-    layer: int = Field(ge=0, lt=100_000)
-    heads: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=MAX_HEADS)
+    layer: LayerNumber
+    heads: tuple[HeadNumber, ...] = Field(min_length=1, max_length=MAX_HEADS)
     head_dim: int = Field(ge=1, le=MAX_GRAM_DIM)
     inputs: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = Field(description="[start, stop)")
     all_inputs: int = Field(ge=1, le=2**31 - 1)
@@ -268,12 +313,20 @@ class Finished(Message):
 
     kind: Literal["finished"] = "finished"
     step: Step
-    unix_seconds: float
+    unix_seconds: UnixSeconds
     status: Literal["completed", "failed", "stopped"]
 
 
+class Unknown(Message):
+    """Stands in the place of an event of a kind that the reader does not know: a newer version's."""
+
+    kind: Literal["unknown"] = "unknown"
+    step: Step = 0
+    name: str = Field(max_length=64, description="the kind that it has")
+
+
 Event = Annotated[
-    Started | Sample | Verdict | Switched | AgentHealth | Grams | Finished,
+    Started | Sample | Verdict | Switched | AgentHealth | Grams | Finished | Unknown,
     Field(discriminator="kind"),
 ]
 
@@ -282,6 +335,7 @@ class Batch(Message):
     """What the agent posts to /v1/batches. Written whole or not at all."""
 
     wire: Literal[1] = 1
+    revision: int = Field(default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as 0.1.0 does")
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
     boot: Identifier = Field(description="new at every process start of a rank; sorts by start time")
@@ -289,16 +343,37 @@ class Batch(Message):
     events: tuple[Event, ...] = Field(min_length=1, max_length=MAX_EVENTS)
 
 
+def read_batch(body: bytes) -> Batch:
+    """A batch as it came in; events of kinds that are unknown here are `Unknown`.
+
+    Raises ValidationError for what is malformed.
+    """
+    try:
+        return Batch.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        places = [e["loc"][1] for e in found if e["type"] == "union_tag_invalid" and e["loc"][:1] == ("events",)]
+        said: dict[str, Any] = from_json(body) if places else {}
+        if not all(isinstance(said["events"][place]["kind"], str) for place in places) or not places:
+            raise
+    for place in places:
+        said["events"][place] = {"kind": "unknown", "name": said["events"][place]["kind"][:64]}
+    return Batch.model_validate(said)
+
+
 class Command(Message):
-    """An order to the agent. Delivered at least once; the agent applies an id once."""
+    """An order to the agent. Delivered at least once; the agent applies an id once.
+
+    A service may know more modes and orders than the agent, which refuses those, with a sentence.
+    """
 
     id: Identifier
-    action: Literal["switch"] = "switch"
+    action: Annotated[str, Field(max_length=32)] = "switch"
     heads: tuple[HeadRef, ...] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="None means every head"
     )
-    mode: ModeName
-    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
+    mode: ToldModeName
+    expect: ToldModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     reason: str = Field(max_length=500)
     issued_by: str = Field(max_length=128)
     expires_unix_seconds: float | None = None

@@ -55,9 +55,9 @@ class Switchboard:
         Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves.
         """
         wanted = list(heads)
-        flags = parse_mode(mode)
-        if outcome not in ("refused", "expired"):
-            check_served(flags)
+        changes = outcome not in ("refused", "expired")
+        if changes:
+            check_served(flags := parse_mode(mode))
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
@@ -74,7 +74,7 @@ class Switchboard:
             outcome=outcome,
             heads=tuple(wanted),
             before=before,
-            after=tuple(mode_name(flags) if outcome in ("applied", "proposed", "dry_run") else name for name in before),
+            after=tuple(mode_name(flags) if changes else name for name in before),
             reason=reason[:500],
         )
 
@@ -98,6 +98,8 @@ class Switchboard:
     def _judge(
         self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
     ) -> tuple[wire.Outcome, str]:
+        if command.action != "switch":
+            return "refused", f"this agent does not know the order {command.action!r}; it is older than the service"
         if command.expires_step is not None and step >= command.expires_step:
             return "expired", f"expired at step {command.expires_step}; this run is at step {step}"
         if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
@@ -106,10 +108,10 @@ class Switchboard:
             return "refused", "none of the named heads is watched by this process"
         try:
             check_served(parse_mode(command.mode))
+            expected = None if command.expect is None else int(parse_mode(command.expect))
         except ValueError as error:
             return "refused", str(error)
-        if command.expect is not None:
-            expected = int(parse_mode(command.expect))
+        if expected is not None:
             other = [head for head in mine if self.host[self._rows[head]] != expected]
             if other:
                 now = mode_name(int(self.host[self._rows[other[0]]]))

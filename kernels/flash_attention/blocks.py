@@ -1,10 +1,12 @@
 """Device functions that the forward and the backward share: which keys a tile sees, loading it, rounding it."""
 
+import torch
 import triton
 import triton.language as tl
 
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import shift
+from foreshock.kernels.flash_attention.spec import residual_scale
 
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
@@ -16,6 +18,7 @@ PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+RESIDUAL_SCALE_FP16: tl.constexpr = tl.constexpr(residual_scale(torch.float16))
 
 
 @triton.jit
@@ -154,7 +157,11 @@ def visible(queries, keys, offset, length_k, left, right, HAS_LEFT: tl.constexpr
 
 @triton.jit
 def tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    """Within a few units in the last place. Near 0 the quotient would cancel, and its error, times a large softcap, be
+    larger than the score: there a Taylor series, whose first term left out is below 2^-27 of x."""
+    square = x * x
+    series = x + x * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
 
 
 @triton.jit

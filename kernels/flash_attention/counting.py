@@ -7,13 +7,14 @@ from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
     EXACT_DELTA,
     LOG2E,
+    RESIDUAL_SCALE_FP16,
     STABLE_SOFTMAX,
     diagonal,
     load_tile,
     sequence,
     to_operand,
 )
-from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, tie_factors, tied
+from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors, tied
 
 _SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
@@ -82,6 +83,8 @@ def row_kernel(
             residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False
         )
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
+        if residual.dtype.element_ty == tl.float16:
+            bias *= 1.0 / RESIDUAL_SCALE_FP16
         if HAS_MODES:
             exact = (tl.load(modes + head) & EXACT_DELTA) != 0
             delta = tl.where(exact, delta - bias, delta)
@@ -101,8 +104,9 @@ def row_kernel(
         wide, narrow, _, _, _ = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
         tl.store(factors + 2 * (rows + queries), wide, mask=inside)
         tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
-        past = tl.max(tl.where(inside & finite(largest), tl.abs(largest), 0.0), 0) >= FAST_TIES_BELOW
-        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, past.to(tl.int8))
+        size = tl.abs(largest)
+        odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
+        tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from foreshock.kernels.flash_attention.blocks import (
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
+    RESIDUAL_SCALE_FP16,
     STABLE_SOFTMAX,
     cap_scores,
     diagonal,
@@ -170,6 +171,8 @@ def _block(
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     if RESIDUAL:
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
+        if tl.float16 == DTYPE:
+            lost *= RESIDUAL_SCALE_FP16
         store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)

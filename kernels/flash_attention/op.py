@@ -70,10 +70,12 @@ def _attention_forward(
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
     [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
-    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`);
+    Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
+    times `residual_scale`;
     log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     given = spec_of(spec)
+    modes, cu_seqlens_q, cu_seqlens_k = map(_adjacent, (modes, cu_seqlens_q, cu_seqlens_k))
     sizes = (modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
     if (kernels := _kernels(query, given)) is not None:  # which write in the query's layout
         result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.attention_forward(query, key, value, *sizes)
@@ -117,6 +119,7 @@ def _attention_backward(
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     """
     given = spec_of(spec)
+    modes, cu_seqlens_q, cu_seqlens_k = map(_adjacent, (modes, cu_seqlens_q, cu_seqlens_k))
     saved = (out, out_residual, lse, row_max, state, modes)
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
     if (kernels := _kernels(query, given)) is not None:
@@ -131,6 +134,12 @@ def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _adjacent(numbers: Tensor | None) -> Tensor | None:
+    """A short vector as the kernels read it: one number after the other. The copy of another layout is a kernel of its
+    own, so that flags which are flipped under a captured graph are seen all the same."""
+    return None if numbers is None else numbers.contiguous()
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -151,13 +160,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @once_differentiable
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
+    state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     grads = attention_backward(
         grad_out,
         query,
         key,
         value,
         *output,
-        ctx.state,
+        state,
         ctx.modes,
         cu_seqlens_q,
         cu_seqlens_k,
@@ -262,6 +272,7 @@ def flash_attention(
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
+    max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None.
     return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable.
     Raises ValueError with a sentence for anything else, additive masks included.
     """
@@ -281,6 +292,9 @@ def flash_attention(
             )
         causal = "top_left" if causal else "none"
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    if torch.compiler.is_compiling():  # and numbers may be symbols; a call's spec is part of its graph
+        scale, softcap, dropout_p = (float.fromhex(float(x).hex()) for x in (scale, softcap, dropout_p))
+        window = int(window[0]), int(window[1])
     spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
     # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.
     seed = torch.randint(2**63 - 1, (), device=query.device) if dropout_p > 0 else None
@@ -295,13 +309,22 @@ def flash_attention(
         modes,
         cu_seqlens_q,
         cu_seqlens_k,
-        query.shape[2] if max_seqlen_q is None else max_seqlen_q,
-        key.shape[2] if max_seqlen_k is None else max_seqlen_k,
+        _longest(query, cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q,
+        _longest(key, cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k,
         seed,
         spec.text,
     )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
+
+
+def _longest(rows: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Length of the longest packed sequence. Reading it waits for the device; where that cannot be, in a graph that is
+    compiled or captured, the length of all together is a bound, and a slow one: give max_seqlen there."""
+    known = not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+    if cu_seqlens is None or len(cu_seqlens) < 2 or not known:
+        return rows.shape[2]
+    return int(cu_seqlens.diff().amax())
 
 
 def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:

@@ -13,7 +13,13 @@ from torch import Tensor
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
-from foreshock.kernels.flash_attention.spec import AttentionSpec, compute_dtype, operand_dtype, residual_dtype
+from foreshock.kernels.flash_attention.spec import (
+    AttentionSpec,
+    compute_dtype,
+    operand_dtype,
+    residual_dtype,
+    residual_scale,
+)
 from foreshock.kernels.flash_attention.statistics import (
     Rows,
     accumulate,
@@ -71,7 +77,8 @@ def attention_forward(
         row_sum = _round(rounded.sum(-1, keepdim=True), operand)
         out = output(rounded, row_sum, operand).to(operand)
     lse = subtracted + row_sum.log()
-    out_residual = (exact - _round(out.to(wide), operand)).to(residual)
+    lost = exact - _round(out.to(wide), operand)
+    out_residual = (lost * residual_scale(residual)).to(residual)
     return out.to(query.dtype), out_residual, lse.squeeze(-1), row_max.squeeze(-1)
 
 
@@ -162,7 +169,7 @@ def _score_gradient(
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
     operand, kv_heads, wide = operand_dtype(query.dtype), key.shape[1], lse.dtype
     grad = grad_out.contiguous().to(wide)
-    delta_bias = -(grad * out_residual.to(wide)).sum(-1)
+    delta_bias = -(grad * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
     delta_lp = (grad * _round(out, operand).to(wide)).sum(-1)
     delta_hp = delta_lp - delta_bias
 

@@ -28,6 +28,10 @@ CAUSAL_ALIGNMENTS: Final[tuple[str, ...]] = get_args(CausalAlignment)
 _INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+WIDEST: Final = 2**30
+"""Lengths, and sides of a window, from which on the sum of two would not fit into the kernels' 32-bit indices."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What one call of attention computes, apart from its tensors.
@@ -40,9 +44,9 @@ class AttentionSpec:
     """Factor of the scores, usually 1 / sqrt(D)."""
     causal: CausalAlignment = "none"
     window_left: int = -1
-    """Keys visible before the diagonal; -1 means all."""
+    """Keys visible before the diagonal; -1 means all, and so does WIDEST or more."""
     window_right: int = -1
-    """Keys visible after the diagonal; -1 means all."""
+    """Keys visible after the diagonal; likewise."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0 means off."""
     dropout_p: float = 0.0
@@ -54,12 +58,15 @@ class AttentionSpec:
             raise ValueError(f"numerics {self.numerics!r} does not exist; use one of {', '.join(NUMERICS)}")
         if self.causal not in CAUSAL_ALIGNMENTS:
             raise ValueError(f"causal {self.causal!r} is unknown; use True, False, {', '.join(CAUSAL_ALIGNMENTS)}")
-        if not math.isfinite(self.scale):
+        if not -math.inf < self.scale < math.inf:  # torch.compile follows this where the head dim is a symbol
             raise ValueError(f"scale is {self.scale}; give a finite number or None for 1 / sqrt(head_dim)")
         if min(self.window_left, self.window_right) < -1:
             window = (self.window_left, self.window_right)
             raise ValueError(f"window is {window}; give (left, right) in keys, each 0 or more, or -1 for unlimited")
-        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+        for side in ("window_left", "window_right"):
+            if getattr(self, side) >= WIDEST:
+                object.__setattr__(self, side, -1)
+        if not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap is {self.softcap}; give a positive number, or 0 for none")
         if not 0 <= self.dropout_p < 1:
             raise ValueError(f"dropout_p is {self.dropout_p}; give a probability from 0 up to, not including, 1")
@@ -102,15 +109,24 @@ def residual_dtype(dtype: torch.dtype, numerics: Numerics) -> torch.dtype:
     return operand_dtype(dtype) if numerics in ("kernel", "paper") else compute_dtype(numerics)
 
 
+def residual_scale(dtype: torch.dtype) -> float:
+    """What O's rounding residual is multiplied by before it is stored in this dtype. In fp16 the residual of an O below
+    about 1e-3 would underflow; times the inverse of fp16's relative step it is about as large as O itself."""
+    return 2.0**11 if dtype == torch.float16 else 1.0
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics) -> None:
     """Raise ValueError with a sentence unless query [B, H, Sq, D] and key, value [B, Hkv, Sk, D] fit together."""
-    given = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
+        given = _shapes(query, key, value)
         raise ValueError(f"{given}: attention takes query [B, H, Sq, D] and key, value [B, Hkv, Sk, D]")
     if key.shape != value.shape:
+        given = _shapes(query, key, value)
         raise ValueError(f"{given}: key and value must have the same shape [B, Hkv, Sk, D]")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[3] == 0:
-        raise ValueError(f"{given}: batch size and head dim (1 or more) must be equal")
+        raise ValueError(f"{_shapes(query, key, value)}: batch size and head dim (1 or more) must be equal")
+    if query.shape[2] >= WIDEST or key.shape[2] >= WIDEST:
+        raise ValueError(f"{_shapes(query, key, value)}: at most {WIDEST - 1} rows of queries and of keys are served")
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide into {kv_heads} key heads; give a multiple of {kv_heads}")
@@ -122,6 +138,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, numerics: Numerics)
         raise ValueError(f"float64 inputs need numerics='float64', got {numerics!r}; cast them or change the numerics")
     if not query.device == key.device == value.device:
         raise ValueError(f"inputs lie on {query.device}, {key.device}, {value.device}; move them to one device")
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
 
 def check_packed(query: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:

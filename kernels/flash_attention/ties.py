@@ -16,23 +16,14 @@ from foreshock.kernels.flash_attention.blocks import (
     visible,
 )
 
-_STEEP: tl.constexpr = tl.constexpr(2.0**100)
-"""Any two fp32 scores that differ, times this, differ by more than 1 (but for a difference under 2^-99)."""
-
 _HIGH: tl.constexpr = tl.constexpr(2.0**18)
 """Weight of the narrower definition in the packed count; rows of up to 2^18 keys are counted exactly."""
 
 
 FAST_TIES_BELOW: tl.constexpr = tl.constexpr(512.0)
 """Row maxima, in size, from which on a bf16 step of scores is too many binades of P for `add_floors`."""
-
-
-@triton.jit
-def _next_below(x):
-    """The largest fp32 number below x (finite)."""
-    bits = x.to(tl.int32, bitcast=True)
-    below = tl.where(bits < 0, bits + 1, bits - 1)
-    return tl.where(x == 0.0, -1e-45, below.to(tl.float32, bitcast=True))
+FAST_TIES_FROM: tl.constexpr = tl.constexpr(2.0**-6)
+"""Row maxima, in size, below which a bf16 step of scores moves P by too few steps of fp32 for `add_floors`."""
 
 
 @triton.jit
@@ -85,33 +76,15 @@ def tie_factors(row_max, log2_lse, score_unit, unit, dtype: tl.constexpr):
 def tie_thresholds(row_max, dtype: tl.constexpr):
     """What `count_ties` takes of each row."""
     bf16, one = _thresholds(row_max, dtype)
-    wide = tl.minimum(bf16, one)
-    narrow = tl.maximum(bf16, one)
-    if not INTERPRET:
-        wide = 2.0 - _next_below(wide) * _STEEP
-        narrow = 2.0 - _next_below(narrow) * _STEEP
-    return wide, narrow
+    return tl.minimum(bf16, one), tl.maximum(bf16, one)
 
 
 @triton.jit
 def count_ties(products, score_unit, wide, narrow):
-    """Packed count per row of the scores at or above each threshold, exact for any score.
-
-    A comparison runs at half rate on a GPU, so it is done by a saturating multiply-add: 0 below, 1 at or above.
-    """
-    if INTERPRET:
-        scores = products * score_unit
-        steps = (scores >= wide[:, None]).to(tl.float32) + (scores >= narrow[:, None]).to(tl.float32) * _HIGH
-    else:
-        steep = score_unit * _STEEP
-        low = tl.inline_asm_elementwise(
-            "fma.rn.sat.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [products, steep, wide[:, None]], tl.float32, True, 1
-        )
-        high = tl.inline_asm_elementwise(
-            "fma.rn.sat.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [products, steep, narrow[:, None]], tl.float32, True, 1
-        )
-        steps = high * _HIGH + low
-    return tl.sum(steps, 1)
+    """Packed count per row of the scores at or above each threshold, exact for any score."""
+    scores = products * score_unit  # rounded as the row maximum was
+    at_wide, at_narrow = (scores >= wide[:, None]).to(tl.float32), (scores >= narrow[:, None]).to(tl.float32)
+    return tl.sum(at_narrow * _HIGH + at_wide, 1)
 
 
 @triton.jit
@@ -188,8 +161,9 @@ def slow_ties_kernel(
     HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, HAS_MODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows past FAST_TIES_BELOW, and
-    with 2^14 for those that the paper's rule shifts, which asks for ties of its own.
+    """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows outside
+    FAST_TIES_FROM and FAST_TIES_BELOW, and with 2^14 for those that the paper's rule shifts, which asks for ties of
+    its own.
 
     In the dQ pass these loops would cost every head registers. Nearly always there is nothing to do here.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import reference
-from foreshock.kernels.flash_attention.spec import AttentionSpec, Numerics, compute_dtype, operand_dtype
+from foreshock.kernels.flash_attention.spec import AttentionSpec, Numerics, compute_dtype, operand_dtype, residual_scale
 from foreshock.kernels.flash_attention.statistics import one_margin, several_within
 from foreshock.kernels.flash_attention.visibility import hide
 from foreshock.lab.training.capture import AttentionCall
@@ -88,7 +88,7 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     true_query, _ = _gradients(grad.double(), *wide, true_out, true)
     mixed = reference.attention_forward(wide[0], wide[1], wide[1], None, None, None, sizes[0], sizes[1], None, true)[0]
 
-    error = -residual.double()
+    error = -residual.double() / residual_scale(residual.dtype)
     product = grad.double() * error
     tied, visible_keys = _tied(query, key, row_max, spec)
     group = heads // key.shape[1]

@@ -18,10 +18,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from foreshock.contract.slots import Floats
 from foreshock.kernels.flash_attention.spec import Numerics
 from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.diagnosis.wording import Diagnosis, HeadCourse, Trial, explain
-from foreshock.lab.recording.history import Floats, History
+from foreshock.lab.recording.history import History
 from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.offset_removal import remove_offset
 from foreshock.lab.training.recipes import Arm, Recipe

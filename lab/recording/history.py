@@ -6,14 +6,12 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.contract.catalog import HEAD_METRICS
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import Trace, read_trace
-
-Floats = npt.NDArray[np.float64]
 
 METRICS: Final = {metric.key: metric for metric in HEAD_METRICS}
 READ: Final = (

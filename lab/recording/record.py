@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract import catalog, wire
-from foreshock.contract.slots import Slot, Words, merge_words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, merge_words, slot_values
 
-Floats = npt.NDArray[np.float64]
 _POINT_STEPS = 25
 """Samples are merged up to this length: round a warning the agent samples every step, which is mostly noise."""
 _LAST_STEPS = 500

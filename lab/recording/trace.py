@@ -24,10 +24,8 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, identity_row, merge_words, slot_values
+from foreshock.contract.slots import SLOT_COUNT, SLOTS, Floats, Slot, Words, identity_row, merge_words, slot_values
 from foreshock.monitor.detect.readings import Readings
-
-Floats = npt.NDArray[np.float64]
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _ROWS_OF_A_BATCH = 32 * 256

@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import Trace, readings
 
-Floats = npt.NDArray[np.float64]
 _ALPHA: Final = 0.97
 _WARMUP: Final = 25
 _Z_CLIP: Final = 2.5

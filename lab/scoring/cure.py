@@ -23,7 +23,7 @@ from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.courses import excess_over, final_offset
 from foreshock.lab.scoring.harm import first_harm
 from foreshock.lab.training.recipes import CONTROL, RESCUED
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE
 
 SHIPPED: Final = "shipped"
 

@@ -19,9 +19,8 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import Steps
-
-Floats = npt.NDArray[np.float64]
 
 BLOCK_STEPS: Final = 100
 BLOCKS_IN_A_ROW: Final = 3

@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
-from foreshock.monitor.detect.growth import SIGNALS
-
-Floats = npt.NDArray[np.float64]
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNAL_NAMES
 
 OURS: Final = "foreshock"
 """The verdict that joins the detectors."""
-DETECTORS: Final = (OURS, *(f"foreshock: {name}" for name in SIGNALS))
+DETECTORS: Final = (OURS, *(f"foreshock: {name}" for name in SIGNAL_NAMES))
 NOT_RECORDED: Final = "not recorded"
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
@@ -160,9 +157,9 @@ def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], 
         raised += [verdict for verdict in detectors.update(reading) if verdict.state == "raised"]
         steps.append(reading.step)
         pressure.append(detectors.pressure.max(axis=1, initial=0.0))
-    values = np.stack(pressure) if pressure else np.zeros((0, len(SIGNALS)))
+    values = np.stack(pressure) if pressure else np.zeros((0, len(SIGNAL_NAMES)))
     step = np.array(steps, dtype=np.int64)
-    named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNALS)}
+    named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNAL_NAMES)}
     return raised, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
 
 

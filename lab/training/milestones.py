@@ -6,9 +6,9 @@
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from foreshock.contract.slots import Floats
+
 Milestone = Literal["warning", "harm", "explosion"]
 
 HARMED_LOSS: Final = 1.025

@@ -13,12 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-Floats = npt.NDArray[np.float64]
+from foreshock.contract.slots import Floats
 
 
 class NullPart:

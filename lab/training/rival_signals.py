@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-Floats = npt.NDArray[np.float64]
+from foreshock.contract.slots import Floats
+
 _TINY: Final = 1e-30
 _ITERATIONS: Final = 24
 """Of the power iteration for a principal singular vector, warm-started from the probe before."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import TraceWriter
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -24,7 +24,6 @@ from foreshock.lab.training.rival_signals import ModelProbe
 from foreshock.monitor import Agent, attach
 
 _NEWLINE = 10
-Floats = npt.NDArray[np.float64]
 HISTORY_STEPS = 100
 """Loss and gradient norm of so many steps wait on the device."""
 _RIVAL_STEPS = {"cpu": 200, "cuda": 500}

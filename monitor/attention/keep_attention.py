@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.catalog import read
-from foreshock.contract.metric import Floats, ratio
-from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.contract.metric import ratio
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
-from foreshock.monitor.detect.growth import SIGNALS, Floats, Growth, lower_median, median_of_others
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
+from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _WORTH_A_LOOK: Final = 0.6
@@ -39,47 +40,40 @@ class Nearness:
         """
         config = self._config
         near = np.zeros_like(growth.end)
-        supported = push * np.sign(growth.end[0]) >= config.support_z
-        offset_level = np.where(supported, config.offset_level, config.unsupported_level)
-        offset_growth = np.where(supported, config.offset_growth, config.unsupported_growth)
-        rules: tuple[tuple[Any, Any, float], ...] = (
-            (offset_level, offset_growth, 1.0),
-            (config.score_level, config.score_growth, 0.0),
-            (config.tied_share, config.tied_growth, 0.0),
-            (0.0, config.norm_growth, 0.0),
-        )
-        for row, (least_level, least_growth, floor) in enumerate(rules):
-            level = np.abs(growth.end[row])
-            found = np.divide(level, least_level, out=near[row])
+        pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= config.support_z
+        for signal, info in SIGNALS.items():
+            least_level, least_growth = info.least(config, pushed)
+            level = np.abs(growth.end[signal])
+            found = np.divide(level, least_level, out=near[signal])
             if not ripe:
-                found[level < (DANGEROUS_SCORE / 4 if SIGNALS[row] == "score" else math.inf)] = 0.0
+                found[level < info.judged_early_from] = 0.0
             if not any_at_least(found, _WORTH_A_LOOK):
                 continue
-            factor = level + floor
-            factor /= np.abs(growth.start[row]) + floor
+            factor = level + info.floor
+            factor /= np.abs(growth.start[signal]) + info.floor
             least = np.maximum(least_growth, config.young_growth) if young else least_growth
             np.minimum(found, factor / least, out=found)
-            if SIGNALS[row] == "offset":
-                np.minimum(found, growth.change((row, slice(None))) / config.offset_change, out=found)
+            if info.least_change is not None:
+                np.minimum(found, growth.change((signal, slice(None))) / info.least_change(config), out=found)
             likely = np.flatnonzero(found >= _WORTH_A_LOOK)
             if len(likely):
-                found[likely] = np.minimum(found[likely], self._lasting(growth, row, likely, factor))
+                found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
         if math.isnan(near.sum()):
             np.nan_to_num(near, copy=False, nan=0.0)
         return near
 
-    def _lasting(self, growth: Growth, row: int, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
+    def _lasting(self, growth: Growth, signal: HeadSignal, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
         """Whether growth goes on, is more than noise and more than that of the peers, for some `heads`."""
-        config, of = self._config, (row, heads)
+        config, of, info = self._config, (signal, heads), SIGNALS[signal]
         end = growth.end[of]
         others, own = (peers[heads] for peers in self._peers(factor))
-        if SIGNALS[row] == "offset":  # heads of a layer may drift together by a little; together and far is no comfort
+        if info.beside_own_layer:  # heads may drift together by a little; together and far is no comfort
             others = np.where(np.abs(end) < config.unsupported_level, np.fmax(others, own), others)
         parts = [
             growth.sigmas(of) / config.noise_multiple,
             factor[heads] / (np.fmax(others, 1.0) * config.peer_excess),
         ]
-        if SIGNALS[row] != "ties":  # a share cannot grow for ever
+        if info.goes_on:
             parts.append((end - growth.middle(of)) / (end - growth.start[of]) / config.share_of_newer_half)
         least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
         return least

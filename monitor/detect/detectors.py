@@ -17,10 +17,18 @@ from pydantic import BaseModel
 
 from foreshock.contract import wire
 from foreshock.contract.modes import ROUNDING_ENDS
+from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
-from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, forecast, sentence, who
-from foreshock.monitor.detect.growth import SIGNALS, Floats, Growth, History
+from foreshock.monitor.detect.forecast import forecast, sentence, who
+from foreshock.monitor.detect.growth import Growth, History, array
 from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.signals import (
+    DANGEROUS_SCORE,
+    SIGNAL_NAMES,
+    SIGNALS,
+    HeadSignal,
+    by_name,
+)
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
 
 
@@ -33,6 +41,9 @@ class _Alarm(BaseModel):
 
 _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
+_ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
+_COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction != "last"]
+"""What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -98,11 +109,10 @@ class Detectors:
             self._rate[:] = readings.learning_rate, readings.step
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             self._weigh_bias(readings)
-            values = np.empty((3, len(self.heads)))
-            values[0] = readings.score_offset
-            np.fmax(readings.row_max_abs, readings.score_max, out=values[1])
-            np.fmax(readings.tied_rows_bf16, readings.tied_rows_one, out=values[2])
-            whole = math.isfinite(values.sum()) and bool(readings.rows.min(initial=1.0) > 0)
+            values = [info.read(readings) for info in SIGNALS.values()]
+            counted = [values[signal] for signal in _COUNTED]
+            whole = all(each is not None and math.isfinite(each.sum()) for each in counted)
+            whole = whole and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._nonfinite(readings, whole)
             if self._add(readings, values, whole):
                 self._close_loss()
@@ -139,15 +149,15 @@ class Detectors:
                 tripped[_RUN] = "nonfinite"
         return tripped
 
-    def _add(self, readings: Readings, values: Floats, whole: bool) -> bool:
+    def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
         if not whole:
-            values[~np.isfinite(values)] = np.nan
+            values = [None if each is None else np.where(np.isfinite(each), each, np.nan) for each in values]
             rows = np.where(np.isfinite(rows), np.maximum(rows, 0.0), 1.0)
         if readings.loss is not None and math.isfinite(readings.loss):
             steps = max(readings.step - readings.since_step, 1)
             self._loss[:2] += readings.loss * steps, steps
-        return self._history.add(readings.step, readings.since_step, rows, values, readings.query_norm, whole=whole)
+        return self._history.add(readings.step, readings.since_step, rows, values, whole=whole)
 
     def _close_loss(self) -> None:
         total, steps, last, lowest = self._loss
@@ -175,7 +185,7 @@ class Detectors:
         if not any_at_least(self._pressure, 1.0):
             return {}
         lasting = self._pressure >= 1.0
-        tripped = {int(i): SIGNALS[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
+        tripped = {int(i): SIGNAL_NAMES[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
         return self._name_heads(tripped, growth)
 
     def _push(self) -> Floats:
@@ -191,8 +201,8 @@ class Detectors:
         kept = dict(tripped)
         for layer in set(self._layers[list(tripped)].tolist()):
             members = np.flatnonzero(self._layers == layer)
-            here = [index for index in members.tolist() if tripped.get(index) in ("offset", "score")]
-            if not here or len(members) < 2 or np.ptp(growth.end[SIGNALS.index(tripped[here[0]]), members]) > 0:
+            here = [index for index in members.tolist() if tripped.get(index) in _ONE_FOR_A_LAYER]
+            if not here or len(members) < 2 or np.ptp(growth.end[_ONE_FOR_A_LAYER[tripped[here[0]]], members]) > 0:
                 continue
             active = [index for index in members.tolist() if index in self._alarms]
             named = active[0] if active else int(members[np.argmax(np.abs(self._bias[0, members]))])
@@ -254,30 +264,24 @@ class Detectors:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
         if trip[0] == _RUN or self._growth is None:
             return math.inf
-        drift = abs(float(self._growth.end[0, trip[0]]))
+        drift = abs(float(self._growth.end[HeadSignal.OFFSET, trip[0]]))
         return 0.0 if math.isnan(drift) else drift
 
     def _dangerous(self, index: int) -> bool:
         """A head above the dangerous score is not quiet, whichever way it moves."""
         growth = self._growth
-        return index != _RUN and growth is not None and bool(growth.end[1, index] >= DANGEROUS_SCORE)
+        return index != _RUN and growth is not None and bool(growth.end[HeadSignal.SCORE, index] >= DANGEROUS_SCORE)
 
     def _evidence(self, index: int) -> dict[str, float]:
         growth = self._growth
         if index == _RUN or growth is None:
             return {}
-        named = {
-            "offset": growth.end[0, index],
-            "offset_before": growth.start[0, index],
-            "score": growth.end[1, index],
-            "score_before": growth.start[1, index],
-            "score_error": growth.jitter((1, index)),
-            "query_norm": growth.end[3, index],
-            "query_norm_before": growth.start[3, index],
-            "tied_share": growth.end[2, index],
-            "window_steps": growth.steps,
-            "delta_bias_z": self._bias_z(index),
+        named: dict[str, Any] = {
+            name: growth.part(part, (signal, index))
+            for signal, info in SIGNALS.items()
+            for name, part in info.evidence.items()
         }
+        named |= {"window_steps": growth.steps, "delta_bias_z": self._bias_z(index)}
         return {name: float(value) for name, value in named.items() if math.isfinite(value)}
 
     def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
@@ -308,6 +312,7 @@ class Detectors:
             "heads": [list(head) for head in self.heads],
             "step": self._step,
             "alarms": {str(index): alarm.model_dump(mode="json") for index, alarm in self._alarms.items()},
+            "signals": list(SIGNAL_NAMES),
             "history": self._history.state_dict(),
             **{name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS},
         }
@@ -321,9 +326,13 @@ class Detectors:
             )
         self._history.load_state_dict(state["history"])
         for name in self._ARRAYS:
-            setattr(self, name, wire.Array.model_validate(state[name]).numpy())
+            saved = array(state[name])
+            if name in self._OF_SIGNALS:
+                saved = by_name(saved, state.get("signals"), getattr(self, name))
+            setattr(self, name, saved)
         self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
         self._step = int(state["step"])
         self._growth = self._measure()
 
-    _ARRAYS = ("_recent", "_pressure", "_bias", "_rate", "_loss", "_modes")
+    _OF_SIGNALS = ("_recent", "_pressure")
+    _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes")

@@ -1,29 +1,30 @@
 """What growth means for a head: the steps until its scores are dangerous, and the verdict in words."""
 
 import math
-from typing import Final
 
 from foreshock.contract import wire
 from foreshock.monitor.detect.growth import Growth
-
-DANGEROUS_SCORE: Final = 512.0
-"""Where rounding q and k to bf16 moves a score by about 1; forecasts count the steps until then."""
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, HeadSignal
 
 
 def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | None, float | None]:
     """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
-    score = math.nan if growth is None else float(growth.end[1, index])
+    score = math.nan if growth is None else float(growth.end[HeadSignal.SCORE, index])
     if growth is None or not math.isfinite(score):
         return None, None, None
     if score >= DANGEROUS_SCORE:
         return 0.0, 0.0, 0.0
     found: list[tuple[float, float, float]] = []
-    for row, target in ((0, abs(float(growth.end[0, index])) + DANGEROUS_SCORE - score), (1, DANGEROUS_SCORE)):
-        sign = math.copysign(1.0, float(growth.end[row, index]))
-        parts = (growth.start[row, index], growth.middle((row, index)), growth.end[row, index])
+    offset = abs(float(growth.end[HeadSignal.OFFSET, index]))  # which moves the score as far as it moves itself
+    for signal, target in (
+        (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
+        (HeadSignal.SCORE, DANGEROUS_SCORE),
+    ):
+        sign = math.copysign(1.0, float(growth.end[signal, index]))
+        parts = (growth.start[signal, index], growth.middle((signal, index)), growth.end[signal, index])
         start, middle, end = (sign * float(part) for part in parts)
         newer, older, half = end - middle, middle - start, growth.steps / 2
-        if not newer > 0 or not float(growth.sigmas((row, index))) >= 2.0:
+        if not newer > 0 or not float(growth.sigmas((signal, index))) >= 2.0:
             continue
         line = (target - end) / newer * half
         curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
@@ -44,13 +45,8 @@ def sentence(verdict: wire.Verdict) -> str:
         what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
         return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before this step."
     steps = f"in {seen['window_steps']:.0f} steps" if "window_steps" in seen else ""
-    moves = {
-        "offset": ("drifts: its scores moved as a whole from", "offset", " nats"),
-        "score": ("grows: its largest |score| went from", "score", ""),
-        "norm": ("grows: the spectral norm of its W_Q went from", "query_norm", ""),
-        "ties": ("ties: the share of its rows with several maxima is", "tied_share", ""),
-    }
-    verb, key, unit = moves[verdict.signal]
+    info = SIGNALS[HeadSignal[verdict.signal.upper()]]
+    key = info.shown
     before = f" {_digits(seen[key + '_before'], 3)} to" if key + "_before" in seen else ""
     ahead = ""
     if verdict.forecast_steps == 0:
@@ -58,7 +54,7 @@ def sentence(verdict: wire.Verdict) -> str:
     elif verdict.forecast_steps is not None:
         left = _digits(verdict.forecast_steps, 2)
         ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {left} steps."
-    moved = f"{verb}{before} {_digits(seen.get(key, math.nan), 3)}{unit} {steps}"
+    moved = f"{info.says}{before} {_digits(seen.get(key, math.nan), 3)}{info.unit} {steps}"
     return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
 
 

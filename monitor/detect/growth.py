@@ -1,6 +1,7 @@
 """The past of every head in blocks of steps, and how far a signal has moved over a window of it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -8,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, HeadSignal, Part, by_name
 
-Floats = npt.NDArray[np.float64]
-
-SIGNALS: Final = ("offset", "score", "ties", "norm")
+_MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
+_LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "largest"]
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
@@ -24,7 +26,7 @@ _LONGEST_PART: Final = 4
 class Growth:
     """How every signal of every head moved over a window, [len(SIGNALS), N]; NaN where it was not recorded.
 
-    What few heads are asked for is worked out for those: `of` names a signal and its heads, as (row, heads).
+    What few heads are asked for is worked out for those: `of` names a signal and its heads, as (signal, heads).
     """
 
     start: Floats
@@ -47,6 +49,11 @@ class Growth:
         """Standard error of each of start, middle and end."""
         error: Floats = np.sqrt(self._jitter[of] / self._blocks)
         return error
+
+    def part(self, part: Part, of: tuple[int, Any]) -> Floats:
+        """What a verdict shows of a signal."""
+        found: Floats = self.jitter(of) if part == "jitter" else (self.end if part == "end" else self.start)[of]
+        return found
 
     def change(self, of: tuple[int, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
@@ -71,32 +78,32 @@ class History:
         self.closed = 0
         """Blocks closed in all."""
         self._jitter = np.full((len(SIGNALS), heads), np.nan)
-        self._sums = np.zeros((2, heads))
-        """of the open block: rows times offset, rows times ties"""
+        self._open = np.full((len(SIGNALS), heads), np.nan)
+        """of the open block: for a mean, the sum of rows times the signal"""
+        self._open[_MEANS] = 0.0
         self._weight = np.zeros(heads)
-        self._peak = np.full(heads, np.nan)
-        self._norm = np.full(heads, np.nan)
         self._open_steps = 0
 
-    def add(
-        self, step: int, since_step: int, rows: Floats, values: Floats, norm: Floats | None, *, whole: bool
-    ) -> bool:
-        """Add one sample, offset, score and ties [3, N] and, when it was measured, the norm [N]; true closes a block.
+    def add(self, step: int, since_step: int, rows: Floats, values: Sequence[Floats | None], *, whole: bool) -> bool:
+        """Add one sample, every signal [N] or None where it was not measured, by its reduction; true closes a block.
 
-        Within a block the offset and the ties are means weighted by `rows` [N], the score is a maximum, the norm the
-        last one measured. whole: no value is NaN, and every head counted rows; a head that recorded nothing leaves the
-        block as it was.
+        rows [N]: the weights of means. whole: no value is NaN, and every head counted rows. A head that recorded no
+        offset leaves means and maxima as they were.
         """
-        if not whole:
-            known = ~np.isnan(values[0])
+        known = None
+        if not whole and (offset := values[HeadSignal.OFFSET]) is not None:
+            known = ~np.isnan(offset)
             rows = np.where(known, rows, 0.0)
-            values = np.where(known, values, [[0.0], [np.nan], [0.0]])
         self._weight += rows
-        self._sums[0] += rows * values[0]
-        self._sums[1] += rows * values[2]
-        np.fmax(self._peak, values[1], out=self._peak)
-        if norm is not None:
-            np.copyto(self._norm, norm, where=np.isfinite(norm))
+        for open_, value, info in zip(self._open, values, SIGNALS.values(), strict=True):
+            if value is None:
+                continue
+            if info.reduction == "mean":
+                open_ += rows * (value if known is None else np.where(known, value, 0.0))
+            elif info.reduction == "largest":
+                np.fmax(open_, value if known is None else np.where(known, value, np.nan), out=open_)
+            else:
+                np.copyto(open_, value, where=np.isfinite(value))
         self._open_steps += step - since_step
         if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
@@ -106,8 +113,9 @@ class History:
     def _close(self, step: int) -> None:
         place = self.closed % len(self._steps)
         block = self._values[place]
-        np.divide(self._sums, self._weight, out=block[::2])
-        block[1], block[3] = self._peak, self._norm
+        block[:] = self._open
+        for signal in _MEANS:
+            block[signal] /= self._weight
         if self.closed:
             square = block - self._values[place - 1]
             square *= square
@@ -122,8 +130,9 @@ class History:
         self._steps[place] = step
         self.closed += 1
         self._open_steps = 0
-        self._sums[:] = self._weight[:] = 0.0
-        self._peak[:] = np.nan
+        self._weight[:] = 0.0
+        self._open[_MEANS] = 0.0
+        self._open[_LARGEST] = np.nan
 
     @property
     def last_step(self) -> int:
@@ -156,13 +165,17 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
         arrays = {name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS}
-        return {**arrays, "closed": self.closed, "open_steps": self._open_steps}
+        return {**arrays, "signals": list(SIGNAL_NAMES), "closed": self.closed, "open_steps": self._open_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Back to a saved state. Raises ValueError when it was saved with other heads or another window."""
+        names = state.get("signals")
         for name in self._ARRAYS:
-            saved, own = wire.Array.model_validate(state[name]).numpy(), getattr(self, name)
-            if saved.shape != own.shape:
+            own = getattr(self, name)
+            saved = _open_of_0_1(state) if name == "_open" and names is None else array(state[name])
+            if own.ndim > 1:
+                saved = by_name(saved, names, own)
+            elif saved.shape != own.shape:
                 raise ValueError(
                     f"the saved history {name} has shape {saved.shape}, this run needs {own.shape}; "
                     "resume with the same heads and the same detector configuration"
@@ -170,7 +183,18 @@ class History:
             setattr(self, name, saved)
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
-    _ARRAYS = ("_values", "_steps", "_jitter", "_sums", "_weight", "_peak", "_norm")
+    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight")
+
+
+def array(saved: Any) -> npt.NDArray[Any]:
+    """An array of a saved state."""
+    return wire.Array.model_validate(saved).numpy()
+
+
+def _open_of_0_1(state: dict[str, Any]) -> Floats:
+    """The open block of a state that was saved before signals were told by name."""
+    sums, peak, norm = (array(state[name]) for name in ("_sums", "_peak", "_norm"))
+    return np.stack([sums[0], peak, sums[1], norm])
 
 
 def lower_median(values: Floats) -> Floats:

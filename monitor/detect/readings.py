@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.catalog import read
-from foreshock.contract.metric import Floats
-from foreshock.contract.slots import Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Words, identity_row
+from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.model.sharding import is_sharded
 from foreshock.monitor.sampling.grams import GramPart
 from foreshock.monitor.sampling.norms import Measured
 
 logger: Final = logging.getLogger("foreshock")
 
-Floats = npt.NDArray[np.float64]
 
 MAX_NOTES: Final = 1024
 """Losses kept between two samples; a step beyond it makes a sample due."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
-from foreshock.monitor.sampling.collector import Counted, Floats
+from foreshock.contract.slots import Floats
+from foreshock.monitor.sampling.collector import Counted
 
 LONGEST_WAIT_SECONDS: Final = 1.0
 

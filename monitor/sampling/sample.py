@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract import wire
-from foreshock.monitor.sampling.collector import Counted, Floats, largest, mean, nonfinite
+from foreshock.contract.slots import Floats
+from foreshock.monitor.sampling.collector import Counted, largest, mean, nonfinite
 from foreshock.monitor.sampling.grams import GramPart
 
 

@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from pydantic import ValidationError
 from sqlalchemy import Row, and_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import Batch, Command, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
@@ -20,6 +22,7 @@ from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, track
 from foreshock.server.models import CommandState
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import passed_over
 from foreshock.server.store.schema import command_ranks, commands, runs
 
 _ANSWER_GRACE_SECONDS: Final = 60.0
@@ -80,23 +83,44 @@ async def exchange(
             late = row.expires is not None and now > row.expires and state is None
             if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
                 continue
-            if len(orders[boot_key]) < _MAX_PER_ACK:
-                orders[boot_key].append(_as_wire(row))
+            batch = next(b for b in group if (b.run, b.rank, b.boot) == boot_key)
+            if not batch.revision and not {row.mode, row.expect or row.mode} <= version_0_1_0.MODES:
+                await _answer(store, connection, row.run_id, batch, _unknown_to(batch, row))
+            elif len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
+                orders[boot_key].append(order)
                 await _delivered(store, connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}
 
 
-def _as_wire(row: Row[Any]) -> Command:
-    return Command(
-        id=row.id,
-        heads=None if row.heads is None else tuple((layer, head) for layer, head in row.heads),
-        mode=row.mode,
-        expect=row.expect,
-        reason=row.reason,
-        issued_by=row.issued_by,
-        expires_unix_seconds=row.expires,
-        expires_step=row.expires_step,
-        dry_run=row.dry_run,
+def _as_wire(row: Row[Any]) -> Command | None:
+    try:
+        return Command(
+            id=row.id,
+            heads=None if row.heads is None else tuple((layer, head) for layer, head in row.heads),
+            mode=row.mode,
+            expect=row.expect,
+            reason=row.reason,
+            issued_by=row.issued_by,
+            expires_unix_seconds=row.expires,
+            expires_step=row.expires_step,
+            dry_run=row.dry_run,
+        )
+    except ValidationError as error:
+        passed_over("command", row.id, error.errors(include_url=False, include_input=False)[0]["msg"])
+        return None
+
+
+def _unknown_to(batch: Batch, row: Row[Any]) -> Switched:
+    """In the name of an agent of 0.1.0, which would read no acknowledgement that names a mode it does not know."""
+    return Switched(
+        id=f"unknown-{row.id}"[:128],
+        step=max(event.step for event in batch.events),
+        command=row.id,
+        outcome="refused",
+        heads=(),
+        before=(),
+        after=(),
+        reason=f"the agent of rank {batch.rank} is of version 0.1.0 and does not know {row.mode[:64]}; update it",
     )
 
 

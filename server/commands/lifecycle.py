@@ -27,6 +27,7 @@ from foreshock.server.models import CommandChange, CommandRequest, CommandState,
 from foreshock.server.runs.words import heads_in_words, printable
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import command_ranks, commands, events, runs
 
 OPEN: Final = ("pending", "delivered")
@@ -182,7 +183,7 @@ async def undo(
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
     former: dict[HeadRef, str] = {}
     for _, track in sorted((await tracks_of(connection, [command_id])).get(command_id, {}).items()):
-        said = Switched.model_validate_json(track.switched) if track.switched else None
+        said = answer_of(track)
         if said is not None and said.outcome == "applied":
             for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
                 if before != after == row.mode and (own is None or ref in own):
@@ -241,6 +242,13 @@ async def tracks_of(connection: AsyncConnection, ids: Sequence[str]) -> dict[str
     return tracks
 
 
+def answer_of(track: Row[Any]) -> Switched | None:
+    """How a rank answered a command; None before it has."""
+    if not track.switched:
+        return None
+    return read_back(Switched, track.switched, "answer", (track.command_id, track.rank))
+
+
 async def tell(
     store: Store,
     connection: AsyncConnection,
@@ -297,7 +305,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
     fields = [*own, "verification", "undoes"]
     answers = []
     for rank, state in sorted(track.items()):
-        said = Switched.model_validate_json(state.switched) if state.switched else None
+        said = answer_of(state)
         answers.append(
             RankAnswer(
                 rank=rank,

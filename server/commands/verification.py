@@ -106,7 +106,7 @@ async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) 
     tracks = await commands.tracks_of(connection, [row.id for row in rows])
     found: list[Due] = []
     for row in rows:
-        answers = [Switched.model_validate_json(t.switched) for t in tracks[row.id].values() if t.switched]
+        answers = [said for track in tracks[row.id].values() if (said := commands.answer_of(track)) is not None]
         at = max((answer.step for answer in answers if answer.outcome == "applied"), default=None)
         _, last = await edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:

@@ -10,8 +10,8 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
-from foreshock.contract.metric import Floats, Metric
-from foreshock.contract.slots import SLOT_COUNT
+from foreshock.contract.metric import Metric
+from foreshock.contract.slots import SLOT_COUNT, Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, merge, stream_chunks
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
 from foreshock.server.curves.spans import Spans

@@ -8,7 +8,8 @@ import numpy as np
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.metric import Floats, Metric
+from foreshock.contract.metric import Metric
+from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, arrays_of, axis_of, merge
 from foreshock.server.curves.rollups import COARSE, FINE, built_spans, columns_by_layer, read
 from foreshock.server.curves.series import edges, number

@@ -15,10 +15,10 @@ from sqlalchemy import Row, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
-from foreshock.contract.metric import AcrossRanks, Floats, Metric
-from foreshock.contract.slots import identity_row, merge_words
+from foreshock.contract.metric import AcrossRanks, Metric
+from foreshock.contract.slots import Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
-from foreshock.server.store.packing import SCALARS, unpack_arrays, unpack_scalars
+from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
 from foreshock.server.store.schema import boots, samples, topologies
 from foreshock.server.store.topology import heads_of_layers
 
@@ -152,9 +152,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
             if where is None or names == frozenset():
                 continue
             own = held[row.boot_id]
-            for name, values in unpack_arrays(row.arrays, names).items():
-                if values.shape[:1] != where.shape:
-                    continue  # not as many heads as the boot said it watches: no telling which is which
+            for name, values in head_arrays(row, len(where), names).items():
                 at, values = where[own], values[own]
                 if name == "states":
                     known = counted[i, at].any()
@@ -163,7 +161,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
                     old = fields[name][i, at]
-                    fields[name][i, at] = pick(old, values.reshape(len(at)).astype(np.float64))
+                    fields[name][i, at] = pick(old, values.astype(np.float64))
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True

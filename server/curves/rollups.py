@@ -19,7 +19,7 @@ from sqlalchemy import Row, bindparam, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
-from foreshock.contract.metric import Floats
+from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
 from foreshock.server.curves.spans import Spans
 from foreshock.server.pause import pause

@@ -111,7 +111,7 @@ async def _lines(
         return [None] * len(wanted)
     reach = 0 if first == lowest else first, last // COARSE * COARSE + COARSE - 1 if last == highest else last
     values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in wanted)
-    points = max(1, min(max_points, _VALUES // values))
+    points = max(1, min(max_points, _VALUES // max(1, values)))
     return await draw(connection, roller, axis, wanted, Window(run_id, first, last, points, reach))
 
 

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.metric import Floats
+from foreshock.contract.slots import Floats
 
 
 @dataclass

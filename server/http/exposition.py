@@ -30,6 +30,7 @@ from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_readings, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.reading import unreadable
 from foreshock.server.store.schema import boots, events, runs, service_state, warnings
 
 Labels = tuple[str, ...]
@@ -127,6 +128,7 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", (sender, result), count)
     add("service.commit", (), counters.commit_seconds)
     add("service.store", (), await store.size_bytes(connection))
+    add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
 

@@ -13,14 +13,15 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreshock.contract.wire import Ack, Batch
+from foreshock.contract import version_0_1_0
+from foreshock.contract.wire import Ack, Batch, read_batch
 from foreshock.server.access.auth import Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.ingest.recorder import key_of, record
+from foreshock.server.ingest.recorder import MisfitError, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.words import printable
@@ -118,6 +119,9 @@ class Writer:
         if isinstance(error, OverflowError | DataError):
             self._counters.batches["refused"] += 1
             answer = ProblemError(422, "The batch holds a number that is too large to be stored.")
+        elif isinstance(error, MisfitError):
+            self._counters.batches["refused"] += 1
+            answer = ProblemError(422, str(error))
         else:
             expected = isinstance(error, SQLAlchemyError)
             log.error("batch not stored", run=item.batch.run, error=str(error)[:500], exc_info=not expected)
@@ -191,12 +195,13 @@ async def post_batch(request: Request) -> Response:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
     ack = await state.writer.submit(batch, len(body))
-    return Response(ack.model_dump_json(), media_type="application/json")
+    body = ack.model_dump_json().encode()
+    return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
 
 
 def _read(body: bytes) -> Batch:
     try:
-        batch = Batch.model_validate_json(body)
+        batch = read_batch(body)
     except ValidationError as error:
         found = error.errors(include_input=False, include_url=False)
         raise ProblemError(

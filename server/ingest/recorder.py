@@ -22,6 +22,7 @@ from foreshock.server.runs.words import finished_sentence, printable, started_se
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.packing import pack_sample
 from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
+from foreshock.server.store.topology import heads_of_layers
 
 BootKey = tuple[str, int, str]
 _MERGED = (
@@ -36,6 +37,15 @@ _MERGED = (
     "nonfinite_steps",
     "finished_status",
 )
+
+
+_REMEMBERED = 4096
+_heads_of: dict[str, int] = {}
+"""How many heads a topology has, by its hash: known without reading its layers again at every commit."""
+
+
+class MisfitError(ValueError):
+    """A batch that does not fit what its boot said of itself; the message says how."""
 
 
 @dataclass
@@ -68,6 +78,7 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     run_ids = {done.run_ids[b.run] for b in done.new}
     known = await connection.execute(select(boots).where(boots.c.id.in_({done.boot_ids[key_of(b)] for b in done.new})))
     rows = {row.id: row for row in known}
+    await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
     await _merge_boots(store, connection, done, rows, now)
     await _write_events(store, connection, done, now)
@@ -113,6 +124,28 @@ async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[B
     statement = insert_or_ignore(store, batches).returning(batches.c.boot_id, batches.c.sequence)
     stored = {(row.boot_id, row.sequence) for row in await connection.execute(statement, values)}
     done.new = [wanted[key] for key in sorted(stored)]
+
+
+async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
+    """Raises MisfitError when a sample speaks of other heads than its boot watches, as far as that is known."""
+    if len(_heads_of) > _REMEMBERED:
+        _heads_of.clear()
+    if unknown := {row.topology for row in rows.values()} - {None} - _heads_of.keys():
+        for row in await connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
+            _heads_of[row.hash] = len(heads_of_layers(row.layers))
+    watched: dict[int, int] = {}
+    for batch in done.new:
+        boot_id = done.boot_ids[key_of(batch)]
+        for event in batch.events:
+            if isinstance(event, Started):
+                watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
+        want = watched.get(boot_id, _heads_of.get(rows[boot_id].topology))
+        for event in batch.events:
+            if isinstance(event, Sample) and want and not event.head_counts() <= {want}:
+                raise MisfitError(
+                    f"The sample of step {event.step} speaks of {event.head_counts().pop()} heads, its boot watches "
+                    f"{want}; nothing of the batch was stored."
+                )
 
 
 async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:

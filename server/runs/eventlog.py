@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Switched, Verdict
 from foreshock.server.models import CommandChange, RunEvent
+from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import events, runs
 
 
@@ -44,9 +45,9 @@ def _as_event(row: Row[Any]) -> RunEvent:
         sentence=row.sentence,
     )
     if row.kind == "verdict":
-        event.verdict = Verdict.model_validate_json(row.payload)
+        event.verdict = read_back(Verdict, row.payload, "event", row.id)
     elif row.kind == "switched":
-        event.switched = Switched.model_validate_json(row.payload)
+        event.switched = read_back(Switched, row.payload, "event", row.id)
     elif row.kind == "command":
-        event.command = CommandChange.model_validate_json(row.payload)
+        event.command = read_back(CommandChange, row.payload, "event", row.id)
     return event

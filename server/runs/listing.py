@@ -1,6 +1,5 @@
 """What is known of runs: the list, and one run at its last step."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -10,10 +9,11 @@ from sqlalchemy import Row, and_, desc, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import mode_name
-from foreshock.contract.wire import AgentHealth, Layer, Verdict
+from foreshock.contract.wire import AgentHealth, Layer, Started, Verdict
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, axes_of, axis_of, merge
 from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
+from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, samples, topologies, warnings
 from foreshock.server.store.topology import layers_of
 
@@ -87,11 +87,19 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
 
 
+class _Description(Started):
+    """As a boot's is stored: its layers stand elsewhere."""
+
+    layers: tuple[Layer, ...] = ()
+
+
 def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     """What the newest boot said of itself when it started, without its layers; empty when none has yet."""
-    newest = max((row for row in rows if row.description), key=lambda row: (row.boot, -row.rank), default=None)
-    said: dict[str, Any] = json.loads(newest.description) if newest else {}
-    return said
+    for row in sorted(rows, key=lambda row: (row.boot, -row.rank), reverse=True):
+        said = read_back(_Description, row.description, "description of boot", row.id) if row.description else None
+        if said is not None:
+            return said.model_dump(exclude={"layers"})
+    return {}
 
 
 def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
@@ -137,7 +145,9 @@ async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -
     )
     raised: dict[int, list[ActiveWarning]] = defaultdict(list)
     for row in await connection.execute(query):
-        said = Verdict.model_validate_json(row.verdict)
+        said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
+        if said is None:
+            continue
         if row.until_step is not None and said.step > row.until_step:
             continue
         fields = said.model_dump(exclude={"kind", "state"})
@@ -166,8 +176,8 @@ def health_totals(rows: Sequence[Row[Any]]) -> tuple[dict[str, int], dict[str, i
     dropped: dict[str, int] = defaultdict(int)
     faults: dict[str, int] = defaultdict(int)
     for row in rows:
-        if row.health:
-            health = AgentHealth.model_validate_json(row.health)
+        health = read_back(AgentHealth, row.health, "health of boot", row.id) if row.health else None
+        if health is not None:
             for reason, count in health.dropped.items():
                 dropped[reason] += count
             for component, count in health.faults.items():

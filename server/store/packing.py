@@ -8,7 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.wire import Sample
+from foreshock.contract.slots import OLDEST_SLOT_COUNT, fitted
+from foreshock.contract.wire import PER_HEAD, Sample
+from foreshock.server.store.reading import passed_over
 
 SCALARS: Final = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
 ARRAYS: Final = ("states", "modes", "query_norm", "key_norm", "query_key_norm", "risk")
@@ -43,6 +45,29 @@ def unpack_arrays(blob: bytes | None, names: frozenset[str] | None = None) -> Ar
             arrays[ARRAYS[position]] = np.frombuffer(blob, _DTYPES[dtype], count, at).reshape(shape)
         at += count * int(_DTYPES[dtype][2])
     return arrays
+
+
+def head_arrays(row: Any, heads: int, names: frozenset[str] | None = None) -> Arrays:
+    """The named arrays (or all) of a stored sample whose boot watches so many heads: states [heads, SLOT_COUNT], the
+    others [heads]. What has another shape is passed over: nobody can tell which head is which."""
+    found: Arrays = {}
+    try:
+        stored = unpack_arrays(row.arrays, names)
+    except (struct.error, ValueError, IndexError) as error:
+        passed_over("sample", row.id, error)
+        return found
+    for name, values in stored.items():
+        if name in PER_HEAD and values.shape == (heads,):
+            found[name] = values
+        elif name == "states" and values.shape[:1] == (heads,) and values.ndim == 2 and _has_slots(values):
+            found[name] = fitted(values)
+        else:
+            passed_over("sample", row.id, f"{name} is {values.dtype} {values.shape} of a boot with {heads} heads")
+    return found
+
+
+def _has_slots(values: npt.NDArray[Any]) -> bool:
+    return values.dtype == np.int64 and values.shape[1] >= OLDEST_SLOT_COUNT
 
 
 def pack_scalars(sample: Sample) -> dict[str, Any]:

@@ -1,15 +1,25 @@
 """What a boot watches, as stored."""
 
-import json
+import hashlib
 from functools import lru_cache
 
+from pydantic import TypeAdapter, ValidationError
+
 from foreshock.contract.wire import HeadRef, Layer
+from foreshock.server.store.reading import passed_over
+
+_LAYERS: TypeAdapter[tuple[Layer, ...]] = TypeAdapter(tuple[Layer, ...])
 
 
 @lru_cache(maxsize=256)
 def layers_of(stored: str) -> tuple[Layer, ...]:
-    """The layers of a stored topology."""
-    return tuple(Layer.model_validate(layer) for layer in json.loads(stored))
+    """The layers of a stored topology; none where it cannot be read."""
+    try:
+        return _LAYERS.validate_json(stored)
+    except ValidationError as error:
+        why = error.errors(include_url=False, include_input=False)[0]["msg"]
+        passed_over("topology", hashlib.sha256(stored.encode()).hexdigest(), why)
+        return ()
 
 
 @lru_cache(maxsize=256)

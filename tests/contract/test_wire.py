@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import ValidationError
 
-from foreshock.contract.slots import SLOT_COUNT, identity_row
-from foreshock.contract.wire import Array, Batch, Command, Layer, Sample, Switched, head_refs
+from foreshock.contract.slots import MOST_SLOTS, identity_row
+from foreshock.contract.wire import Array, Batch, Command, Layer, Sample, Switched, Unknown, head_refs, read_batch
 
 
 def sample(**fields: object) -> Sample:
@@ -49,8 +49,9 @@ def test_a_malformed_array_is_refused(fields: dict[str, object], sentence: str) 
 
 
 def test_states_of_the_wrong_width_are_refused() -> None:
-    with pytest.raises(ValidationError, match=rf"must be int64 of shape \[heads, {SLOT_COUNT}\]"):
-        sample(states=Array.of(np.zeros((2, 3), np.int64)))
+    for slots in (3, MOST_SLOTS + 1):
+        with pytest.raises(ValidationError, match=r"must be int64 of shape \[heads, 13 to 64 slots\], got <i8"):
+            sample(states=Array.of(np.zeros((2, slots), np.int64)))
 
 
 def test_arrays_that_disagree_on_the_number_of_heads_are_refused() -> None:
@@ -69,9 +70,28 @@ def test_a_name_that_is_not_an_identifier_is_refused(name: str) -> None:
         Batch(run=name, rank=0, boot="b", sequence=1, events=(sample(),))
 
 
-def test_a_command_for_a_mode_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValidationError, match="allowed are plain, exact_delta"):
-        Command(id="c", mode="fast", reason="", issued_by="x")
+def test_an_order_may_name_a_mode_that_its_reader_does_not_know_but_no_text_that_is_no_name() -> None:
+    assert Command(id="c", mode="faster_rows", reason="", issued_by="x").mode == "faster_rows"
+    for name in ("", "Fast", "a b", "x" * 65, "a\n"):
+        with pytest.raises(ValidationError, match="should match pattern"):
+            Command(id="c", mode=name, reason="", issued_by="x")
+
+
+def test_fields_and_kinds_of_events_that_are_unknown_are_skipped_each_event_in_its_place() -> None:
+    said = {"run": "r", "rank": 0, "boot": "b", "sequence": 1, "colour": "red"}
+    moon = {"kind": "moon_phase", "phase": 0.5}
+    known = {**json.loads(sample().model_dump_json()), "tide": {"height": [1, 2]}}
+    batch = read_batch(json.dumps({**said, "events": [moon, known, moon]}).encode())
+    assert [event.kind for event in batch.events] == ["unknown", "sample", "unknown"]
+    assert batch.events[0] == Unknown(name="moon_phase")
+    assert batch.events[1] == sample()
+
+
+@pytest.mark.parametrize("events", ['[{"kind": 5}]', "[{}]", '[{"kind": "moon_phase"}, {"kind": "sample"}]', "[5]"])
+def test_what_is_malformed_is_refused_beside_what_is_unknown(events: str) -> None:
+    text = f'{{"run": "r", "rank": 0, "boot": "b", "sequence": 1, "events": {events}}}'
+    with pytest.raises(ValidationError):
+        read_batch(text.encode())
 
 
 def test_a_switch_names_one_mode_for_each_head() -> None:

@@ -5,15 +5,12 @@ import struct
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Slot, merge_words, slot_values
+from foreshock.contract.slots import Floats, Slot, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-
-Floats = npt.NDArray[np.float64]
 
 
 def bf16(value: float) -> float:

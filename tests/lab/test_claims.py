@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
+from foreshock.contract.slots import Floats
 from foreshock.lab.diagnosis.claims import CLAIMS, Run, evaluate, gather, markdown
-from foreshock.lab.recording.history import READ, Floats, History
+from foreshock.lab.recording.history import READ, History
 from foreshock.lab.recording.trace import TraceWriter
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_arm, find_recipe

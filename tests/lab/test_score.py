@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, Words, identity_row
-from foreshock.lab.recording.trace import Floats, Steps, TraceWriter, read_trace
+from foreshock.contract.slots import Floats, Slot, Words, identity_row
+from foreshock.lab.recording.trace import Steps, TraceWriter, read_trace
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
 from foreshock.lab.scoring.report import lab_score

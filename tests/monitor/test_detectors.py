@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from foreshock.contract import wire
 from foreshock.contract.modes import Mode
-from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
+from foreshock.contract.slots import SLOT_COUNT, Floats, Slot, identity_row
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.growth import Floats
 from foreshock.monitor.detect.readings import Readings
 
 HEADS = [(layer, head) for layer in range(4) for head in range(4)]
