@@ -68,9 +68,9 @@ _LISTS: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def small_config(model_type: str) -> PreTrainedConfig:
-    """The small configuration of a model type. Raises what its class raises for sizes it cannot take."""
-    return _shrunk(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}))
+def small_config(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The small configuration of a model type, with `changes`. Raises what its class raises for what it cannot take."""
+    return _shrunk(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}) | (changes or {}))
 
 
 def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
