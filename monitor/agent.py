@@ -21,7 +21,8 @@ from foreshock.contract import wire
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Slot
 from foreshock.monitor.attention.keep_attention import Keeper
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current
+from foreshock.monitor.attention.running import outside
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.detect.detectors import Detectors, Readings
 from foreshock.monitor.guard import Guard
@@ -69,7 +70,7 @@ class Instruments:
     projections: tuple[Projection | None, ...]
     report: str
     keeper: Keeper | None = None
-    """None where our kernels serve the attention from the start."""
+    """Who serves each layer; None in tests without a model."""
 
 
 class Agent:
@@ -328,11 +329,11 @@ class Agent:
                     f": {why}" if why else ": its forward or backward did not run through the watched attention",
                 )
             first += size
-        if current.outside:
+        if outside.calls:
             logger.warning(
                 "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those "
                 "calls are not watched",
-                current.outside,
+                outside.calls,
             )
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -483,6 +484,12 @@ class Agent:
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a callback, a hook or a trainer that holds it may be copied along with a model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # or pickled
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,11 @@
 """`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
 
+import difflib
 import os
 import sys
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -14,7 +16,7 @@ from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent, Instruments
 from foreshock.monitor.attention.interception import sdpa_rebinding, watch_module
 from foreshock.monitor.attention.keep_attention import Keeper
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, head_dim_problem, logger
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.model.discovery import Found, find_attention
 
@@ -33,7 +35,8 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
     """
     settings = make_config(config, {**_place(config), **overrides})
     _refuse_unfit(model)
-    found = [_fit(f, model, settings) for f in find_attention(model, settings.heads)]
+    _refuse_unknown_names(model, settings)
+    found = find_attention(model, settings.heads)
     watched = [f for f in found if f.problem is None]
     if not found:
         raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
@@ -43,13 +46,28 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     placed = _Buffers(watched, _device(watched[0].module, model))
     layers = placed.layers(watched, settings)
-    keeper = Keeper(layers, placed.state, settings) if settings.attention == "keep" else None
-    undo = _install(model, watched, layers, keeper)
+    prove = settings.attention == "auto" and _accelerated(placed.state.device)
+    keeper = Keeper(layers, placed.state, settings, prove=prove)
+    undo = _install(model, watched, layers, keeper, numbered=settings.attention == "kernels" or prove)
     try:
-        return Agent(settings, _instruments(settings, found, watched, placed, keeper), undo)
+        agent = Agent(settings, _instruments(settings, found, watched, placed, keeper), undo)
     except BaseException:
         undo()
         raise
+    _agents.update(dict.fromkeys(layers, weakref.ref(agent)))
+    return agent
+
+
+_agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
+
+
+def detach(model: nn.Module) -> None:
+    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does."""
+    layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if LAYER_ATTRIBUTE in vars(module)]
+    for layer in layers:
+        agent = known() if (known := _agents.get(layer)) is not None else None
+        if agent is not None:
+            agent.close("stopped")
 
 
 def _place(config: AgentConfig | None) -> dict[str, int]:
@@ -67,6 +85,8 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError("nn.DataParallel runs copies of the model in threads; use DistributedDataParallel")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model lies on the meta device, without numbers; attach when its weights have a device")
     for name, module in model.named_modules():
         if LAYER_ATTRIBUTE in module.__dict__:
             raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
@@ -74,11 +94,18 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
 
 
-def _fit(found: Found, model: nn.Module, settings: AgentConfig) -> Found:
-    """The same, with the problem that only the device makes one."""
-    if found.problem is not None or settings.attention == "keep":
-        return found
-    return replace(found, problem=head_dim_problem(found.head_dim, _device(found.module, model), settings.numerics))
+def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for setting, told in (("heads", settings.heads), ("layers", settings.layers)):
+        for unknown in told.keys() - names:
+            near = difflib.get_close_matches(unknown, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"
+            raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
+
+
+def _accelerated(device: torch.device) -> bool:
+    """Whether our kernels are worth proving there; on a CPU the reference would serve, which is slow."""
+    return device.type != "cpu"
 
 
 def _device(module: nn.Module, model: nn.Module) -> torch.device:
@@ -109,9 +136,9 @@ class _Buffers:
 
 
 def _install(
-    model: nn.Module, watched: list[Found], layers: list[WatchedLayer], keeper: Keeper | None
+    model: nn.Module, watched: list[Found], layers: list[WatchedLayer], keeper: Keeper, *, numbered: bool
 ) -> Callable[[], None]:
-    undos: list[Callable[[], None]] = [] if keeper is None else [keeper.stop]
+    undos: list[Callable[[], None]] = [keeper.stop]
 
     def undo() -> None:
         while undos:
@@ -122,12 +149,14 @@ def _install(
             undos.append(watch_module(found.module, layer))
         routes = {found.route for found in watched}
         if "transformers" in routes:
-            from foreshock.monitor.attention.transformers_attention import dispatch_to_foreshock, keep_dispatch
+            from foreshock.monitor.attention.transformers_attention import watch_dispatch
+            from foreshock.monitor.attention.transformers_positions import watch_positions
 
-            undos.append(dispatch_to_foreshock(model) if keeper is None else keep_dispatch())
-        if "scaled_dot_product_attention" in routes:
-            sdpa_rebinding.acquire()
-            undos.append(sdpa_rebinding.release)
+            undos.append(watch_dispatch())
+            if numbered:
+                undos.append(watch_positions(model))
+        sdpa_rebinding.acquire()
+        undos.append(sdpa_rebinding.release)
     except BaseException:
         undo()
         raise
@@ -135,11 +164,10 @@ def _install(
 
 
 def _instruments(
-    settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers, keeper: Keeper | None
+    settings: AgentConfig, found: list[Found], watched: list[Found], placed: _Buffers, keeper: Keeper
 ) -> Instruments:
     served_by = "kernel" if placed.state.is_cuda and settings.numerics in ("auto", "kernel") else "reference"
-    if keeper is not None:
-        served_by = "probe"
+    sampled = settings.attention != "kernels"
     layers = tuple(
         Layer(
             layer=settings.layers.get(f.name, settings.first_layer + index),
@@ -147,8 +175,8 @@ def _instruments(
             heads=tuple(range(settings.first_head + f.first_head, settings.first_head + f.first_head + f.heads)),
             kv_heads=f.kv_heads,
             head_dim=f.head_dim,
-            served_by=served_by,
-            sampled=keeper is not None,
+            served_by="probe" if sampled else served_by,
+            sampled=sampled,
         )
         for index, f in enumerate(watched)
     )
@@ -158,9 +186,8 @@ def _instruments(
         elif f.also:
             same = ", ".join(f.also)
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
-    report = _table(found, served_by if keeper is None else "kept, sampled", settings.numerics)
-    if keeper is not None:
-        report += f"\n{keeper.describe()}"
+    now = "kept, sampled" if sampled else served_by
+    report = f"{_table(found, now, settings.numerics)}\n{keeper.describe()}"
     if settings.rank == 0 and not settings.quiet:
         print(report, file=sys.stderr)
     return Instruments(

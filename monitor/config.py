@@ -67,15 +67,18 @@ class AgentConfig(BaseSettings):
     (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
     FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
-    attention: Literal["foreshock", "keep"] = "foreshock"
-    """What serves the attention: foreshock's kernels, which count every row of every step, or, with keep, what serves
-    it now (cuDNN, FlashAttention, ...), of which a sample is measured; a switch moves a layer onto our kernels."""
+    attention: Literal["auto", "kernels", "keep"] = "auto"
+    """What serves the attention. keep: what serves it now (cuDNN, FlashAttention, ...), of which a sample is measured;
+    a switch moves a layer onto foreshock's kernels. kernels: those, which count every row of every step, where they
+    serve a call; other calls are kept. auto: keep on a CPU; on a GPU the first steps compare foreshock's kernels with
+    each layer's own attention, and layers where they agree within rounding go to the kernels. "foreshock" is an old
+    name of kernels."""
     probe_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """With attention="keep": a step is measured after this many steps, and every step while a warning is fresh."""
+    """Where attention is kept: a step is measured after this many steps, and every step while a warning is fresh."""
     probe_rows: int = Field(default=32, ge=1, le=2**20)
-    """With attention="keep": rows of each head that are measured in such a step, drawn anew each time."""
+    """Where attention is kept: rows of each head that are measured in such a step, drawn anew each time."""
     probe_heads: int = Field(default=0, ge=0, le=1024)
-    """With attention="keep": heads of each layer that are measured in such a step, in turn; 0 means all."""
+    """Where attention is kept: heads of each layer that are measured in such a step, in turn; 0 means all."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
     """A sample is taken at multiples of this many steps, doubled as often as `sample_every_seconds` asks."""
@@ -119,6 +122,11 @@ class AgentConfig(BaseSettings):
     """Do not print the table of what was found."""
     strict: bool = False
     """Raise the agent's own faults instead of containing them. For tests."""
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _old_name_of_attention(cls, value: object) -> object:
+        return "kernels" if value == "foreshock" else value
 
     @field_validator("mitigation")
     @classmethod

@@ -85,7 +85,7 @@ def own_patient(path: str, state: Path | None) -> Iterator[Patient]:
     if state is not None:
         saved = _load(state)
         model.load_state_dict(saved.get("model", saved))
-    with attach(model, url=None, spool_directory=None, quiet=True):
+    with attach(model, attention="kernels", url=None, spool_directory=None, quiet=True):
         yield Patient(path if state is None else state.name, model, loss)
 
 

@@ -92,6 +92,7 @@ class Training:
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
             "url": url,
+            "attention": "kernels",
             "numerics": arm.numerics,
             "policy": arm.policy,
             "mitigation": arm.mitigation,

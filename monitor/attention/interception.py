@@ -15,17 +15,28 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from foreshock.monitor.attention.copies import leave_no_trace_in_copies
+from foreshock.monitor.attention.running import (
+    again_in,
+    enter,
+    forget,
+    layer_of_this_call,
+    leave,
+    note_call_outside,
+    note_interception,
+    outside,
+)
 from foreshock.monitor.attention.varlen import varlen_attn
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, current, refuse_lost_recompute
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
 from foreshock.monitor.model.discovery import SDPA, VARLEN, places_of
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    current.layer = getattr(module, LAYER_ATTRIBUTE, None)
+    enter(getattr(module, LAYER_ATTRIBUTE, None))
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    current.layer = None
+    leave()
 
 
 def scaled_dot_product_attention(
@@ -39,43 +50,49 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
-    layer = current.layer
-    served = None
+    layer = layer_of_this_call()
     if layer is None:
-        if not torch.compiler.is_compiling():
-            refuse_lost_recompute()
-            current.outside += 1
-    elif layer.keeps:
-        pass
-    elif attn_mask is not None:
-        layer.leave_alone("it passes attn_mask; only is_causal is served")
-    elif not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
-        layer.leave_alone("query and key differ in heads without enable_gqa")
-    else:
-        causal = "top_left" if is_causal else "none"
-        served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
-    if served is not None:
-        return served
-    out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if layer is None or layer.tick is None:
-        return out
+        note_call_outside()
+        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    note_interception()
     causal = "top_left" if is_causal else "none"
-    return layer.probed(out, query, key, value, mask=attn_mask, causal=causal, scale=scale, dropout_p=dropout_p)
+    if attn_mask is not None:
+        why: str | None = "it passes a mask"
+    elif not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
+        why = "query and key differ in heads without enable_gqa"
+    else:
+        why = layer.problem(query, key, value, dropout_p)
+    if not layer.keeps:
+        if why is None:
+            served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+            if served is not None:
+                return served
+        else:
+            layer.keep_call(why)
+    out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return layer.probed(
+        out,
+        query,
+        key,
+        value,
+        mask=attn_mask,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        provable=why is None,
+    )
 
 
 def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as called now: in a recompute, it finds the layer that is current now."""
-    layer = current.layer
-    if layer is None or torch.compiler.is_compiling():
+    layer = None if torch.compiler.is_compiling() else layer_of_this_call()
+    if layer is None:
         return function
 
     @functools.wraps(function)
     def in_layer(*args: Any, **kwargs: Any) -> Any:
-        before, current.layer = current.layer, layer
-        try:
+        with again_in(layer):
             return function(*args, **kwargs)
-        finally:
-            current.layer = before
 
     return in_layer
 
@@ -114,6 +131,15 @@ _COMPILER_SETTINGS: Final = {
 }
 
 
+_REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
+    (SDPA, scaled_dot_product_attention),
+    (VARLEN, varlen_attn),
+    (_original_mha, _mha_copy),
+    (_original_non_reentrant, _non_reentrant),
+    (_original_reentrant, _Reentrant),
+)
+
+
 class SdpaRebinding:
     """Rebinds every name of PyTorch's attention while at least one agent is attached."""
 
@@ -130,7 +156,7 @@ class SdpaRebinding:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
-            for original, ours in ((SDPA, scaled_dot_product_attention), (VARLEN, varlen_attn)):
+            for original, ours in _REBOUND[:2]:
                 for space, name in places_of(original):
                     self._bind(space, name, ours)
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
@@ -154,7 +180,11 @@ class SdpaRebinding:
                 if space.get(name) is ours:
                     space[name] = before
             self._places.clear()
-            current.layer, current.outside = None, 0
+            # who imported a name from PyTorch in the meantime got ours
+            for original, ours in _REBOUND:
+                for space, name in places_of(ours):
+                    space[name] = original
+            forget()
             for name, value in self._settings_before.items():
                 setattr(torch._dynamo.config, name, value)
             self._settings_before.clear()
@@ -171,6 +201,7 @@ torch.compile gives up after eight. PyTorch counts its ids up from 0."""
 def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
     module.__dict__[LAYER_ATTRIBUTE] = layer
+    outside.layers.add(layer)
     places: list[tuple[dict[Any, Any], Any]] = [
         (module._forward_pre_hooks, _enter),
         (module._forward_hooks, _leave),
@@ -179,9 +210,13 @@ def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     for place, value in places:
         place[_HOOK_ID] = value
 
+    stay_clean = leave_no_trace_in_copies(module)
+
     def undo() -> None:
         for place, _ in places:
             place.pop(_HOOK_ID, None)
         module.__dict__.pop(LAYER_ATTRIBUTE, None)
+        outside.layers.discard(layer)
+        stay_clean()
 
     return undo

@@ -1,4 +1,4 @@
-"""`attention="keep"`: the model's own attention stays, a sample of it is measured, and a switch moves single layers."""
+"""Who serves each layer: its own attention, of which a sample is measured, or our kernels, from when on and why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,8 +15,12 @@ from foreshock.contract.catalog import read
 from foreshock.contract.metric import ratio
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.proof import Proof
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
+
+_PROOF_STEPS: Final = 3
+"""Optimizer steps that are measured one after the other until every layer is proven or is not."""
 
 
 def sampling_errors(words: Words) -> dict[str, Floats]:
@@ -35,44 +39,73 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
 
 
 class Keeper:
-    """Says which step is measured, and which layers keep their own attention: those whose heads are all plain.
+    """Says which step is measured, and which layers keep their own attention.
 
-    A layer with a switched head is served by our kernels, which count every row; its peers stay where they are. Under
-    torch.compile the graphs that hold the layer are compiled once more.
+    Under "keep", and under "auto" where nothing is to be gained (a CPU), those do whose heads are all plain. Under
+    "auto" with `prove` a layer goes to our kernels at the step boundary after they were proven to compute what it
+    computes; under "kernels" it is there from the start. A layer with a switched head is served by our kernels, which
+    count every row; its peers stay where they are. Under torch.compile the graphs that hold a layer that moves are
+    compiled once more.
     """
 
-    def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
-        self._layers: Final = tuple(layers)
+    def __init__(
+        self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig, *, prove: bool = False
+    ) -> None:
+        self.layers: Final = tuple(layers)
         self._every_steps = settings.probe_every_steps
         self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
         self._measured = 0
+        self._steps_to_prove = _PROOF_STEPS if prove else 0
+        self._modes: npt.NDArray[np.int32] = np.zeros(state.shape[0], dtype=np.int32)
+        self._attention: Final = settings.attention
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
         """The sampling error of the last sample that measured some rows, as a line for people."""
         self._number = start_sampling(self._sampling)
-        for layer, tick in zip(self._layers, new_ticks(len(self._layers), state.device), strict=True):
+        self.proofs: Final[list[Proof]] = []
+        """Of each layer; empty where nothing is to be proven."""
+        for layer, tick in zip(self.layers, new_ticks(len(self.layers), state.device), strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
             torch._dynamo.mark_static_address(tick := tick.data, guard=False)
-            layer.tick, layer.sampling, layer.keeps = tick, self._number, True
+            layer.tick, layer.sampling, layer.keeps = tick, self._number, settings.attention != "kernels"
+            layer.draws = settings.attention != "auto"
+            if prove:
+                self.proofs.append(proof := Proof())
+                self._sampling.proofs[tick.data_ptr()] = proof
 
     def plan(self, step: int, watch_until: int) -> None:
-        """After optimizer step `step`: whether the next one is measured."""
+        """After optimizer step `step`: who serves the next one, and whether it is measured."""
         if self._sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
         self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until
+        if self._steps_to_prove:
+            self._steps_to_prove -= 1
+            if all(proof.done for proof in self.proofs):
+                self._steps_to_prove = 0
+            self._sampling.due |= self._steps_to_prove > 0
+            self.follow(self._modes)
+
+    @property
+    def proving(self) -> bool:
+        """Whether layers may still go to our kernels by themselves soon."""
+        return self._steps_to_prove > 0
 
     def follow(self, modes: npt.NDArray[np.int32]) -> None:
         """Let each layer be served as `modes` [N], the modes of all heads, ask for."""
-        before = [layer.keeps for layer in self._layers]
+        self._modes = modes
+        before = [layer.keeps for layer in self.layers]
         first = 0
-        for layer in self._layers:
+        for index, layer in enumerate(self.layers):
             heads = layer.state.shape[0]
-            layer.keeps = not modes[first : first + heads].any()
+            proof = self.proofs[index] if self.proofs else None
+            served = self._attention == "kernels" or (proof is not None and proof.holds)
+            switched = bool(modes[first : first + heads].any()) and (proof is None or proof.reason is None)
+            layer.keeps = not (served or switched)
             first += heads
-        if self._sampling.captured and before != [layer.keeps for layer in self._layers]:
+        if self._sampling.captured and before != [layer.keeps for layer in self.layers]:
             logger.warning(
                 "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
                 "it again to let this switch take effect (torch.compile does so by itself)"
@@ -98,15 +131,30 @@ class Keeper:
         return told
 
     def describe(self) -> str:
-        """What is measured, in a line."""
+        """Who serves the attention, in a line."""
         heads = f"{self._sampling.heads} heads in turn" if self._sampling.heads else "every head"
-        return (
-            f"attention is kept as it is; every {self._every_steps} steps {self._sampling.rows} rows of {heads} of "
-            "each layer are measured"
-        )
+        measured = f"every {self._every_steps} steps {self._sampling.rows} rows of {heads} of each layer are measured"
+        if self._attention == "kernels":
+            return f"foreshock's kernels serve the attention; of calls that they do not serve {measured}"
+        if self.proofs:
+            return (
+                "the first steps compare foreshock's kernels with each layer's own attention; where they agree they "
+                f"serve it from then on, elsewhere {measured}"
+            )
+        return f"attention is kept as it is; {measured}"
+
+    def standing(self, index: int) -> str:
+        """What serves layer `index` now, in words."""
+        layer = self.layers[index]
+        if not layer.keeps:
+            return "kernels"
+        reason = self.proofs[index].reason if self.proofs else None
+        if reason is None and self.proofs and not self.proofs[index].calls:
+            reason = next(iter(layer.kept), "none of its calls could be compared with our kernels")
+        return "kept, sampled" + (f": {reason}" if reason else "")
 
     def stop(self) -> None:
         """Measure nothing any more."""
         stop_sampling(self._number)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.tick, layer.keeps = None, False

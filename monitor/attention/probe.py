@@ -10,7 +10,7 @@ draws. A step that is not sampled costs one call of an operator that does nothin
 import itertools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.spec import compute_dtype, operand_dtype
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
+from foreshock.monitor.attention.proof import Proof
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -40,6 +41,8 @@ class Sampling:
     strict: bool = False
     fault: str | None = None
     """Why this agent measures nothing any more: the training goes on without it."""
+    proofs: dict[int, Proof] = field(default_factory=dict)
+    """Layers whose service by our kernels is still to be proven, by the address of their counters."""
 
 
 _samplings: Final[dict[int, Sampling]] = {}
@@ -59,6 +62,13 @@ def stop_sampling(number: int) -> None:
     _samplings.pop(number, None)
 
 
+def refuse_twice(number: int, tick: Tensor) -> None:
+    """A backward is differentiated itself, which our kernels' is not: the layer of `tick` is not proven any more."""
+    sampling = _samplings.get(number)
+    if sampling is not None and (proof := sampling.proofs.get(tick.data_ptr())) is not None:
+        proof.reason = "its gradient is differentiated again, which our kernels' is not"
+
+
 def probe(
     out: Tensor,
     query: Tensor,
@@ -75,15 +85,17 @@ def probe(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     numerics: str = "kernel",
+    provable: bool = False,
 ) -> Tensor:
     """`out` [B, H, Sq, D], whose backward measures rows of the attention that gave it.
 
     query [B, H, Sq, D]; key, value [B, Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores, broadcast
     to [B, H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are written.
-    sampling: what start_sampling gave.
+    sampling: what start_sampling gave. provable: it is a call of PyTorch's scaled_dot_product_attention that our
+    kernels would serve, and may be compared with them.
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    options = (sampling, scale, causal, *window, softcap, dropout_p, numerics)
+    options = (sampling, scale, causal, *window, softcap, dropout_p, numerics, provable)
     return cast(Tensor, _Probed.apply(out, query, key, value, mask, state, tick, options))  # type: ignore[no-untyped-call]
 
 
@@ -109,7 +121,10 @@ class _Probed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         out, query, key, value, mask = ctx.saved_tensors
-        _operator(grad_out, out, query, key, value, mask, ctx.state, ctx.tick, *ctx.options)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            refuse_twice(ctx.options[0], ctx.tick)
+        with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
+            _operator(grad_out, out, query, key, value, mask, ctx.state, ctx.tick, *ctx.options)
         return grad_out, *[None] * 7
 
 
@@ -118,7 +133,7 @@ _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, "
     "Tensor(b!) tick, int sampling_number, float scale, str causal, int window_left, int window_right, float softcap, "
-    "float dropout_p, str numerics) -> ()",
+    "float dropout_p, str numerics, bool provable) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -140,6 +155,7 @@ def probe_rows(
     softcap: float,
     dropout_p: float,
     numerics: str,
+    provable: bool,
 ) -> None:
     """Counts the statistics of sampled rows into `state` where its agent samples this step. Never waits for the device.
 
@@ -156,6 +172,8 @@ def probe_rows(
     tensors = grad_out, out, query, key, value, mask
     try:
         with torch.autocast(query.device.type, enabled=False):
+            if provable and not capturing and (proof := sampling.proofs.get(tick.data_ptr())) is not None:
+                proof.compare(grad_out, out, query, key, value, spec)
             _sample(sampling, tensors, state, tick, spec)
     except Exception as error:
         if sampling.strict:

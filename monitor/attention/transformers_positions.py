@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
+from foreshock.monitor.attention.copies import leave_no_trace_in_copies
+
 _NAME: Final = "find_packed_sequence_indices"
 _original: Final[Callable[[Tensor], Tensor | None] | None] = getattr(masking_utils, _NAME, None)
 """None in a version that finds out otherwise; models that are compiled whole then go unwatched, and are told so."""
@@ -48,22 +50,26 @@ def _forget(module: nn.Module, args: Any, output: Any) -> None:
     _positions.given = True
 
 
-def watch_positions(models: list[PreTrainedModel]) -> Callable[[], None]:
-    """Let masks be made without a look at position numbers that the models make themselves; returns the undoing."""
+def watch_positions(root: nn.Module) -> Callable[[], None]:
+    """Let the models inside `root` make their masks without a look at position numbers that they make themselves;
+    returns the undoing."""
     if _original is None:
         return lambda: None
-    handles = []
-    for model in models:
+    handles, stay_clean = [], []
+    for model in (m for m in root.modules() if isinstance(m, PreTrainedModel)):
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         index = names.index("position_ids") if "position_ids" in names else None
         handles.append(model.register_forward_pre_hook(_hook(index), with_kwargs=True))
         handles.append(model.register_forward_hook(_forget, always_call=True))
+        stay_clean.append(leave_no_trace_in_copies(model))
     _positions.users += 1
     vars(masking_utils)[_NAME] = _find_packed_sequence_indices
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
+        for undo_copies in stay_clean:
+            undo_copies()
         _positions.users -= 1
         if _positions.users == 0:
             vars(masking_utils)[_NAME] = _original

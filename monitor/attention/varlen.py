@@ -2,10 +2,9 @@
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from foreshock.monitor.attention.watched_layer import current, refuse_lost_recompute
+from foreshock.monitor.attention.running import layer_of_this_call, note_call_outside, note_interception
 from foreshock.monitor.model.discovery import VARLEN
 
 
@@ -26,33 +25,37 @@ def varlen_attn(
 ) -> Any:
     """PyTorch's function of this name over query [T, H, D] and key, value [T, Hkv, D], watched where a watched module
     calls it. Its window (left, right) is aligned bottom right, and right 0 is causal."""
-    layer = current.layer
+    layer = layer_of_this_call()
     asked = [name for name, option in more.items() if option is not None]
     if layer is None:
-        if not torch.compiler.is_compiling():
-            refuse_lost_recompute()
-            current.outside += 1
-    elif layer.keeps or layer.tick is not None:
-        layer.leave_alone("varlen_attn is not probed; attach with attention='foreshock'")
-    elif asked or cu_seq_k is None:
-        layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not served")
-    elif not enable_gqa and query.shape[1] != key.shape[1]:
-        layer.leave_alone("query and key differ in heads without enable_gqa")
+        note_call_outside()
     else:
-        left, right = window_size
-        packed = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, D]
-        served = layer.attend(
-            *packed,
-            causal="bottom_right" if right == 0 else "none",
-            window=(left, -1 if right == 0 else right),
-            scale=scale,
-            cu_seqlens_q=cu_seq_q,
-            cu_seqlens_k=cu_seq_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-        )
-        if served is not None:
-            return served[0].transpose(0, 1)
+        note_interception()
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, D]
+        if layer.keeps:
+            layer.leave_alone("varlen_attn is not probed; attach with attention='kernels'")
+        elif asked or cu_seq_k is None:
+            layer.leave_alone(f"it passes {', '.join(asked) or 'no cu_seq_k'} to varlen_attn, which is not served")
+        elif not enable_gqa and query.shape[1] != key.shape[1]:
+            layer.leave_alone("query and key differ in heads without enable_gqa")
+        elif (why := layer.problem(q, k, v)) is not None:
+            layer.leave_alone(why)
+        else:
+            left, right = window_size
+            served = layer.attend(
+                q,
+                k,
+                v,
+                causal="bottom_right" if right == 0 else "none",
+                window=(left, -1 if right == 0 else right),
+                scale=scale,
+                cu_seqlens_q=cu_seq_q,
+                cu_seqlens_k=cu_seq_k,
+                max_seqlen_q=max_q,
+                max_seqlen_k=max_k,
+            )
+            if served is not None:
+                return served[0].transpose(0, 1)
     options = {"scale": scale, "window_size": window_size, **more}
     if enable_gqa:  # not every version takes these two
         options["enable_gqa"] = True

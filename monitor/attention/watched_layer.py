@@ -39,7 +39,8 @@ def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str 
 class WatchedLayer:
     """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
-    It lives on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile.
+    It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
+    is served by our kernels or by the model's own attention, of which a sample is measured.
     """
 
     def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
@@ -53,31 +54,52 @@ class WatchedLayer:
         self.rounds = numerics not in _EXACT
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
-        """The probe's counter, int64 [1], where the model keeps its own attention; else None."""
+        """The probe's counter, int64 [1]; None before and after a Keeper looks after the layer."""
         self.sampling = 0
         """Number of the agent's sampling, for the probe."""
         self.keeps = False
         """The model's own attention serves the calls, and a sample of them is measured."""
+        self.draws = True
+        """Our kernels may serve dropout, whose masks they draw for themselves."""
+        self.kept: Counter[str] = Counter()
+        """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
+        """Why calls were neither served nor measured."""
         for buffer in (self.state, self.modes):
             # spares torch.compile's CUDA graphs a copy of them in every step
             torch._dynamo.mark_static_address(buffer, guard=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedLayer":
-        return self  # a copy of the model (an average of its weights, say) must not bring buffers of its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the module is not watched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # nor is one that is loaded again
 
     def leave_alone(self, reason: str) -> None:
-        """Count a call that goes to the model's own attention, and say so once."""
+        """Count a call that is neither served nor measured, and say so once."""
         if torch.compiler.is_compiling():
-            return  # the check after step 1 finds the layer that was never hit
+            return  # the check of each sample finds the layer that was not hit
         self.unserved[reason] += 1
         if self.unserved[reason] == 1:
             logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
-    def problem(self, query: Tensor) -> str | None:
-        """Why a call with this query [B, H, S, D] cannot be served by our kernels and counted into this layer."""
-        if (reason := self._misfit(query)) is not None:
+    def keep_call(self, reason: str) -> None:
+        """Count a call that our kernels do not serve, and say so once."""
+        if torch.compiler.is_compiling():
+            return
+        self.kept[reason] += 1
+        if self.kept[reason] == 1:
+            logger.info("foreshock: %s keeps its own attention in this call: %s", self.name, reason)
+
+    def problem(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> str | None:
+        """Why our kernels cannot serve a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None: they
+        can."""
+        if (reason := self._misfit(query, key, value)) is not None:
             return reason
+        if key.shape[3] != query.shape[3] or value.shape[3] != query.shape[3]:
+            return f"its queries have {query.shape[3]} features, its values {value.shape[3]}"
+        if dropout_p > 0 and not self.draws:
+            return "our kernels would draw other dropout masks than it does; attention='kernels' lets them"
         if self.numerics == "auto" and query.device.type != "cpu" and numerics_for(query, "auto") != "kernel":
             # The reference is right there too, but its memory grows with the square of the length.
             return (
@@ -86,20 +108,24 @@ class WatchedLayer:
             )
         return head_dim_problem(query.shape[3], query.device, numerics_for(query, self.numerics))
 
-    def _misfit(self, query: Tensor) -> str | None:
+    def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        """Why a call can be neither served nor measured."""
+        if query.is_nested:
+            return "its query is a nested tensor; [B, H, S, D] is measured"
         if query.dim() != 4:
-            return f"its query has shape {list(query.shape)}; [B, H, S, D] is served"
+            return f"its query has shape {list(query.shape)}; [B, H, S, D] is measured"
         if query.shape[1] != self.state.shape[0]:
             return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
+        if key.dim() != 4 or value.shape[:3] != key.shape[:3] or key.shape[0] != query.shape[0]:
+            return f"its key has shape {list(key.shape)}, its value {list(value.shape)}, its query {list(query.shape)}"
+        if query.shape[1] % key.shape[1]:
+            return f"its query has {query.shape[1]} heads, its key {key.shape[1]}"
         if query.device != self.state.device:
             return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
-        """The watched attention, [B, H, Sq, D], or None when this call cannot be served."""
-        if (reason := self.problem(query)) is not None:
-            self.leave_alone(reason)
-            return None
+        """The watched attention, [B, H, Sq, D], or None when our operator refuses this call."""
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
         if torch.compiler.is_compiling():
@@ -110,37 +136,17 @@ class WatchedLayer:
         except Exception as refusal:
             if self.strict and not isinstance(refusal, ValueError):
                 raise
-            self.leave_alone(str(refusal) or type(refusal).__name__)
+            self.keep_call(str(refusal) or type(refusal).__name__)
             return None
 
     def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """`out` [B, H, Sq, D] of the model's own attention, of which the backward measures a sample where asked to."""
         if self.tick is None or not out.requires_grad:
             return out
-        if (reason := self._misfit(query)) is not None:
+        if (reason := self._misfit(query, key, value)) is not None:
             self.leave_alone(reason)
             return out
         numerics = numerics_for(query, self.numerics)
+        if not torch.compiler.is_compiling():
+            self.rounds = numerics not in _EXACT
         return probe(out, query, key, value, self.state, self.tick, self.sampling, numerics=numerics, **options)
-
-
-class _Current:
-    """The layer whose forward is running; process-wide, as torch.compile can follow it."""
-
-    layer: WatchedLayer | None = None
-    outside: int = 0
-    """Calls of attention outside every watched module."""
-
-
-current: Final = _Current()
-
-
-def refuse_lost_recompute() -> None:
-    """Raise RuntimeError where an attention call without a layer is a recompute inside a backward."""
-    # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
-    # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not current.outside:
-        raise RuntimeError(
-            "foreshock cannot tell which layer's attention is recomputed in this backward: the checkpointing in use is "
-            "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
-        )

@@ -18,6 +18,7 @@ from transformers.training_args import TrainingArguments
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attach import attach
+from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
 
@@ -37,6 +38,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.saved: dict[str, Any] | None = None
         """The agent's state of the last checkpoint."""
         self._hook: Any = None
+        self._stay_clean: Any = None
         self._micro_losses: list[Tensor] = []
         self._summed = False
         self._learning_rate: float | None = None
@@ -68,6 +70,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
             state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
+        self._stay_clean = leave_no_trace_in_copies(model)
         self._norm.start()
 
     def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -120,6 +123,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _end(self, status: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
+            self._stay_clean()
             self._hook = None
         self._norm.stop()
         self._micro_losses = []

@@ -64,7 +64,10 @@ def called(attention: nn.Module, numerics: str = "kernel") -> tuple[AttentionCal
     torch.manual_seed(0)
     model = Model(attention)
     tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(1))
-    with attach(model, quiet=True, url=None, spool_directory=None, numerics=numerics), Capture(model) as capture:
+    with (
+        attach(model, attention="kernels", quiet=True, url=None, spool_directory=None, numerics=numerics),
+        Capture(model) as capture,
+    ):
         (model(tokens).square().sum() * 10).backward(retain_graph=True)
     [call] = capture.calls
     return call, model

@@ -144,7 +144,7 @@ def watched(module: nn.Module) -> tuple[Agent, Callable[[], Tensor]]:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.square().mean()
 
-    return attach(module, quiet=True, url=None, spool_directory=None, numerics="float32"), loss
+    return attach(module, attention="kernels", quiet=True, url=None, spool_directory=None, numerics="float32"), loss
 
 
 def test_query_heads_that_share_a_key_head_share_its_bias() -> None:

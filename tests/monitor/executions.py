@@ -19,6 +19,7 @@ from foreshock.monitor.attention.watched_layer import numerics_for
 from foreshock.monitor.model.sharding import local_tensor
 
 EVERY_STEP: dict[str, Any] = {
+    "attention": "kernels",
     "sample_every_steps": 1,
     "sample_every_seconds": 0.0,
     "strict": True,

@@ -12,7 +12,7 @@ from tests.monitor.tiny_models import tiny_gpt, train_step
 from foreshock.contract import wire
 from foreshock.monitor.callbacks.accelerate import ForeshockTracker
 
-QUICK: dict[str, Any] = {"sample_every_seconds": 0.0, "strict": True, "quiet": True}
+QUICK: dict[str, Any] = {"attention": "kernels", "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 
 
 def train(folder: Path, steps: range, *, resume: bool = False, late: bool = False) -> tuple[ForeshockTracker, Listener]:

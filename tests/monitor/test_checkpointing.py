@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint as imported_by_name
 from foreshock.contract import wire
 from foreshock.monitor import attach
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+QUICK: dict[str, Any] = {
+    "attention": "kernels",
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "strict": True,
+    "quiet": True,
+}
 
 KINDS: dict[str, Checkpoint] = {
     "non-reentrant": lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False),

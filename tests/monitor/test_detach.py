@@ -35,13 +35,13 @@ def snapshot(model: nn.Module) -> Any:
     return modules, names, torch._dynamo.config.get_config_copy(), implementation, type(model).__mro__
 
 
-@pytest.mark.parametrize("attention", ["foreshock", "keep"])
+@pytest.mark.parametrize("attention", ["auto", "kernels", "keep"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> None:
     torch.manual_seed(0)
     model = MAKERS[name]()
     before = snapshot(model)
-    agent = attach(model, **EVERY_STEP, attention=attention)
+    agent = attach(model, **{**EVERY_STEP, "attention": attention})
     assert snapshot(model) != before
     out = model(batch(0))
     torch.autograd.backward(next_token_loss(getattr(out, "logits", out), batch(0)))

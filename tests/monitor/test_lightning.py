@@ -16,7 +16,13 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.callbacks.lightning import ForeshockCallback
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+QUICK: dict[str, Any] = {
+    "attention": "kernels",
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "strict": True,
+    "quiet": True,
+}
 
 # Lightning's own: what it calls in PyTorch that is on its way out, and its advice
 pytestmark = pytest.mark.filterwarnings(

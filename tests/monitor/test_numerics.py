@@ -16,7 +16,13 @@ from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+QUICK: dict[str, Any] = {
+    "attention": "kernels",
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "strict": True,
+    "quiet": True,
+}
 
 
 @pytest.fixture
@@ -107,6 +113,7 @@ def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     state = torch.empty(2, SLOT_COUNT, dtype=torch.int64, device="meta")
     layer = watched_layer.WatchedLayer("h.0", state, torch.empty(2, dtype=torch.int32, device="meta"), "auto")
-    problem = layer.problem(torch.empty(1, 2, 4, 8, dtype=dtype, device="meta"))
+    operand = torch.empty(1, 2, 4, 8, dtype=dtype, device="meta")
+    problem = layer.problem(operand, operand, operand)
     assert (problem is None) == served
     assert served or "ask for numerics='float32'" in str(problem)

@@ -224,7 +224,25 @@ def test_the_operator_declares_what_it_does() -> None:
     try:
         torch.library.opcheck(
             torch.ops.foreshock.probe_rows.default,
-            (grad, grad, query, key, value, None, state, tick, number, 0.25, "top_left", -1, -1, 0.0, 0.0, "float32"),
+            (
+                grad,
+                grad,
+                query,
+                key,
+                value,
+                None,
+                state,
+                tick,
+                number,
+                0.25,
+                "top_left",
+                -1,
+                -1,
+                0.0,
+                0.0,
+                "float32",
+                False,
+            ),
         )
     finally:
         stop_sampling(number)

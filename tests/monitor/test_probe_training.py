@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from tests.monitor.test_transformers import MODELS as TRANSFORMERS
 from tests.monitor.test_transformers import gpt2, ids
 from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
@@ -58,6 +60,28 @@ def rows(listener: Listener) -> list[list[int]]:
 
 def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+QUICK_KERNELS: dict[str, Any] = {"attention": "kernels", "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+
+
+@contextmanager
+def as_flash_attention(model: Any) -> Iterator[None]:
+    """`model` says window and softcap to an attention without a mask, which our kernels then serve."""
+
+    def never_called(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("our kernels serve every call")
+
+    before = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS["flash_attention_of_this_test"] = never_called
+    ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_of_this_test"] = lambda **arguments: None
+    model.config._attn_implementation_internal = "flash_attention_of_this_test"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation_internal = before
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_of_this_test"]
+        del ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_of_this_test"]
 
 
 WAYS = {name: kinds[0] for name, kinds in MODES.items() if name not in ("selective checkpointing", "inductor")}
@@ -143,10 +167,10 @@ def test_transformers_keeps_its_attention_and_what_is_measured_is_what_our_kerne
     assert same_bits([p.grad for p in model.parameters()], grads)
     words = listener.of(wire.Sample)[0].words()
     assert slot_values(words, Slot.ROWS).tolist() == [3 * 12] * len(words)
-    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+    assert AttentionInterface.get_interface.__module__ == "transformers.modeling_utils"
     model.zero_grad()
     ours = Listener()
-    with attach(model, sample_every_seconds=0.0, strict=True, quiet=True) as served:
+    with as_flash_attention(model), attach(model, **QUICK_KERNELS) as served:
         served.subscribe(ours)
         model(ids()).logits.square().mean().backward()
         served.step()
@@ -170,7 +194,7 @@ def test_of_two_kept_models_each_row_counts_once_and_the_one_that_stays_is_measu
     step(0)
     agents[0].close()
     assert [rows(listener) for listener in listeners] == [[[3 * 12] * 4] * 2, [[3 * 12] * 4]]
-    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+    assert AttentionInterface.get_interface.__module__ == "transformers.modeling_utils"
 
 
 def test_any_kernel_that_transformers_knows_by_name_is_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,13 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent
 from foreshock.monitor.callbacks.torchtitan import watch
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
+QUICK: dict[str, Any] = {
+    "attention": "kernels",
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "strict": True,
+    "quiet": True,
+}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_trainer.py"
 
 

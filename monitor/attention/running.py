@@ -1,0 +1,131 @@
+"""Which layer's forward is running, and what is called outside every one of them.
+
+Each thread has its own, but torch.compile follows only plain objects: what is traced reads one for the whole process.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+from weakref import WeakSet
+
+import torch
+
+from foreshock.monitor.attention.watched_layer import WatchedLayer
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:  # runs once in each thread
+        self.layer: WatchedLayer | None = None
+        self.frame: FrameType | None = None
+        """The frame of its forward's call; None in a recompute."""
+        self.intercepted = False
+        """A call of PyTorch's attention was met, and served or measured as what it is."""
+
+
+class _Traced:
+    layer: WatchedLayer | None = None
+    intercepted: bool = False
+    entered: bool = False
+    """Compiled code entered the layer, and not a hook that ran by itself: a call behind a graph break finds it here."""
+
+
+class _Outside:
+    calls: int = 0
+    """Calls of attention outside every watched module, in the whole process."""
+    layers: Final[WeakSet[WatchedLayer]] = WeakSet()
+    """Layers of every agent attached."""
+
+
+_mine: Final = _OfThread()
+_traced: Final = _Traced()
+outside: Final = _Outside()
+
+
+def enter(layer: WatchedLayer | None) -> None:
+    """The forward of this layer's module begins; called by the hook that its caller calls."""
+    _traced.layer = layer
+    _traced.entered = torch.compiler.is_compiling()
+    if not torch.compiler.is_compiling():
+        _mine.layer, _mine.frame = layer, sys._getframe(2)
+
+
+def leave() -> None:
+    """That forward is over."""
+    _traced.layer = None
+    if not torch.compiler.is_compiling():
+        _mine.layer = _mine.frame = None
+
+
+@contextmanager
+def again_in(layer: WatchedLayer) -> Iterator[None]:
+    """Part of a layer's forward is computed again, by itself; never under torch.compile."""
+    before = _traced.layer, _mine.layer, _mine.frame
+    _traced.layer, _mine.layer, _mine.frame = layer, layer, None
+    try:
+        yield
+    finally:
+        _traced.layer, _mine.layer, _mine.frame = before
+
+
+def layer_of_this_call() -> WatchedLayer | None:
+    """The layer whose forward is running in this thread; None where the call is none of its business."""
+    if (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return None  # what is transformed or exported is to be the model's own, without us
+    if torch.compiler.is_compiling():
+        return _traced.layer
+    if _mine.layer is None:
+        return _traced.layer if _traced.entered else None
+    if _mine.frame is not None:
+        # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame tells.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not _mine.frame:
+            frame = frame.f_back
+        if frame is None:
+            leave()
+    return _mine.layer
+
+
+def forget() -> None:
+    """No agent is attached any more."""
+    leave()
+    _traced.entered, outside.calls = False, 0
+
+
+def note_interception() -> None:
+    """PyTorch's attention was called in a watched forward, and met."""
+    _traced.intercepted = True
+    if not torch.compiler.is_compiling():
+        _mine.intercepted = True
+
+
+def was_intercepted() -> bool:
+    """Whether it was since this was last asked."""
+    if torch.compiler.is_compiling():
+        met = _traced.intercepted
+        _traced.intercepted = False
+        return met
+    met, _mine.intercepted, _traced.intercepted = _mine.intercepted, False, False
+    return met
+
+
+def note_call_outside() -> None:
+    """Count a call of attention in no watched module. Raises RuntimeError where it is a recompute in a backward of an
+    attention that our kernels served."""
+    if torch.compiler.is_compiling():
+        return
+    # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
+    # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
+    recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not outside.calls
+    if recomputed and any(not layer.keeps for layer in list(outside.layers)):
+        raise RuntimeError(
+            "foreshock cannot tell which layer's attention is recomputed in this backward: the checkpointing in use is "
+            "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
+        )
+    outside.calls += 1
