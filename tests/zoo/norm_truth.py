@@ -29,8 +29,11 @@ def true_norms(
     """Norms [H] by name of one attention layer of a model that takes `given`; `holders` hold its weights."""
     if isinstance(layer, nn.MultiheadAttention):
         raise NoTruthError("its projections are no modules")
+    if getattr(layer, "add_q_proj", None) is not None:
+        raise NoTruthError("tokens of two kinds have projections of their own")
     width = _inputs(holders[0])
     units = torch.cat([torch.zeros(1, width), torch.eye(width)])
+    given = one_token(given, len(units))
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     while any(sum(x.shape[1] for x in part) < len(units) for part in parts):
         done = [sum(x.shape[1] for x in part) for part in parts]
@@ -49,14 +52,36 @@ def _inputs(holder: nn.Module) -> int:
     return int(weight.shape[0 if type(holder).__name__ == "Conv1D" else 1])
 
 
+def one_token(given: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The same inputs, where they are words alone, as rows of one token: no position turns it."""
+    if all(
+        isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2)
+        for v in given.values()
+    ):
+        return {n: v[:1, :1].repeat(rows, 1) if isinstance(v, Tensor) else v for n, v in given.items()}
+    return given
+
+
 def _record(
+    model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module], units: Tensor, done: list[int]
+) -> tuple[Tensor, Tensor]:
+    """As its own attention is called, or, where that comes to no function known here, as transformers dispatches."""
+    for through_interface in (False, True):
+        recorded = _record_through(through_interface, model, given, layer, holders, units, done)
+        if recorded is not None:
+            return recorded
+    raise NoTruthError("its forward does not come to an attention function with these inputs")
+
+
+def _record_through(
+    through_interface: bool,
     model: nn.Module,
     given: dict[str, Any],
     layer: nn.Module,
     holders: list[nn.Module],
     units: Tensor,
     done: list[int],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Queries and keys [H, tokens, D] of rows of `units`, from those on that are done; as many as a call has tokens."""
     recorded: list[tuple[Tensor, Tensor]] = []
     depth = [0]
@@ -75,7 +100,14 @@ def _record(
         return out
 
     def interface(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **_: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any = None,
+        *_: Any,
+        scaling: Any = None,
+        **__: Any,
     ) -> Any:
         note(query, key, scaling)
         groups = query.shape[1] // value.shape[1]
@@ -109,7 +141,7 @@ def _record(
             if re.search(r"rotary|rope|rot_?emb", f"{name} {type(module).__name__}", re.IGNORECASE):
                 hooks.append(module.register_forward_hook(_no_rotation))
             config: Any = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation", None) in ("eager", "sdpa"):
+            if through_interface and getattr(config, "_attn_implementation", None) in ("eager", "sdpa"):
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = _INTERFACE
         for name, module in layer.named_modules():
@@ -122,9 +154,7 @@ def _record(
         torch.nn.functional.scaled_dot_product_attention = recorder
         stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", original)
         model(**given)
-    if not recorded:
-        raise NoTruthError("its forward does not come to an attention function with these inputs")
-    return recorded[0]
+    return recorded[0] if recorded else None
 
 
 def is_head_norm(name: str) -> bool:
