@@ -16,7 +16,8 @@ from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
-from foreshock.lab.training.recipes import ARMS, RECIPES, find_arm, find_recipe
+from foreshock.lab.training.arm import ARMS, find_arm
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -159,20 +160,35 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("recipe", "arm", "when"):
         shown.add_column(name, overflow="fold", min_width=9)
-    for name in ("policy", "runs", "harmed", "score 512", "excess", "worst", "offset", "score", "common", "|b_K|"):
+    for name in (
+        "policy",
+        "runs",
+        "failed",
+        "chance",
+        "harmed",
+        "score 512",
+        "excess",
+        "worst",
+        "offset",
+        "score",
+        "common",
+        "|b_K|",
+    ):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table(runs):
         shown.add_row(
-            *(row.recipe, row.arm, row.when, row.policy, str(row.runs), str(row.harmed), str(row.dangerous)),
+            *(row.recipe, row.arm, row.when, row.policy, str(row.runs), str(row.failed)),
+            *("-" if row.chance is None else f"{row.chance:.2g}", str(row.harmed), str(row.dangerous)),
             *("-" if share is None else f"{share:+.1%}" for share in (row.excess, row.worst_excess)),
             *(f"{number:.3g}" for number in (row.worst_offset, row.worst_score)),
             *("-" if number is None else f"{number:.2g}" for number in (row.common_share, row.key_bias)),
         )
     console.print(shown)
     console.print(
-        "excess: loss of the last 1000 steps over the control's, median and worst run. offset: at the end, worst run. "
-        "score: largest after the switch; score 512: runs in which it reached that. common: share of the largest "
-        "offset that all keys give alike, median. |b_K|: largest key bias of a head at the end."
+        "failed: harmed, or a |score| of 512 after the switch. chance: that so few fail if it does nothing (Fisher's "
+        "exact test against untreated runs). excess: loss of the last 1000 steps over the control's, median and worst "
+        "run. offset: at the end, worst run. score: largest after the switch; score 512: runs that reached it. "
+        "common: share of the largest offset that all keys give alike, median. |b_K|: largest key bias of a head."
     )
     if json is not None:
         json.write_text(dumps(as_json(runs), indent=1) + "\n")

@@ -12,6 +12,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from foreshock.contract.modes import Mode as Mode  # where it stood in 0.1.0
+
 Words = npt.NDArray[np.int64]
 """Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 

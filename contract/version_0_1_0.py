@@ -51,14 +51,15 @@ _EVENTS: Final = {
 
 
 def batch(payload: bytes) -> bytes | None:
-    """A batch in JSON without what 0.1.0 does not know; None when nothing is left of it.
+    """A batch in JSON without what 0.1.0 does not know; None when it is so already, and when nothing is left of it.
 
     Slots that were appended since are cut off. A switch from or to a mode that was added since is told in words: the
     service would hand the mode's name to the other ranks, whose acknowledgements it could not write any more.
     """
     said = from_json(payload)
     events = [_event(event) for event in said["events"] if event["kind"] in _EVENTS]
-    return _json({**_only(said, _BATCH), "events": events}) if events else None
+    known = {**_only(said, _BATCH), "events": events}
+    return _json(known) if events and known != said else None
 
 
 def ack(payload: bytes) -> bytes:
@@ -80,7 +81,7 @@ def _event(event: dict[str, Any]) -> dict[str, Any]:
     known = {"kind": kind, **_only(event, _EVENTS[kind])}
     if kind == "sample" and known.get("states") is not None:
         words = Array.model_validate(known["states"]).numpy()
-        known["states"] = Array.of(words[:, :SLOTS]).model_dump()
+        known["states"] = Array.of(words[:, :SLOTS]).model_dump(mode="json")
     elif kind == "started":
         known["layers"] = [_only(layer, _LAYER) for layer in known["layers"]]
         if known.get("mitigation") not in MODES:

@@ -24,8 +24,9 @@ from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arms import Branched, Order, Progressed, Told, Workers, in_seconds
-from foreshock.lab.training.recipes import CONTROL, RESCUED, UNTREATED, Arm, Recipe, find_recipe
+from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm
+from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.workers import Branched, Order, Progressed, Told, Workers, in_seconds
 
 SEEDS = {"key-bias-small": 8, "shared-values": 2}
 """What is shown unless a seed is named: 8 was not used for tuning, 2 is the one whose loss explodes."""

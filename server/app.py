@@ -28,6 +28,7 @@ from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.http import routes, stream, webhooks
+from foreshock.server.http.connections import Room, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.ingest import batches as ingest
 from foreshock.server.ingest import grams
@@ -98,6 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(ingest.Shortcut)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
+    app.add_middleware(Room, most=settings.connections)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app
@@ -169,8 +171,7 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
         proxy_headers=False,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,
-        limit_concurrency=2000,
-        h11_max_incomplete_event_size=65_536,
+        http=bounded(settings),
     )
     server = Server(config, ready)
     server.run()  # on the event loop that uvicorn finds best

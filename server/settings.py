@@ -57,6 +57,11 @@ class Settings(BaseSettings):
     )
 
     max_body_bytes: int = Field(default=MAX_BATCH_BYTES + 2**20, ge=1024, description="largest request body")
+    connections: int = Field(
+        default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
+    )
+    header_seconds: float = Field(default=10.0, gt=0, description="in which the headers of a request must come")
+    body_seconds: float = Field(default=60.0, gt=0, description="in which the body of a request must come")
     ingest_queue_batches: int = Field(default=64, ge=1, description="batches waiting for a commit; then 429")
     ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
     commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")

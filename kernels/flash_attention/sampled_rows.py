@@ -19,6 +19,7 @@ from foreshock.kernels.flash_attention.counting import finite
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.statistics import one_margin
 
+_ROWS: tl.constexpr = tl.constexpr(int(Slot.ROWS))
 _TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
 _TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
 _EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
@@ -26,7 +27,10 @@ _NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
 _SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
 _ROW_MAX_ABS: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
 _SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
+_SCORE_OFFSET_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ))
 _DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
+_DELTA_BIAS_ABS: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
+_DELTA_BIAS_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
 
 # What is kept of a row between the launches, one plane [h, r] each.
 _ROW_MAX: tl.constexpr = tl.constexpr(0)
@@ -196,7 +200,7 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
-            _add(state, tl.sum(counted.to(tl.int64), 0))
+            _add(state + _ROWS * stride_slot, tl.sum(counted.to(tl.int64), 0))
             _add(state + _TIED_BF16 * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
             _add(state + _TIED_ONE * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
             _add(state + _EMPTY * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
@@ -206,10 +210,10 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
                 state + _ROW_MAX_ABS * stride_slot, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64)
             )
             _add_float(state + _SCORE_OFFSET_SUM * stride_slot, tl.sum(offset, 0))
-            _add_float(state + (_SCORE_OFFSET_SUM + 1) * stride_slot, tl.sum(offset * offset, 0))
+            _add_float(state + _SCORE_OFFSET_SUMSQ * stride_slot, tl.sum(offset * offset, 0))
             _add_float(state + _DELTA_BIAS_SUM * stride_slot, tl.sum(bias, 0))
-            _add_float(state + (_DELTA_BIAS_SUM + 1) * stride_slot, tl.sum(tl.abs(bias), 0))
-            _add_float(state + (_DELTA_BIAS_SUM + 2) * stride_slot, tl.sum(bias * bias, 0))
+            _add_float(state + _DELTA_BIAS_ABS * stride_slot, tl.sum(tl.abs(bias), 0))
+            _add_float(state + _DELTA_BIAS_SUMSQ * stride_slot, tl.sum(bias * bias, 0))
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:

@@ -5,14 +5,46 @@ where the numerics round them. README.md defines every statistic.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, SUM_SLOTS, identity_row
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 
-_COUNTS, _MAXIMA, _SUMS = (slice(slots[0], slots[-1] + 1) for slots in (COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS))
+
+def _runs(slots: Sequence[Slot]) -> list[tuple[slice, slice]]:
+    """Slots that lie side by side: where in a state, and where in `slots`. Each run is one operation on the device."""
+    runs: list[tuple[slice, slice]] = []
+    for place, slot in enumerate(slots):
+        first, source = runs.pop() if runs and runs[-1][0].stop == slot else (slice(slot, slot), slice(place, place))
+        runs.append((slice(first.start, slot + 1), slice(source.start, place + 1)))
+    return runs
+
+
+# What `accumulate` counts, in the order in which it has the values. It leaves all other slots alone.
+_COUNTS: Final = _runs(
+    [
+        Slot.ROWS,
+        Slot.TIED_ROWS_BF16,
+        Slot.TIED_ROWS_ONE,
+        Slot.SHIFTED_ROWS,
+        Slot.EMPTY_ROWS,
+        Slot.NONFINITE_ROWS,
+    ]
+)
+_MAXIMA: Final = _runs([Slot.SCORE_MAX, Slot.ROW_MAX_ABS])
+_SUMS: Final = _runs(
+    [
+        Slot.SCORE_OFFSET_SUM,
+        Slot.SCORE_OFFSET_SUMSQ,
+        Slot.DELTA_BIAS_SUM,
+        Slot.DELTA_BIAS_ABS,
+        Slot.DELTA_BIAS_SUMSQ,
+    ]
+)
 
 
 def new_state(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -67,15 +99,20 @@ def accumulate(state: Tensor, rows: Rows) -> None:
     counts[1:4] &= counted
     counts[4:].logical_not_()  # empty; not finite
     counts[5] &= seen
-    state[:, _COUNTS] += counts.sum((1, 3)).T
+    added = counts.sum((1, 3)).T
+    for own, given in _COUNTS:
+        state[:, own] += added[:, given]
 
     floats, ignored = state.view(torch.float64), ~counted
     maxima = torch.stack([rows.row_max, rows.row_max.abs()]).masked_fill_(ignored, -math.inf)
-    floats[:, _MAXIMA] = torch.maximum(floats[:, _MAXIMA], maxima.amax((1, 3)).T.to(torch.float64))
+    largest = maxima.amax((1, 3)).T.to(torch.float64)
+    for own, given in _MAXIMA:
+        floats[:, own] = torch.maximum(floats[:, own], largest[:, given])
 
     values = torch.stack([rows.lse, rows.delta_bias]).to(torch.float64)
     values[0] -= rows.visible_keys.to(torch.float64).log()
     values.masked_fill_(ignored, 0.0)
     offset, bias = values
-    sums = torch.stack([offset, offset.square(), bias, bias.abs(), bias.square()]).sum((1, 3))
-    floats[:, _SUMS] += sums.T
+    sums = torch.stack([offset, offset.square(), bias, bias.abs(), bias.square()]).sum((1, 3)).T
+    for own, given in _SUMS:
+        floats[:, own] += sums[:, given]

@@ -23,9 +23,10 @@ from foreshock.kernels.flash_attention.spec import Numerics
 from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.diagnosis.wording import Diagnosis, HeadCourse, Trial, explain
 from foreshock.lab.recording.history import History
+from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.offset_removal import remove_offset
-from foreshock.lab.training.recipes import Arm, Recipe
+from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Training
 from foreshock.monitor import attach
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOT_COUNT, SLOTS, Floats, Slot, Words, identity_row, merge_words, slot_values
+from foreshock.contract.slots import SLOTS, Floats, Slot, Words, identity_row, merge_words, slot_values
 from foreshock.monitor.detect.readings import Readings
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
@@ -219,7 +219,9 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     floats = words.view(np.float64)
     floats[:, list(_UNREAD)] = np.nan
     for name, given in named.items():
-        slot = Slot[_NAMES_OF_0_1.get(name, name).upper()]
+        slot = Slot.__members__.get(_NAMES_OF_0_1.get(name, name).upper())
+        if slot is None:  # a newer version's
+            continue
         values = named.get(given) if isinstance(given, str) else given  # the same as another slot
         if values is None:  # ...which is its identity everywhere
             continue
@@ -399,7 +401,7 @@ def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -
             raise ValueError(f"{name} is {share[~np.isfinite(share)][0]}; a share of rows is a number")
         return np.rint(share * _ROWS_OF_A_BATCH).astype(np.int64)
 
-    words = np.zeros((layers * heads, SLOT_COUNT), dtype=np.int64)
+    words = np.tile(identity_row(), (layers * heads, 1))
     floats = words.view(np.float64)
     words[:, Slot.ROWS] = _ROWS_OF_A_BATCH
     words[:, Slot.TIED_ROWS_BF16] = count("p1")

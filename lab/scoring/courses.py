@@ -12,7 +12,7 @@ from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.scoring.harm import first_harm
-from foreshock.lab.training.recipes import CONTROL
+from foreshock.lab.training.arm import CONTROL
 
 LAST_STEPS: Final = 1000
 """Steps whose mean loss is called final."""

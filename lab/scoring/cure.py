@@ -9,6 +9,7 @@ all keys give alike (`foreshock.lab.training.null_part`, common_mean); `key_bias
 What a head's statistics say while centred keys are on is about the centred scores; the last two are about the raw ones.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.courses import excess_over, final_offset
 from foreshock.lab.scoring.harm import first_harm
-from foreshock.lab.training.recipes import CONTROL, RESCUED
+from foreshock.lab.training.arm import CONTROL, PAPER, RESCUED, UNTREATED
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE
 
 SHIPPED: Final = "shipped"
@@ -151,6 +152,11 @@ class CureRow:
     when: str
     policy: str
     runs: int
+    failed: int
+    """runs that were harmed or reached a |score| of 512 after the switch"""
+    chance: float | None
+    """probability that so few of these runs fail or fewer, were they as likely to fail as those of their recipe and
+    numerics where nothing is done: Fisher's exact test. None for branches, which start from runs that were chosen"""
     harmed: int
     dangerous: int
     """runs with a |score| of 512 or more after the switch"""
@@ -167,10 +173,20 @@ class CureRow:
 
 def table(runs: Sequence[CuredRun]) -> list[CureRow]:
     """One row for each recipe and arm, in the order of `runs`."""
+    untreated = {
+        arm: {
+            recipe: [run for run in runs if (run.recipe, run.arm) == (recipe, arm)]
+            for recipe in {r.recipe for r in runs}
+        }
+        for arm in (UNTREATED.name, PAPER.name)
+    }
     rows = []
     for recipe, arm in dict.fromkeys((run.recipe, run.arm) for run in runs):
         group = [run for run in runs if (run.recipe, run.arm) == (recipe, arm)]
         excesses = [run.excess for run in group if run.excess is not None]
+        alike = untreated[PAPER.name if arm.startswith(f"{PAPER.name}-") else UNTREATED.name][recipe]
+        comparable = arm not in untreated and arm != CONTROL.name and bool(alike)
+        comparable = comparable and {run.when for run in group} <= {"start", "never", "by the agent"}
         shares = [run.common_share for run in group if run.common_share is not None]
         rows.append(
             CureRow(
@@ -179,8 +195,10 @@ def table(runs: Sequence[CuredRun]) -> list[CureRow]:
                 when=", ".join(dict.fromkeys(run.when for run in group)),
                 policy=", ".join(dict.fromkeys(run.policy for run in group)),
                 runs=len(group),
+                failed=_failed(group),
+                chance=fisher(_failed(group), len(group), _failed(alike), len(alike)) if comparable else None,
                 harmed=sum(run.harm_step is not None for run in group),
-                dangerous=sum(run.score_after >= DANGEROUS_SCORE for run in group),
+                dangerous=sum(_dangerous(run) for run in group),
                 excess=median(excesses) if excesses else None,
                 worst_excess=max(excesses, default=None),
                 worst_offset=max(run.offset_end for run in group),
@@ -190,3 +208,18 @@ def table(runs: Sequence[CuredRun]) -> list[CureRow]:
             )
         )
     return rows
+
+
+def _dangerous(run: CuredRun) -> bool:
+    return run.score_after >= DANGEROUS_SCORE
+
+
+def _failed(runs: Sequence[CuredRun]) -> int:
+    return sum(run.harm_step is not None or _dangerous(run) for run in runs)
+
+
+def fisher(failed: int, runs: int, other_failed: int, other_runs: int) -> float:
+    """The chance that `failed` or fewer of `runs` runs fail, if all failures of both groups are dealt blindly."""
+    total = failed + other_failed
+    ways = (math.comb(runs, count) * math.comb(other_runs, total - count) for count in range(min(failed, total) + 1))
+    return sum(ways) / math.comb(runs + other_runs, total)

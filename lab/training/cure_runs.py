@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from foreshock.lab.training.arm import CONTROL, HABITS, PAPER, UNTREATED, Arm, find_arm
 from foreshock.lab.training.milestones import Milestone
-from foreshock.lab.training.recipes import CONTROL, HABITS, PAPER, UNTREATED, Arm, Recipe, find_arm, find_recipe
+from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run_set import Branch, Entry
 
 CURES: Final = (

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from foreshock.lab.training.arm import UNTREATED, find_arm
 from foreshock.lab.training.cure_runs import cure_sets
-from foreshock.lab.training.recipes import RECIPES, UNTREATED, find_arm, find_recipe
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run_set import Branch, Entry
 
 _EXACT = partial(Branch, mode="exact_delta")

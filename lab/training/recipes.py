@@ -1,75 +1,15 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from foreshock.contract.modes import MODES, is_mode
-from foreshock.contract.wire import ModeName, Policy
+from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
-from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.policy import SwitchScope
 
-Numerics = Literal["kernel", "paper", "float32"]
 Text = Literal["bytes", "byte pairs"]
 """The source of the standard library as bytes (corpus.py), or what is installed as byte pairs (byte_pairs.py)."""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """What differs between two runs of one recipe."""
-
-    name: str
-    numerics: Numerics = "kernel"
-    policy: Policy = "observe"
-    mitigation: ModeName = AgentConfig.model_fields["mitigation"].default
-    """What the policy auto switches to."""
-    switch_scope: SwitchScope = AgentConfig.model_fields["switch_scope"].default
-    """Which heads it switches."""
-    mode: ModeName = "plain"
-    """The mode of every head from the first step on."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the recipe's model that this arm has otherwise."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the recipe that this arm has otherwise."""
-
-    @property
-    def cured(self) -> bool:
-        """Whether something is done against a failure of rounding from the first step on."""
-        return self.numerics == "float32" or self.mode != "plain" or bool(self.model or self.settings)
-
-
-UNTREATED = Arm(name="untreated")
-RESCUED = Arm(name="rescued", policy="auto")
-CONTROL = Arm(name="control", numerics="float32")
-PAPER = Arm(name="paper", numerics="paper")
-
-
-HABITS = (
-    Arm(name="no-key-bias", model={"key_bias": False}),
-    Arm(name="qk-norm", model={"qk_norm": True}),
-    Arm(name="bias-decay", settings={"bias_decay": 0.1}),
-    Arm(name="eps-1e-6", settings={"epsilon": 1e-6}),
-    Arm(name="eps-1e-5", settings={"epsilon": 1e-5}),
-    Arm(name="clip", settings={"clip": 1.0}),
-)
-"""What people can do without us."""
-ARMS = {
-    arm.name: arm
-    for arm in (
-        UNTREATED,
-        RESCUED,
-        CONTROL,
-        PAPER,
-        Arm(name="paper-rescued", numerics="paper", policy="auto"),
-        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
-        Arm(name="centred", model={"centred_keys": True}),
-        Arm(name="paper-centred", numerics="paper", model={"centred_keys": True}),
-        *HABITS,
-    )
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,30 +318,3 @@ def find_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"recipe {name!r} does not exist; allowed are {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def find_arm(name: str) -> Arm:
-    """The arm of that name. An arm is also made of the name of any mode, with dashes, unions joined by +:
-    "MODE" from the first step on and on every head, "rescued-MODE" once a head is warned about, "rescued-all-MODE" on
-    every head at the first warning; each of these with "paper-" before it under the paper's numerics.
-
-    Raises ValueError with the names that exist.
-    """
-    if name in ARMS:
-        return ARMS[name]
-    for numerics, rest in (("kernel", name), ("paper", name.removeprefix("paper-"))):
-        for prefix, settings in _PREFIXES.items():
-            if rest.startswith(prefix) and is_mode(mode := rest.removeprefix(prefix).replace("-", "_")):
-                field_name = "mitigation" if prefix else "mode"
-                return Arm(name=name, **{"numerics": numerics, field_name: mode, **settings})
-    raise ValueError(
-        f"arm {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
-        "exact-delta+stable-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
-    )
-
-
-_PREFIXES: dict[str, dict[str, Any]] = {
-    "": {},
-    "rescued-all-": {"policy": "auto", "switch_scope": "model"},
-    "rescued-": {"policy": "auto", "switch_scope": "head"},
-}

@@ -15,11 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.null_part import NullPart
-from foreshock.lab.training.recipes import Arm, Recipe, Text
+from foreshock.lab.training.optimizers import optimizers
+from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.rival_signals import ModelProbe
 from foreshock.monitor import Agent, attach
 
@@ -90,7 +92,7 @@ class Training:
         """The one that trains biases (and, but for Muon, all else)."""
         known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
         settings: dict[str, Any] = {
-            "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
+            "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
             "url": url,
             "attention": "kernels",
             "numerics": arm.numerics,
@@ -263,34 +265,6 @@ class Training:
             self.agent.load_state_dict(checkpoint["agent"])
         self._batches.set_state(checkpoint["batches"])
         self.step = int(checkpoint["step"])
-
-
-def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
-    rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
-    matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    split = [[p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]]
-    groups: list[dict[str, Any]] = [{"params": others}]
-    if recipe.bias_decay is not None:
-        groups = [{"params": split[0]}, {"params": split[1], "weight_decay": recipe.bias_decay}]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=torch.tensor(rate, device="cuda") if on_gpu else rate,
-        betas=recipe.betas,
-        eps=recipe.epsilon,
-        weight_decay=recipe.weight_decay,
-        fused=True,
-        capturable=on_gpu,
-    )
-    made: list[torch.optim.Optimizer] = [adamw]
-    if matrices:
-        made.append(
-            torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    for group in (group for optimizer in made for group in optimizer.param_groups):
-        group["initial_lr"] = rate
-    return made
 
 
 def train(

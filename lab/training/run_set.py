@@ -22,10 +22,11 @@ from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.corpus import Corpus
 from foreshock.lab.training.milestones import Milestone, Milestones
 from foreshock.lab.training.offset_removal import remove_offset
-from foreshock.lab.training.recipes import Arm, Recipe, Text
+from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.run import HISTORY_STEPS, Recorder, Training, text_of
 
 _DEAD_STEPS = 500

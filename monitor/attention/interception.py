@@ -62,13 +62,12 @@ def scaled_dot_product_attention(
         why = "query and key differ in heads without enable_gqa"
     else:
         why = layer.problem(query, key, value, dropout_p)
-    if not layer.keeps:
-        if why is None:
-            served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
-            if served is not None:
-                return served
-        else:
-            layer.keep_call(why)
+    if why is None and not layer.keeps:
+        served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
+        if served is not None:
+            return served
+    if why is not None:
+        layer.keep_call(why)
     out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return layer.probed(
         out,

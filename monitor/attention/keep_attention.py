@@ -72,7 +72,7 @@ class Keeper:
             layer.draws = settings.attention != "auto"
             if prove:
                 self.proofs.append(proof := Proof())
-                self._sampling.proofs[tick.data_ptr()] = proof
+                self._sampling.proofs[len(self.proofs) - 1] = proof
 
     def plan(self, step: int, watch_until: int) -> None:
         """After optimizer step `step`: who serves the next one, and whether it is measured."""
@@ -85,6 +85,7 @@ class Keeper:
             self._steps_to_prove -= 1
             if all(proof.done for proof in self.proofs):
                 self._steps_to_prove = 0
+                self._sampling.proofs.clear()
             self._sampling.due |= self._steps_to_prove > 0
             self.follow(self._modes)
 
@@ -147,14 +148,15 @@ class Keeper:
         """What serves layer `index` now, in words."""
         layer = self.layers[index]
         if not layer.keeps:
-            return "kernels"
-        reason = self.proofs[index].reason if self.proofs else None
-        if reason is None and self.proofs and not self.proofs[index].calls:
-            reason = next(iter(layer.kept), "none of its calls could be compared with our kernels")
-        return "kept, sampled" + (f": {reason}" if reason else "")
+            return "kernels" + (f", but kept and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
+        proof = self.proofs[index] if self.proofs else None
+        if proof is None:
+            return "kept, sampled"
+        reason = proof.reason or next(iter(layer.kept), "no call could be compared with our kernels yet")
+        return f"kept, sampled: {reason}"
 
     def stop(self) -> None:
         """Measure nothing any more."""
         stop_sampling(self._number)
         for layer in self.layers:
-            layer.tick, layer.keeps = None, False
+            layer.tick = None

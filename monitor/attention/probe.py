@@ -24,6 +24,9 @@ from foreshock.monitor.attention.proof import Proof
 
 logger: Final = logging.getLogger("foreshock")
 
+_TICK_BITS: Final = 40
+"""Of a layer's counter below its number."""
+
 GATHERED_BYTES: Final = 64 * 2**20
 """Keys of sampled rows that are widened at a time."""
 
@@ -42,7 +45,7 @@ class Sampling:
     fault: str | None = None
     """Why this agent measures nothing any more: the training goes on without it."""
     proofs: dict[int, Proof] = field(default_factory=dict)
-    """Layers whose service by our kernels is still to be proven, by the address of their counters."""
+    """By the layer's place among its agent's: whether our kernels were proven for it; empty when nothing is open."""
 
 
 _samplings: Final[dict[int, Sampling]] = {}
@@ -65,8 +68,14 @@ def stop_sampling(number: int) -> None:
 def refuse_twice(number: int, tick: Tensor) -> None:
     """A backward is differentiated itself, which our kernels' is not: the layer of `tick` is not proven any more."""
     sampling = _samplings.get(number)
-    if sampling is not None and (proof := sampling.proofs.get(tick.data_ptr())) is not None:
+    if sampling is not None and (proof := _open_proof(sampling, tick)) is not None:
         proof.reason = "its gradient is differentiated again, which our kernels' is not"
+
+
+def _open_proof(sampling: Sampling, tick: Tensor) -> Proof | None:
+    """The proof of the layer whose counter this is: its upper bits, for the counter may be a copy. Waits for the
+    device, in the few steps that prove."""
+    return sampling.proofs.get(int(tick) >> _TICK_BITS) if sampling.proofs else None
 
 
 def probe(
@@ -172,7 +181,7 @@ def probe_rows(
     tensors = grad_out, out, query, key, value, mask
     try:
         with torch.autocast(query.device.type, enabled=False):
-            if provable and not capturing and (proof := sampling.proofs.get(tick.data_ptr())) is not None:
+            if provable and not capturing and (proof := _open_proof(sampling, tick)) is not None:
                 proof.compare(grad_out, out, query, key, value, spec)
             _sample(sampling, tensors, state, tick, spec)
     except Exception as error:
@@ -322,4 +331,4 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:
     """A counter for each layer, int64 [layers, 1], far apart, so that no two layers draw the same rows."""
-    return (torch.arange(layers, dtype=torch.int64) << 40).view(-1, 1).to(device)
+    return (torch.arange(layers, dtype=torch.int64) << _TICK_BITS).view(-1, 1).to(device)

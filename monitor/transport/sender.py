@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import httpx
 from pydantic import ValidationError
 
-from foreshock.contract import wire
+from foreshock.contract import version_0_1_0, wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
@@ -275,7 +275,12 @@ class Sender:
 
     def _append(self, events: Sequence[wire.Event], *, force: bool) -> bool:
         batch = wire.Batch(
-            run=self._run, rank=self._config.rank, boot=self._boot, sequence=self._sequence + 1, events=tuple(events)
+            revision=wire.WIRE_REVISION,
+            run=self._run,
+            rank=self._config.rank,
+            boot=self._boot,
+            sequence=self._sequence + 1,
+            events=tuple(events),
         )
         payload = batch.model_dump_json().encode()
         try:
@@ -343,6 +348,8 @@ class Sender:
         try:
             async with asyncio.timeout(self._config.request_seconds):
                 status, retry_after, body = await _post(client, payload)
+                if status == 422 and (older := _as_0_1_0(payload)) is not None:
+                    status, retry_after, body = await _post(client, older)
         except (TimeoutError, httpx.HTTPError, OSError):
             self._failures += 1
             return False
@@ -382,6 +389,14 @@ async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | N
             if len(body) > MAX_REPLY_BYTES:
                 return response.status_code, response.headers.get("retry-after"), None
         return response.status_code, response.headers.get("retry-after"), bytes(body)
+
+
+def _as_0_1_0(payload: bytes) -> bytes | None:
+    """The batch in the form of 0.1.0, whose service refuses a whole batch for one word that it does not know."""
+    try:
+        return version_0_1_0.batch(payload)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # no batch, or a malformed one: it is refused for that
 
 
 def _size(event: wire.Event | Draft) -> int:

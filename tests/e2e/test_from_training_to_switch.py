@@ -27,7 +27,8 @@ MOST_SECONDS = 900.0
 TRAIN = """
 import sys, torch
 from dataclasses import replace
-from foreshock.lab.training.recipes import find_arm, find_recipe
+from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, train
 torch.set_num_threads(1)
 arm_name, policy, run, url, seed = sys.argv[1:]

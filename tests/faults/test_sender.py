@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 from tests.faults.hostile_server import (
     HostileServer,
     acknowledge,
@@ -21,10 +23,13 @@ from tests.faults.hostile_server import (
     endless,
     hang,
     hostile_server,
+    reply,
 )
+from tests.server import version_0_1_0 as old
 
 import foreshock.monitor
 from foreshock.contract import wire
+from foreshock.contract.slots import identity_row
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport import sender
 from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
@@ -162,8 +167,8 @@ MALFORMED = {
     "a gzip header on plain text": (b"not gzip", ("Content-Encoding: gzip",)),
     "a bad charset": (b'{"boot":"\xff\xfe"}', ("Content-Type: application/json; charset=klingon",)),
     "nested deep": (b"[" * 100_000, ()),
-    "an unknown mode": (
-        b'{"boot":"boot-1","acknowledged":1,"commands":[{"id":"c","mode":"x","reason":"","issued_by":""}]}',
+    "no name for a mode": (
+        b'{"boot":"boot-1","acknowledged":1,"commands":[{"id":"c","mode":"","reason":"","issued_by":""}]}',
         (),
     ),
     "more than may be read": (b" " * (sender.MAX_REPLY_BYTES + 1), ()),
@@ -199,7 +204,65 @@ def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
         eventually("the next batch", lambda: 2 in steps_at(server))
         to.close(2)
         assert to.dropped == {f"refused_{status}": 1}
-        assert server.sequences() == [1, 2]
+        # 422 may mean that the service is of 0.1.0: the batch is asked for once more, in that version's form
+        assert server.sequences() == ([1, 1, 2] if status == 422 else [1, 2])
+
+
+def old_service(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+    """As 0.1.0 does: refuse a batch with anything in it that is not known."""
+    try:
+        old.reader().Batch.model_validate_json(body)
+    except ValidationError:
+        reply(connection, 422, b'{"detail":"The batch is malformed"}')
+    else:
+        taken.append(json.loads(body))
+        acknowledge(server, connection, body)
+
+
+taken: list[dict[str, Any]] = []
+
+
+@pytest.mark.promise("S16")
+def test_a_service_of_0_1_0_gets_all_that_it_understands_and_a_later_one_the_rest_from_then_on(tmp_path: Path) -> None:
+    taken.clear()
+    words = np.tile(identity_row(), (2, 1))
+    more = wire.Array.of(np.concatenate([words, words[:, :3]], axis=1))
+    switched = wire.Switched(
+        id="s", step=1, outcome="applied", heads=((0, 1),), before=("plain",), after=("row_corrected",), reason="auto"
+    )
+    with hostile_server(old_service) as server:
+        to = started_sender(server.url, tmp_path)
+        for step in (1, 2, 3):
+            to.put(sample(step).model_copy(update={"states": more}))
+            to.put(switched)
+            eventually("the batch", lambda n=step: any(e["step"] == n for b in taken for e in b["events"]))  # type: ignore[misc]
+        server.behaviour = acknowledge  # the service is upgraded
+        to.put(sample(4).model_copy(update={"states": more}))
+        eventually("the batch of the new service", lambda: 4 in steps_at(server))
+        to.close(2)
+    assert (to.dropped, to.faults) == ({}, {})
+    events = [event for batch in taken for event in batch["events"]]
+    assert [e["step"] for e in events if e["kind"] == "sample"] == [1, 2, 3]
+    assert {e["states"]["shape"][1] for e in events if e["kind"] == "sample"} == {13}
+    assert [e["reason"] for e in events if e["kind"] == "switched"] == [
+        "auto (layer 0 head 1 from plain to row_corrected)"
+    ] * 3
+    assert server.batches[-1]["events"][-1]["states"]["shape"][1] > 13
+
+
+def test_an_answer_of_a_newer_service_is_taken_with_orders_and_fields_that_are_not_known_here() -> None:
+    def newer(_server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        order = {"id": "c", "mode": "faster_rows", "reason": "", "issued_by": "ann", "urgency": 3}
+        said = {"boot": "boot-1", "acknowledged": json.loads(body)["sequence"], "commands": [order], "weather": "fine"}
+        reply(connection, 200, json.dumps(said).encode())
+
+    with hostile_server(newer) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("the acknowledgement", lambda: to._commands)
+        to.close(2)
+        assert ([order.mode for order in to.commands()], to.dropped, to.faults) == (["faster_rows"], {}, {})
+        assert server.sequences() == [1]
 
 
 @pytest.mark.promise("A3")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention, new_state
@@ -17,16 +18,16 @@ def leaves(length: int, dim: int = 24, seed: int = 5) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_one_graph_serves_every_length(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_every_length(scale: float | None) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     state = new_state(2, "cpu")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return flash_attention(query * 1.0, key, value, causal=True, scale=scale, state=state)
 
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
-    rows = 0
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    rows, compilations = 0, []
     for length in (31, 47, 20):
         inputs = leaves(length)
         plain = flash_attention(*inputs, causal=True, scale=scale)
@@ -34,7 +35,9 @@ def test_one_graph_serves_every_length(scale: float | None, monkeypatch: pytest.
         wanted = torch.autograd.grad(plain.square().sum(), inputs)
         assert all(torch.equal(x, y) for x, y in zip(grads, wanted, strict=True))
         rows += length
+        compilations.append(graphs.frame_count)
     assert state[:, Slot.ROWS].tolist() == [rows] * 2
+    assert len(set(compilations)) == 1  # all of them before the second length
     torch._dynamo.reset()
 
 

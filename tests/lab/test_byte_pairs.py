@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.lab.training import byte_pairs as module
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.byte_pairs import (
     MADE_FROM,
     PACKAGES,
@@ -19,7 +20,7 @@ from foreshock.lab.training.byte_pairs import (
     byte_pairs_file,
     make_byte_pairs,
 )
-from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
 
 

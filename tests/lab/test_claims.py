@@ -14,8 +14,9 @@ from foreshock.contract.slots import Floats
 from foreshock.lab.diagnosis.claims import CLAIMS, Run, evaluate, gather, markdown
 from foreshock.lab.recording.history import READ, History
 from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import find_arm, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, train
 
 STEPS = np.linspace(50.0, 10000.0, 200, dtype=np.float64)

@@ -1,18 +1,21 @@
 """What a cure did to runs: read from traces, beside the same numbers counted by hand."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.lab.recording.trace import TraceWriter, read_trace
-from foreshock.lab.scoring.cure import as_json, cured_runs, table
-from foreshock.lab.training.recipes import RESCUED
+from foreshock.lab.scoring.cure import as_json, cured_runs, fisher, table
+from foreshock.lab.training.arm import RESCUED
 
 RECORDED = Path(__file__).parents[2] / "lab" / "traces"
 
@@ -91,6 +94,22 @@ def test_a_run_is_measured_beside_its_control_and_after_its_switch(tmp_path: Pat
     assert found["untreated"].key_bias == 27.0
     rows = {row.arm: row for row in table(list(found.values()))}
     assert (rows["untreated"].harmed, rows["untreated"].dangerous, rows["cured"].dangerous) == (1, 1, 0)
+    assert (rows["untreated"].failed, rows["cured"].failed, rows["rescued"].failed) == (1, 0, 1)
+    assert [rows[arm].chance for arm in ("untreated", "control", "cured")] == [None, None, None]
+    assert rows["rescued"].chance == 1.0
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.data())
+def test_the_chance_is_counted_over_every_way_to_deal_the_failures(runs: int, others: int, data: st.DataObject) -> None:
+    failed, other_failed = (data.draw(st.integers(0, size)) for size in (runs, others))
+    dealt = list(itertools.combinations(range(runs + others), failed + other_failed))
+    few = sum(sum(place < runs for place in ways) <= failed for ways in dealt)
+    assert fisher(failed, runs, other_failed, others) == pytest.approx(few / len(dealt))
+
+
+def test_ten_of_twenty_against_none_is_proof() -> None:
+    assert fisher(0, 20, 10, 20) < 1e-3
+    assert fisher(0, 3, 1, 3) == pytest.approx(0.5)
 
 
 def test_two_traces_of_one_run_are_refused(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
-from foreshock.lab.training.arms import Order, Workers, in_seconds
+from foreshock.lab.training.arm import UNTREATED
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.workers import Order, Workers, in_seconds
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(

@@ -21,9 +21,10 @@ from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
 from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient, try_removal
 from foreshock.lab.diagnosis.wording import Trial, explain
 from foreshock.lab.recording.history import History, live, recorded
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.capture import AttentionCall, Capture
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import lab_run
 from foreshock.monitor import attach
 from foreshock.server.testing import FakeRank, LiveService

@@ -10,10 +10,11 @@ from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training import run as run_module
 from foreshock.lab.training import run_set as many
+from foreshock.lab.training.arm import CONTROL, UNTREATED
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.milestones import Milestone
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.recipes import CONTROL, UNTREATED, find_recipe
+from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run_set import Branch, Entry, run_set
 
 TINY = replace(

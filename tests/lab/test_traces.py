@@ -130,10 +130,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"rows": [1, 2]}}]),
         "line 3: ValueError slot rows speaks of 2 heads in a trace of 1",
     ),
-    "with a slot that does not exist": (
-        lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"mass": [1]}}]),
-        "line 3: KeyError 'MASS'",
-    ),
     "with losses that lack a gradient norm": (
         lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": [1.0, 2.0], "grad_norm": [1]}]),
         "as many losses as gradient norms",

@@ -9,9 +9,10 @@ import torch
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT, ModelConfig
-from foreshock.lab.training.recipes import CONTROL, RECIPES, RESCUED, UNTREATED, Arm, find_arm, find_recipe
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run
 
 TINY = replace(

@@ -402,3 +402,50 @@ def test_a_head_dim_that_no_kernel_serves_is_named_and_its_layer_is_kept(head_di
     expected = f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
     assert layer.problem(query, query, query) == expected
     attach(tiny_gpt(CausalSelfAttention(2 * head_dim, 2)), **EVERY_STEP).close()  # the reference serves any
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"heads": {"blocks.O": 2}}, "heads names 'blocks.O', which is no module of the model; did you mean 'blocks."),
+        ({"layers": {"block.1": 3}}, "layers names 'block.1', which is no module of the model; did you mean 'blocks."),
+    ],
+)
+def test_a_name_of_no_module_is_a_sentence(overrides: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        attach(tiny_gpt(), **EVERY_STEP, **overrides)
+    assert sentence in str(caught.value)
+
+
+def test_a_model_on_the_meta_device_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="lies on the meta device, without numbers; attach when its weights have"):
+        attach(tiny_gpt().to("meta"), **EVERY_STEP)
+
+
+def test_a_layer_that_stops_counting_is_named_when_it_does_and_again_when_it_does_it_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    with agent, caplog.at_level(logging.WARNING, "foreshock"):
+        for step, frozen in enumerate([False, False, True, True, False, True, False]):
+            second: Any = model.blocks[1]
+            second.core = (lambda q, k, v: v) if frozen else type(second).core.__get__(second)
+            agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step))
+    told = [r.message for r in caplog.records if "counted nothing" in r.message]
+    assert [t.split(" in ")[1].split(":")[0] for t in told] == ["step 3", "step 6"]
+    assert all("layer 1 (blocks.1)" in t for t in told)
+
+
+def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), SilentAttention())
+    agent = attach(masked, **{**EVERY_STEP, "quiet": False})
+    assert "watched" not in capsys.readouterr().err.splitlines()[-1]
+    with agent:
+        for step in range(2):
+            agent.step(train_step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), step))
+        told = capsys.readouterr().err
+        assert "1 x kernels, but kept and sampled in calls where it passes a mask (blocks.0)" in told
+        assert "1 x kernels (blocks.1)" in told
+        assert told.rstrip().endswith("watched 2 of 3 attention layers")
+        assert agent.report().count("watched 2 of 3 attention layers") == 1

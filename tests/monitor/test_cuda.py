@@ -194,15 +194,18 @@ def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> Non
 
 @pytest.mark.execution("Llama", "eager")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_padded_batch_of_a_transformers_model_counts_its_real_tokens() -> None:
+def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 48}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
-    llama = LlamaForCausalLM(config).cuda().bfloat16()
     mask = torch.ones(2, LENGTH, dtype=torch.long, device="cuda")
     mask[0, 40:] = 0
+
+    def llama() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = LlamaForCausalLM(config).cuda().bfloat16()
+        return made
 
     def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
         losses = []
@@ -213,7 +216,49 @@ def test_a_padded_batch_of_a_transformers_model_counts_its_real_tokens() -> None
             losses.append(loss.detach())
         return losses
 
-    got = watched(llama, loop)
-    assert got.rows == [STEPS * (LENGTH + 40)] * 8
-    assert merge_words(got.words)[:, Slot.EMPTY_ROWS].tolist() == [STEPS * (LENGTH - 40)] * 8  # they see no key
-    assert all(torch.isfinite(loss) for loss in got.losses)
+    got = watched(llama(), loop, probe_rows=9, probe_every_steps=1)
+    assert got.rows == [STEPS * 9] * 8
+    assert all(torch.equal(a, b) for a, b in zip(got.losses, loop(llama(), lambda loss: None), strict=True))
+
+
+@pytest.mark.parametrize("numerics", ["bf16", "autocast"])
+@pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
+def test_by_default_a_gpu_proves_each_layer_in_the_first_steps_and_then_counts_every_row(
+    loop: Loop, numerics: str
+) -> None:
+    def run(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=numerics == "autocast"):
+            return loop(model, stepped)
+
+    def made() -> nn.Module:
+        return model().float() if numerics == "autocast" else model()
+
+    expected = run(made(), lambda loss: None)
+    got = watched(made(), run, attention="auto", probe_rows=9)
+    assert all(torch.equal(a, b) for a, b in zip(got.losses[:2], expected[:2], strict=True))
+    torch.testing.assert_close(got.losses, expected, rtol=3e-2, atol=3e-2)
+    assert "kernels (blocks.0, blocks.1)" in got.report
+    assert "watched 2 of 2 attention layers" in got.report
+    # two steps of nine rows of each head, and then all
+    assert got.rows == [2 * 9 + (STEPS - 2) * ROWS * LENGTH] * 4
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 2048, 128), (1, 4, 3000, 64), (3, 8, 130, 96)])
+def test_our_kernels_hold_against_every_backend_of_pytorch(
+    shape: tuple[int, int, int, int], causal: bool, grouped: bool
+) -> None:
+    from foreshock.kernels.flash_attention import AttentionSpec
+    from foreshock.monitor.attention.proof import difference_from_own
+
+    torch.manual_seed(1)
+    batches, heads, length, width = shape
+    keys = (batches, heads // 4 if grouped else heads, length, width)
+    q, k, v, grad = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in (shape, keys, keys, shape))
+    scale = width**-0.5 * 3
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    spec = AttentionSpec(scale=scale, causal="top_left" if causal else "none", numerics="kernel")
+    assert difference_from_own((q, k, v, grad), out, spec) is None
+    wrong = F.scaled_dot_product_attention(q, k, v, is_causal=not causal, scale=scale, enable_gqa=grouped)
+    assert difference_from_own((q, k, v, grad), wrong, spec) is not None

@@ -58,7 +58,7 @@ def test_an_old_agents_run_is_stored_answered_in_its_own_terms_and_shown_as_it_w
             assert (ack.boot, ack.acknowledged) == (batch["boot"], batch["sequence"])
         for path, was in shown.items():
             if any(word in path for word in ("/series", "/curves", "/matrix")):
-                assert_holds(await answer_at(service, path), was, path)
+                assert_holds(await answer_at(service, path), was, path, within=1e-6)  # roll-ups are float32
 
     play(story, verify_steps=0)
 
@@ -117,7 +117,7 @@ def test_what_the_old_service_refuses_of_a_newer_agent_it_takes_in_its_own_form(
     read = old.reader().Batch.model_validate_json(form)
     started, sample, verdict, switched = read.events
     assert started.mitigation == "exact_delta"
-    assert sample.words().tolist() == FakeRank().words(1).tolist()
+    assert sample.words().tolist() == FakeRank().words(1)[:, :13].tolist()
     assert (verdict.cause, verdict.sentence) == ("other", "layer 0 head 2 drifts")
     assert (switched.heads, switched.after, switched.command) == ((), (), "c")  # nothing that it would order onwards
     assert "layer 0 head 0 from plain to row_corrected" in switched.reason
@@ -129,9 +129,10 @@ def test_every_batch_of_today_is_refused_whole_by_the_old_reader_so_that_its_for
         old.reader().Batch.model_validate_json(rank.batch(rank.sample(1)).model_dump_json())
 
 
-def test_a_golden_batch_is_in_the_form_of_0_1_0_already() -> None:
+def test_a_golden_batch_is_in_the_form_of_0_1_0_already_and_so_it_is_after_a_newer_agent_wrote_it() -> None:
     for exchange in old.exchanges():
-        form = version_0_1_0.batch(json.dumps(exchange["batch"]).encode())
+        assert version_0_1_0.batch(json.dumps(exchange["batch"]).encode()) is None
+        form = version_0_1_0.batch(json.dumps({**exchange["batch"], "revision": 1}).encode())
         assert form is not None
         assert json.loads(form) == exchange["batch"]
 
@@ -168,18 +169,18 @@ def test_this_service_takes_a_newer_agents_batch_whole_and_keeps_even_the_slots_
 # ---- an old store ---------------------------------------------------------------------------------------------------
 
 
-def assert_holds(now: Any, was: Any, at: str) -> None:
+def assert_holds(now: Any, was: Any, at: str, within: float = 0.0) -> None:
     """All that was answered is answered still; more may be."""
     if isinstance(was, dict):
         for key, value in was.items():
             assert key in now, f"{at}.{key}"
-            assert_holds(now[key], value, f"{at}.{key}")
+            assert_holds(now[key], value, f"{at}.{key}", within)
     elif isinstance(was, list):
         assert len(now) == len(was), at
         for i, (one, other) in enumerate(zip(now, was, strict=True)):
-            assert_holds(one, other, f"{at}.{i}")
+            assert_holds(one, other, f"{at}.{i}", within)
     else:
-        assert now == was, at
+        assert now == was or (within and now == pytest.approx(was, rel=within)), at
 
 
 def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(play: Any, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any, SupportsFloat
 from pydantic import TypeAdapter
 
 from foreshock.contract import wire
-from foreshock.lab.training.recipes import Arm, Recipe
+from foreshock.lab.training.arm import Arm
+from foreshock.lab.training.recipes import Recipe
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _STEPS_OF_A_MESSAGE = 25

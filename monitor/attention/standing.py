@@ -1,0 +1,98 @@
+"""Tells what is, not what was promised: who serves each layer, which of them count, and which stopped counting."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, Words
+from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.running import outside
+from foreshock.monitor.attention.watched_layer import logger
+
+_NAMED: Final = 3
+"""Layers of a group that are named one by one."""
+
+
+class Standing:
+    """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer."""
+
+    def __init__(self, layers: Sequence[wire.Layer], keeper: Keeper | None, unwatched: int = 0) -> None:
+        self._layers: Final = tuple(layers)
+        self._keeper: Final = keeper
+        self._unwatched: Final = unwatched
+        self._counted: npt.NDArray[np.bool_] = np.zeros(len(self._layers), dtype=bool)
+        self._silent: set[int] = set()
+        self._looked = self.settled = False
+
+    def look(self, words: Words, since_step: int, step: int) -> bool:
+        """Take note of a sample's counts [N]; whether the table is due: the first one after the proofs."""
+        counted = self._hits(words)
+        self._counted |= counted
+        if not self._looked:
+            self._looked = True
+            self._warn(np.flatnonzero(~counted), step, since_step)
+            if outside.calls:
+                logger.warning(
+                    "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those "
+                    "calls are not watched",
+                    outside.calls,
+                )
+        else:
+            self._warn_of_those_that_stopped(counted, since_step, step)
+        due = not self.settled and (self._keeper is None or not self._keeper.proving)
+        self.settled |= due
+        return due
+
+    def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
+        rows = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(axis=1)
+        edges = np.cumsum([0, *(len(layer.heads) for layer in self._layers)])
+        return np.array([rows[a:b].any() for a, b in itertools.pairwise(edges)], dtype=bool)
+
+    def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
+        kept = np.array([self._watched(n) is not None and self._watched(n).keeps for n in range(len(self._layers))])
+        for alike in (kept, ~kept):
+            if not counted[alike].any():
+                continue  # none of them: nothing was measured in this sample, or there was no backward
+            stopped = set(np.flatnonzero(alike & ~counted).tolist())
+            self._warn([n for n in sorted(stopped - self._silent) if self._counted[n]], step, since_step)
+            self._silent = (self._silent | stopped) - set(np.flatnonzero(counted).tolist())
+
+    def _warn(self, numbers: Any, step: int, since_step: int) -> None:
+        for number in numbers:
+            layer, watched = self._layers[number], self._watched(number)
+            self._silent.add(int(number))
+            why = "; ".join(watched.unserved) if watched is not None else ""
+            steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
+            logger.warning(
+                "foreshock: layer %d (%s) counted nothing in %s%s",
+                layer.layer,
+                layer.name,
+                steps,
+                f": {why}" if why else ": its forward or backward did not run through the watched attention",
+            )
+
+    def _watched(self, number: int) -> Any:
+        return None if self._keeper is None else self._keeper.layers[number]
+
+    def table(self) -> str:
+        """A line for each group of layers that stand alike, and how many are watched in all."""
+        if self._keeper is None or not self._looked:
+            return ""
+        groups: dict[str, list[str]] = {}
+        for number, layer in enumerate(self._layers):
+            how = self._keeper.standing(number)
+            if not self._counted[number]:
+                unserved = next(iter(self._watched(number).unserved), "no backward ran through it")
+                how = f"kept, not measured: {unserved}"
+            groups.setdefault(how, []).append(layer.name)
+        lines = [f"{len(names)} x {how} ({_list(names)})" for how, names in groups.items()]
+        every = len(self._layers) + self._unwatched
+        return "\n".join([*lines, f"watched {int(self._counted.sum())} of {every} attention layers"])
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"

@@ -1,0 +1,188 @@
+"""What holds with three appended slots; test_appended_slots.py runs these cases, and older tests, under the plugin."""
+
+import gzip
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.server import version_0_1_0 as old
+
+from foreshock.contract import version_0_1_0, wire
+from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, fitted, identity_row, merge_words, slot_values
+from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.lab.recording.trace import TraceWriter, read_trace
+from foreshock.server.testing import FakeRank
+
+NEW = [Slot(13), Slot(14), Slot(15)]
+pytest_plugins = ["tests.server.conftest"]
+# The interpreter computes masked lanes too, and warns of what they overflow to.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+
+def words_of(heads: int, seed: int) -> Words:
+    """Random states; every float is a multiple of 1/8, so that sums are exact in any order."""
+    random = np.random.default_rng(seed)
+    words = random.integers(0, 1000, (heads, SLOT_COUNT))
+    for slot, info in SLOTS.items():
+        if info.dtype == "float64":
+            words.view(np.float64)[:, slot] = random.integers(-(2**20), 2**20, heads) / 8
+    return words
+
+
+def brute(parts: list[Words], head: int, slot: Slot) -> float:
+    """One slot merged by what the contract says of it, in plain Python."""
+    values = [slot_values(part, slot)[head].item() for part in parts]
+    return max(values) if SLOTS[slot].merge == "max" else math.fsum(values)
+
+
+def test_the_contract_has_sixteen_slots() -> None:
+    assert SLOT_COUNT == 16
+    assert [slot.name for slot in NEW] == ["MASS_SUM", "LOOKED_AT_ROWS", "DEPTH_MAX"]
+    assert slot_values(identity_row(), NEW[2]) == -np.inf
+
+
+@given(st.lists(st.integers(0, 2**32), min_size=1, max_size=5))
+def test_every_slot_is_merged_by_its_own_kind(seeds: list[int]) -> None:
+    parts = [words_of(2, seed) for seed in seeds]
+    merged = merge_words(parts)
+    for slot, head in itertools.product(Slot, range(2)):
+        assert slot_values(merged, slot)[head] == brute(parts, head, slot)
+
+
+def test_rows_of_an_older_version_count_nothing_in_the_new_slots_and_change_nothing_when_merged() -> None:
+    mine, theirs = words_of(3, 1), words_of(3, 2)[:, :13]
+    merged = merge_words([mine, fitted(theirs)])
+    assert (merged[:, 13:] == mine[:, 13:]).all()
+    assert (merged[:, :13] == merge_words([mine, fitted(theirs)])[:, :13]).all()
+    for slot in list(Slot)[:13]:
+        assert slot_values(merged, slot)[1] == brute([mine, fitted(theirs)], 1, slot)
+
+
+def test_the_batches_of_an_old_agent_are_read_with_the_identity_in_the_new_slots() -> None:
+    read = 0
+    for exchange in old.exchanges():
+        text = json.dumps(exchange["batch"])
+        own = [e for e in old.reader().Batch.model_validate_json(text).events if e.kind == "sample"]
+        for sample, before in zip(
+            [e for e in wire.read_batch(text.encode()).events if isinstance(e, wire.Sample)], own, strict=True
+        ):
+            words = sample.words()
+            assert words is not None
+            assert (words[:, :13] == before.words()).all()
+            assert (words[:, 13:] == identity_row()[13:]).all()
+            read += 1
+    assert read > 20
+
+
+def test_an_old_service_is_sent_thirteen_slots() -> None:
+    rank = FakeRank()
+    form = version_0_1_0.batch(rank.batch(rank.sample(1)).model_dump_json().encode())
+    assert form is not None
+    [sample] = old.reader().Batch.model_validate_json(form).events
+    assert (sample.words() == rank.words(1)[:, :13]).all()
+
+
+def test_an_old_and_a_new_rank_of_one_run_are_merged_and_an_old_store_goes_on(play: Any, tmp_path: Path) -> None:
+    old.store_at(tmp_path / "foreshock.db")
+    first = FakeRank(run="golden/ranks", rank=0, boot="b0")
+    second = FakeRank(run="golden/ranks", rank=1, boot="b1-again")
+    first.sequence = second.sequence = 1000
+    mine, theirs = words_of(6, 3), words_of(6, 4)[:, :13]
+
+    async def story(service: Any) -> None:
+        was = old.answers()["/v1/runs/golden/ranks/matrix?metric=head.score_offset"]
+        offset = "/v1/runs/golden/ranks/matrix"
+        assert (await service.get(offset, metric="head.score_offset"))["values"] == was["values"]
+        for rank, words in ((first, mine), (second, theirs)):
+            sample = rank.sample(1500, 1400).model_copy(update={"states": wire.Array.of(words)})
+            await service.store(rank, sample)
+        truth = merge_words([mine, fitted(theirs)])
+        found = await service.get(offset, metric="head.score_offset")
+        expected = slot_values(truth, Slot.SCORE_OFFSET_SUM) / slot_values(truth, Slot.ROWS)
+        assert found["step"] == 1500
+        assert np.array(found["values"]).reshape(-1).tolist() == expected.tolist()
+        await service.get("/v1/runs/golden/ranks/series", metric="head.score_max")
+
+    play(story, verify_steps=0)
+
+
+def test_the_reference_counts_what_it_counted_and_leaves_the_new_slots_alone() -> None:
+    """Against scores of the same rows in float64, formed without the statistics' code."""
+    torch.manual_seed(3)
+    query, key, value = (torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    state = new_state(3)
+    state[:, NEW[1]] = 5
+    out = flash_attention(query, key, value, causal=True, state=state, numerics="float64")
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    words = state.numpy()
+    scores = (query @ key.transpose(2, 3) / math.sqrt(8)).detach()
+    seen = torch.ones(9, 9).tril().bool()
+    lse = scores.masked_fill(~seen, -math.inf).logsumexp(3) - torch.arange(1, 10, dtype=torch.float64).log()
+    assert slot_values(words, Slot.ROWS).tolist() == [18.0] * 3
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), lse.sum((0, 2)).numpy(), rtol=1e-9)
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), lse.square().sum((0, 2)), rtol=1e-9)
+    largest = scores.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+    np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), largest.numpy(), rtol=1e-9)
+    assert words[:, 13:].tolist() == [[0, 5, identity_row()[15]]] * 3
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
+def test_the_kernel_merges_every_slot_by_its_own_kind(sequences: int, heads: int, blocks: int, seed: int) -> None:
+    from foreshock.kernels.flash_attention.counting import merge_kernel
+
+    parts = words_of(sequences * heads * blocks, seed).reshape(sequences * heads, blocks, SLOT_COUNT)
+    partial = torch.from_numpy(np.ascontiguousarray(parts.transpose(0, 2, 1)))
+    before = words_of(heads, seed + 1)
+    state = torch.from_numpy(before.copy())
+    merge_kernel[(heads, SLOT_COUNT, 1)](
+        state, partial, None, *state.stride(), heads, sequences, 0, blocks, PACKED=False, BLOCK=4
+    )
+    for head, slot in itertools.product(range(heads), Slot):
+        own = [parts[s * heads + head, b][None] for s in range(sequences) for b in range(blocks)]
+        assert slot_values(state.numpy(), slot)[head] == brute([before[head : head + 1], *own], 0, slot)
+
+
+def test_the_kernels_leave_the_new_slots_alone() -> None:
+    torch.manual_seed(4)
+    query, key, value = (torch.randn(1, 2, 40, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    from tests.kernels.triton_calls import Inputs, attend, scaled
+
+    inputs = Inputs(query.detach(), key.detach(), value.detach(), torch.randn(1, 2, 40, 32).bfloat16())
+    words = attend(inputs, scaled(32, causal="top_left")).state.numpy()
+    assert slot_values(words, Slot.ROWS).tolist() == [40.0] * 2
+    assert (words[:, 13:] == identity_row()[13:]).all()
+
+
+def test_traces_of_either_version_are_read(tmp_path: Path) -> None:
+    rank = FakeRank(layers=1)
+    path = tmp_path / "new.jsonl.gz"
+    words = words_of(3, 9)
+    with TraceWriter(path, {"made": "now"}) as writer:
+        writer(rank.started())
+        writer(rank.sample(5, 0).model_copy(update={"states": wire.Array.of(words)}))
+    found = read_trace(path).samples[0].words()
+    assert found is not None
+    assert (found[:, NEW[1]] == words[:, NEW[1]]).all()
+    np.testing.assert_allclose(slot_values(found, NEW[0]), slot_values(words, NEW[0]), rtol=1e-3)
+    with gzip.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    for name in ("mass_sum", "looked_at_rows", "depth_max"):
+        assert lines[2]["slots"].pop(name)
+    lines[2]["slots"]["of_a_version_to_come"] = [1, 2, 3]
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    read = read_trace(path).samples[0].words()
+    assert read is not None
+    assert (read[:, 13:] == identity_row()[13:]).all()
+    assert (read[:, Slot.ROWS] == words[:, Slot.ROWS]).all()

@@ -1,0 +1,35 @@
+"""A slot can be appended: old agents, old stores, traces, the reference and the kernels go on, with no other edit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OLDER = (
+    "tests/contract/test_slots.py",
+    "tests/contract/test_wire.py",
+    "tests/contract/test_catalog.py",
+    "tests/server/test_golden_batches.py",
+    "tests/server/test_rolling_upgrade.py",
+    "tests/kernels/test_attention_properties.py",
+    "tests/kernels/test_triton_sampled_rows.py",
+    "tests/monitor/test_sample.py",
+    "tests/monitor/test_probe.py",
+    "tests/lab/test_traces.py",
+)
+
+
+@pytest.mark.promise("S16")
+@pytest.mark.parametrize("tests", [("tests/appended/cases.py",), OLDER], ids=["their own cases", "older tests"])
+def test_with_three_slots_more_everything_still_holds(tests: tuple[str, ...]) -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.appended.plugin"]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    result = subprocess.run(
+        [*command, *tests], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
