@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from foreshock.contract.slots import SLOT_COUNT, identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
-from foreshock.monitor.agent import Agent, Instruments
+from foreshock.monitor.agent import Agent
 from foreshock.monitor.attention.interception import sdpa_rebinding, watch_module
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.model.discovery import Found, find_attention
 
 _NO_ATTENTION: Final = (

@@ -92,7 +92,7 @@ class Training:
         """The one that trains biases (and, but for Muon, all else)."""
         known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
         settings: dict[str, Any] = {
-            "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
+            "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
             "url": url,
             "attention": "kernels",
             "numerics": arm.numerics,

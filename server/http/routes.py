@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
-from foreshock.contract.catalog import METRICS
+from foreshock.contract.catalog import METRICS, SILENT_SECONDS
 from foreshock.contract.metric import MORE_CHARTS
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
@@ -89,6 +89,7 @@ async def get_catalog(_: Reader) -> Catalog:
             for mode in MODES
             if mode.served
         ],
+        silent_seconds=SILENT_SECONDS,
         default_mode=DEFAULT_MITIGATION,
     )
 
