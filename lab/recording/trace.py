@@ -30,15 +30,6 @@ from foreshock.monitor.detect.readings import Readings
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _ROWS_OF_A_BATCH = 32 * 256
 """Rows behind a share in the foreign format: one batch of 32 sequences of 256 tokens (the recipe key-bias)."""
-_NAMES_OF_0_1: Final = {
-    "rows_tied_bf16": "tied_rows_bf16",
-    "rows_tied_one": "tied_rows_one",
-    "rows_shifted": "shifted_rows",
-    "rows_empty": "empty_rows",
-    "rows_nonfinite": "nonfinite_rows",
-    "offset_sum": "score_offset_sum",
-}
-"""Slots as traces call them that were recorded before a statistic had one name."""
 _UNREAD: Final = (Slot.SCORE_OFFSET_SUMSQ,)
 """Read by no detector and no baseline: left out, and NaN when read back."""
 _DIGITS: Final = 4
@@ -219,7 +210,7 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     floats = words.view(np.float64)
     floats[:, list(_UNREAD)] = np.nan
     for name, given in named.items():
-        slot = Slot.__members__.get(_NAMES_OF_0_1.get(name, name).upper())
+        slot = Slot.__members__.get(name.upper())
         if slot is None:  # a newer version's
             continue
         values = named.get(given) if isinstance(given, str) else given  # the same as another slot
