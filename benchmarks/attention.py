@@ -24,9 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from foreshock.benchmarks import machine
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
-from foreshock.kernels.flash_attention.backward import Tensors, launch_backward
+from foreshock.kernels.flash_attention.backward import launch_backward
 from foreshock.kernels.flash_attention.forward import launch_forward
 from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.passes import Tensors
 from foreshock.kernels.flash_attention.tuning import configs
 
 TOKENS = 16_384

@@ -10,8 +10,11 @@ from functools import partial
 import torch
 
 from foreshock.benchmarks.attention import TOKENS, Stopwatch
-from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state
+from foreshock.contract.modes import Mode
+from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, grad_key, grad_query, new_state
 from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.means import launch_means
+from foreshock.kernels.flash_attention.passes import Tensors
 from foreshock.kernels.flash_attention.tuning import Config
 
 CONFIGS = [
@@ -36,25 +39,27 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
         query, key, value, modes, None, None, length, length, None, spec
     )
     packed = (None, None, None)
-    given = backward.Tensors(grad, query, key, value, out, residual, lse, row_max, state, modes, *packed)
+    means = launch_means(call, key, Mode.CENTRED_KEYS, modes, None)
+    given = Tensors(grad, query, key, value, out, residual, lse, row_max, state, modes, *packed, means)
     plain = given._replace(residual=None, state=None, modes=None)
     rows, plain_rows = backward.launch_rows(call, given), backward.launch_rows(call, plain)
     grads = [torch.empty_like(x) for x in (query, key, value)]
     found: dict[str, Callable[[], object]] = {
         "rows": lambda: backward.launch_rows(call, given),
         "rows, no statistics": lambda: backward.launch_rows(call, plain),
+        "means": lambda: launch_means(call, key, Mode.CENTRED_KEYS, modes, None),
         "count": lambda: backward.launch_count(call, given, rows, state),
     }
     for config in CONFIGS:
         found[f"forward {tuple(config)}"] = partial(
             forward.launch_forward, call, config, query, key, value, out, residual, lse, row_max, modes, *packed
         )
-        found[f"dQ {tuple(config)}"] = partial(backward.launch_grad_query, call, config, given, rows, grads[0])
+        found[f"dQ {tuple(config)}"] = partial(grad_query.launch_grad_query, call, config, given, rows, grads[0])
         found[f"dQ, no statistics {tuple(config)}"] = partial(
-            backward.launch_grad_query, call, config, plain, plain_rows, grads[0]
+            grad_query.launch_grad_query, call, config, plain, plain_rows, grads[0]
         )
         found[f"dK dV {tuple(config)}"] = partial(
-            backward.launch_grad_key, call, config, given, rows, grads[1], grads[2]
+            grad_key.launch_grad_key, call, config, given, rows, grads[1], grads[2]
         )
     return found
 

@@ -20,6 +20,8 @@ from foreshock.contract.metric import (
 from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.contract.slots import Floats, Slot, Words
 
+SILENT_SECONDS: Final = 300.0
+"""A run that claims to be active and was not heard of for longer has fallen silent."""
 HEAD_LABELS: Final = ("run", "layer", "head")
 
 HEAD_METRICS: Final = (
@@ -226,7 +228,7 @@ RUN_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockRunStalled",
-                expr="time() - {m} > 300 and on (run) foreshock_run_active == 1",
+                expr=f"time() - {{m}} > {SILENT_SECONDS:g} and on (run) foreshock_run_active == 1",
                 for_="1m",
                 severity="warning",
                 summary="Run {{ $labels.run }} has sent nothing for {{ $value | humanizeDuration }}",

@@ -65,14 +65,14 @@ MODES: Final = (
         flag=Mode.STABLE_SOFTMAX,
         does="Every row is shifted by an amount of its own, less than a binade, so that its largest P is never 1.",
         cures="The rounding of rows with tied maxima; it saved no run, and is there for comparison.",
-        excludes=Mode.PAPER_SOFTMAX,
+        excludes=Mode.PAPER_SOFTMAX | Mode.CENTRED_VALUES,
         escalates_to=Mode.EXACT_DELTA,
     ),
     ModeInfo(
         flag=Mode.PAPER_SOFTMAX,
         does="Rows with tied maxima are shifted by the paper's exact rule (algorithm 3).",
         cures="The rounding of rows with tied maxima; it saved no run, and is there for comparison.",
-        excludes=Mode.STABLE_SOFTMAX,
+        excludes=Mode.STABLE_SOFTMAX | Mode.CENTRED_VALUES,
         escalates_to=Mode.EXACT_DELTA,
     ),
     ModeInfo(
@@ -82,7 +82,6 @@ MODES: Final = (
         ends_rounding_growth=True,
         escalates_to=Mode.CENTRED_KEYS,
         proposed=True,
-        served=False,
     ),
     ModeInfo(
         flag=Mode.CENTRED_KEYS,
@@ -91,14 +90,13 @@ MODES: Final = (
         ends_rounding_growth=True,
         escalates_to=Mode.ROW_CORRECTED,
         proposed=True,
-        served=False,
     ),
     ModeInfo(
         flag=Mode.CENTRED_VALUES,
         does="The mean value of each sequence is subtracted before P V and added back to O.",
         cures="The rounding of O where values share a large part.",
+        excludes=Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX,
         escalates_to=Mode.CENTRED_KEYS,
-        served=False,
     ),
 )
 """Every mode but plain, in the order in which a union names them."""

@@ -29,8 +29,9 @@ Filters = Mapping[str, str]
 """What a board's variables choose: a PromQL matcher for each label."""
 
 MANY_RUNS: Final[Filters] = {"run": 'run=~"$run"'}
-# Equality, since Grafana does not escape a dot in a variable of a single value.
-ONE_RUN: Final[Filters] = {"run": 'run="$run"', "layer": 'layer=~"$layer"'}
+# Equality, since Grafana does not escape a dot in a variable of a single value. Of layers, also the empty one: warnings
+# about a run as a whole have none.
+ONE_RUN: Final[Filters] = {"run": 'run="$run"', "layer": 'layer=~"$layer|"'}
 
 _LEGENDS: Final = {"layer": "layer {{layer}}", "head": "head {{head}}"}
 
@@ -238,13 +239,25 @@ def matrix(metric: Metric, expr: str) -> Panel:
                 ],
             }
         ],
+        # Rows and columns come in the order in which they are met, and labels are text: "10" before "2".
         transformations=[
+            *_ascending("head"),
             {
                 "id": "groupingToMatrix",
                 "options": {"rowField": "layer", "columnField": "head", "valueField": "Value", "emptyValue": "null"},
-            }
+            },
+            *_ascending("layer\\head"),
         ],
     )
+
+
+def _ascending(field: str) -> list[dict[str, Any]]:
+    """Transformations that sort by a field of numbers that are written as text."""
+    numbers = [{"targetField": field, "destinationType": "number"}]
+    return [
+        {"id": "convertFieldType", "options": {"conversions": numbers, "fields": {}}},
+        {"id": "sortBy", "options": {"sort": [{"field": field}]}},
+    ]
 
 
 def layers_over_time(metric: Metric, expr: str) -> Panel:

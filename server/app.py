@@ -28,6 +28,7 @@ from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.http import routes, stream, webhooks
+from foreshock.server.http.connections import Room, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.ingest import batches as ingest
 from foreshock.server.ingest import grams
@@ -38,7 +39,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
-from foreshock.server.store.retention import delete_old_runs
+from foreshock.server.store.retention import Retention
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -98,6 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(ingest.Shortcut)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
+    app.add_middleware(Room, most=settings.connections)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app
@@ -122,6 +124,7 @@ async def _chores(
     settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
 ) -> None:
     """Expire and verify commands, expire parts of sums and delete old runs, until the service goes down."""
+    retention = Retention(store, settings.retention_seconds)
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
@@ -129,7 +132,7 @@ async def _chores(
                 await expire(store, connection)
             await verify(store, settings, roller)
             await grams.expire(store, time.time())
-            await delete_old_runs(store, settings.retention_seconds, time.time())
+            await retention.sweep()
             broadcaster.wake()
         except Exception:
             log.exception("a chore failed; it is tried again")
@@ -169,8 +172,7 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
         proxy_headers=False,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,
-        limit_concurrency=2000,
-        h11_max_incomplete_event_size=65_536,
+        http=bounded(settings),
     )
     server = Server(config, ready)
     server.run()  # on the event loop that uvicorn finds best

@@ -33,7 +33,9 @@ Number = float | None
 class Response(BaseModel):
     """Base of every answer."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        extra="forbid", ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True
+    )
 
 
 class ProblemItem(Response):
@@ -91,6 +93,7 @@ class Catalog(Response):
 
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
+    silent_seconds: float = Field(description="an active run that is not heard of for longer has fallen silent")
     default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
 
 
@@ -118,6 +121,9 @@ class RunSummary(Response):
     policy: Policy | None = Field(description="null until a boot has said what it watches")
     numerics: str | None
     mitigation: str | None
+    switch_scope: str | None = Field(
+        default=None, description="what a warning switches under approve and auto: head, layer or model"
+    )
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
     first_seen_unix_seconds: float

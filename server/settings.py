@@ -13,6 +13,7 @@ from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "admin"]
+_TOKEN_CHARACTERS = 16
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
 
 
@@ -50,13 +51,20 @@ class Settings(BaseSettings):
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
-    token: SecretStr | None = Field(default=None, min_length=16, description="a secret that may do everything")
+    token: SecretStr | None = Field(
+        default=None, min_length=_TOKEN_CHARACTERS, description="a secret that may do everything"
+    )
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
     grafana_hmac_secret: SecretStr | None = Field(
         default=None, min_length=16, description="signs /v1/webhooks/grafana; without it that route is closed"
     )
 
     max_body_bytes: int = Field(default=MAX_BATCH_BYTES + 2**20, ge=1024, description="largest request body")
+    connections: int = Field(
+        default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
+    )
+    header_seconds: float = Field(default=10.0, gt=0, description="in which the headers of a request must come")
+    body_seconds: float = Field(default=60.0, gt=0, description="in which the body of a request must come")
     ingest_queue_batches: int = Field(default=64, ge=1, description="batches waiting for a commit; then 429")
     ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
     commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")
@@ -109,6 +117,8 @@ class Settings(BaseSettings):
                     Target.of(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
+        if self.token is not None and len(self.token.get_secret_value().strip()) < _TOKEN_CHARACTERS:
+            raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more besides blanks at its ends")
         names = [token.name for token in self.all_tokens]
         if len(set(names)) != len(names):
             raise ValueError("two tokens have the same name; the audit trail could not tell them apart")

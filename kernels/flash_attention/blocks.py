@@ -15,6 +15,9 @@ round, so there tiles are widened to fp32 when loaded and rounded by hand."""
 EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
 STABLE_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.STABLE_SOFTMAX))
 PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
+ROW_CORRECTED: tl.constexpr = tl.constexpr(int(Mode.ROW_CORRECTED))
+CENTRED_KEYS: tl.constexpr = tl.constexpr(int(Mode.CENTRED_KEYS))
+CENTRED_VALUES: tl.constexpr = tl.constexpr(int(Mode.CENTRED_VALUES))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -94,6 +97,42 @@ def store_tile(
     if not DIM_FULL:
         mask = mask & (columns < dim)[None, :]
     tl.store(pointers, to_operand(tile, dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def at_head(pointer, batch, head, start, stride_batch, stride_head, stride_row):
+    """`pointer` moved to row `start` of one head."""
+    pointer += tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
+    return pointer + tl.cast(start, tl.int64) * stride_row
+
+
+@triton.jit
+def asks(mode, flag: tl.constexpr, refused: tl.constexpr):
+    """Whether a head's mode has `flag`, which nothing is asked of where it is refused (centring.refusal)."""
+    return False if refused else (mode & flag) != 0
+
+
+@triton.jit
+def served_shift(mode):
+    """The flags of `mode` that shift the softmax, which centred values exclude."""
+    return tl.where((mode & CENTRED_VALUES) == 0, mode & (STABLE_SOFTMAX | PAPER_SOFTMAX), 0)
+
+
+@triton.jit
+def load_mean(means, plane, dim, BLOCK_D: tl.constexpr):
+    """The mean row of one plane (means.py), [BLOCK_D]."""
+    columns = tl.arange(0, BLOCK_D)
+    return tl.load(means + tl.cast(plane, tl.int64) * dim + columns, mask=columns < dim, other=0.0)
+
+
+@triton.jit
+def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr):
+    """Of plane `plane`, with `planes` to a sequence: its batch entry and head, and of its sequence the first row and
+    length of queries and of keys."""
+    index = plane // planes
+    batch = 0 if PACKED else index
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    return batch, plane % planes, start_q, length_q, start_k, length_k
 
 
 @triton.jit

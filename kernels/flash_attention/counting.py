@@ -5,13 +5,19 @@ import triton.language as tl
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.blocks import (
+    CENTRED_KEYS,
+    CENTRED_VALUES,
     EXACT_DELTA,
     LOG2E,
     RESIDUAL_SCALE_FP16,
     STABLE_SOFTMAX,
+    asks,
+    at_head,
     diagonal,
+    load_mean,
     load_tile,
-    sequence,
+    place,
+    served_shift,
     to_operand,
 )
 from foreshock.kernels.flash_attention.ties import FAST_TIES_BELOW, FAST_TIES_FROM, tie_factors, tied
@@ -67,46 +73,52 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, lse, row_max, log2_lses, deltas, folded, biases, factors, large, modes, cu_seqlens_q,
-    cu_seqlens_k,
-    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, heads, length_q, length_k, dim, unit, score_unit,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr,
-    RESIDUAL: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
+    grad_out, out, residual, query, lse, row_max, log2_lses, deltas, folded, biases, commons, factors, large, modes,
+    mean_keys, cu_seqlens_q, cu_seqlens_k,
+    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, stride_qb, stride_qh, stride_qs,
+    heads, group, length_q, length_k, dim, scale, unit, score_unit,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, HAS_MODES: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """delta of a block of rows, from O as stored or, under EXACT_DELTA, from O before its rounding; what rounding O did
-    to delta; and what the other passes need to form P."""
+    """delta of a block of rows, from O as stored or, where the mode says so, from O before its rounding; what rounding
+    O did to delta; and what the other passes need to form P."""
     block = tl.program_id(0)
-    index = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
     total_q = length_q
-    batch = index
-    if PACKED:
-        batch = 0
-    start_q, length_q, _, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    batch, head, start_q, length_q, _, _ = place(
+        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    )
     first = block * ROWS
     rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
     queries = first + tl.arange(0, ROWS)
     inside = queries < length_q
 
-    grad_out += tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
-    grad_out += tl.cast(start_q, tl.int64) * stride_gs
-    start_out = tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
-    start_out += tl.cast(start_q, tl.int64) * stride_os
+    grad_out = at_head(grad_out, batch, head, start_q, stride_gb, stride_gh, stride_gs)
+    out = at_head(out, batch, head, start_q, stride_ob, stride_oh, stride_os)
     grad = load_tile(grad_out, 0, 0, first, ROWS, stride_gs, length_q, dim, BLOCK_D, DIM_FULL, True, False)
-    rounded = load_tile(out + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
+    rounded = load_tile(out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
     grad = grad.to(tl.float32)
     delta = tl.sum(grad * rounded.to(tl.float32), 1)
     bias = tl.zeros((ROWS,), tl.float32)
+    common = tl.zeros((ROWS,), tl.float32)
     if RESIDUAL:
-        lost = load_tile(
-            residual + start_out, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False
-        )
+        residual = at_head(residual, batch, head, start_q, stride_ob, stride_oh, stride_os)
+        lost = load_tile(residual, 0, 0, first, ROWS, stride_os, length_q, dim, BLOCK_D, DIM_FULL, True, False)
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
         if residual.dtype.element_ty == tl.float16:
             bias *= 1.0 / RESIDUAL_SCALE_FP16
-        if HAS_MODES:
-            exact = (tl.load(modes + head) & EXACT_DELTA) != 0
+    if HAS_MODES:
+        mode = tl.load(modes + head)
+        if RESIDUAL:
+            # Centred values take from O what rounding adds to it; delta leaves out what rounding O itself lost.
+            exact = ((mode & EXACT_DELTA) != 0) | asks(mode, CENTRED_VALUES, DROPOUT)
             delta = tl.where(exact, delta - bias, delta)
+        if COUNT:
+            if asks(mode, CENTRED_KEYS, SOFTCAP):
+                mean = load_mean(mean_keys, tl.program_id(1) // heads * (heads // group) + head // group, dim, BLOCK_D)
+                asking = at_head(query, batch, head, start_q, stride_qb, stride_qh, stride_qs)
+                q = load_tile(asking, 0, 0, first, ROWS, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, False)
+                common = scale * tl.sum(q.to(tl.float32) * mean[None, :], 1)
+            tl.store(commons + rows + queries, common, mask=inside)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     # A row that sees no key has lse -inf: its P must be 0, not NaN.
     log2_lse = tl.where(log_sum == float("-inf"), 1e30, log_sum * LOG2E)
@@ -120,35 +132,35 @@ def row_kernel(
     if COUNT:
         tl.store(biases + rows + queries, bias, mask=inside)
         largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-        wide, narrow, _, _, _ = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
+        wide, narrow, _, _, _ = tie_factors(largest, common, log2_lse, score_unit, unit, out.dtype.element_ty)
         tl.store(factors + 2 * (rows + queries), wide, mask=inside)
         tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
-        size = tl.abs(largest)
+        size = tl.abs(largest - common)
         odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
         tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
 
 
 @triton.jit
 def count_kernel(
-    lse, row_max, deltas, biases, codes, modes, partial, cu_seqlens_q, cu_seqlens_k, heads, length_q, length_k, left,
-    right, score_unit, unit,
+    lse, row_max, deltas, biases, commons, codes, modes, partial, cu_seqlens_q, cu_seqlens_k, heads, length_q, length_k,
+    left, right, score_unit, unit,
     ROWS: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr,
     HAS_MODES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]."""
     block = tl.program_id(0)
-    index = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
     total_q = length_q
-    batch = index
-    if PACKED:
-        batch = 0
-    start_q, length_q, _, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    batch, head, start_q, length_q, _, length_k = place(
+        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    )
     rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
     queries = block * ROWS + tl.arange(0, ROWS)
     inside = queries < length_q
     largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
+    common = queries * 0.0
+    if HAS_MODES:
+        common = tl.load(commons + rows + queries, mask=inside, other=0.0)
     delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
     bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
     code = tl.load(codes + rows + queries, mask=inside, other=0).to(tl.int32)
@@ -165,22 +177,25 @@ def count_kernel(
     counted = seen & whole
     empty = inside & (keys == 0)
     keys = tl.where(counted, keys, 1)
-    offsets = tl.where(counted, log_sum - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
+    offsets = tl.where(counted, log_sum - common - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
     bias = tl.where(counted, bias, 0.0).to(tl.float64)
     lowest = float("-inf")
     blocks = tl.num_programs(0)
     partial += tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(partial, _ROWS, blocks, tl.sum(counted.to(tl.int64), 0))
-    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(largest, log_sum * LOG2E, score_unit, unit, DTYPE)
+    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
+        largest, common, log_sum * LOG2E, score_unit, unit, DTYPE
+    )
     tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
     shifted = (code >> 14) != 0
     if HAS_MODES:
-        shifted = shifted | ((tl.load(modes + head) & STABLE_SOFTMAX) != 0)
+        shifted = shifted | ((served_shift(tl.load(modes + head)) & STABLE_SOFTMAX) != 0)
     _put(partial, _TIED_BF16, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
     _put(partial, _TIED_ONE, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
     _put(partial, _SHIFTED, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(partial, _EMPTY, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(partial, _NONFINITE, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+    largest -= common  # statistics speak of the scores that a head computes with
     _put(partial, _SCORE_MAX, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
     _put(partial, _ROW_MAX_ABS, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
     _put(partial, _SCORE_OFFSET_SUM, blocks, tl.sum(offsets, 0))

@@ -7,26 +7,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.blocks import (
+    CENTRED_VALUES,
     INTERPRET,
     LN2,
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
     RESIDUAL_SCALE_FP16,
-    STABLE_SOFTMAX,
+    asks,
+    at_head,
     cap_scores,
     diagonal,
     in_registers,
     kept,
     key_ranges,
+    load_mean,
     load_tile,
-    sequence,
+    place,
+    served_shift,
     store_tile,
     to_operand,
     visible,
 )
 from foreshock.kernels.flash_attention.launch import Call, call_of, launch
+from foreshock.kernels.flash_attention.means import launch_means
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.tuning import Config, configs
@@ -49,14 +55,18 @@ def stable_shift(row_max):
 
 @triton.jit
 def _attend(
-    acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, high, queries, start_q,
-    start_k, offset, length_k,
-    stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane, threshold,
+    running, shift, q, key, value, batch, kv_head, low, high, queries, seen, chance, strides, dim, unit, scale,
+    softcap, score_unit,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, DTYPE: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
+    acc, total, row_max, before, missing = running
+    paper, paper_shift = shift
+    offset, length_k, left, right = seen
+    seed, plane, start_q, start_k, threshold = chance
+    stride_k, stride_v = strides
     for start in tl.range(low, high, BLOCK_N):
         k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
@@ -75,6 +85,8 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         rounded = to_operand(p, DTYPE)
+        if CENTRE:
+            missing = missing * shrink + tl.sum(p - rounded.to(tl.float32), 1)
         if DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             rounded = tl.where(keep, rounded, 0.0)
@@ -83,7 +95,7 @@ def _attend(
         row_max = new_max
         # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
         before = tl.where(new_max == float("-inf"), new_max, subtracted)
-    return acc, total, row_max, before
+    return acc, total, row_max, before, missing
 
 
 @triton.jit
@@ -115,59 +127,54 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k, length_q,
-    length_k,
-    stride_k, stride_v, stride_o, dim, unit, scale, score_unit, softcap, left, right, keep_scale, seed, plane,
-    threshold,
+    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides, stride_o, dim,
+    unit, scale, score_unit, softcap, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
-    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
-    DTYPE: tl.constexpr,
+    CENTRE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The whole forward of one block of queries, in one of its two versions."""
+    """The whole forward of one block of queries, in one of its versions."""
+    out, residual, lse, row_max_out = outputs
+    offset, length_k, left, right = seen
     queries = first + tl.arange(0, BLOCK_M)
-    offset = diagonal(length_q, length_k, TOP_LEFT)
     last = tl.minimum(first + BLOCK_M, length_q) - 1
     low, full_low, full_high, high = key_ranges(
         first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    before = row_max
-    paper_shift = total
-    paper = False
+    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, total)
+    shift = (False, total)
     if SHIFT:
         paper = (mode & PAPER_SOFTMAX) != 0
         paper_shift = _paper_shift(
-            q, key, batch, kv_head, low, tl.where(paper, high, low), queries, offset, length_k, stride_k, dim, scale,
+            q, key, batch, kv_head, low, tl.where(paper, high, low), queries, offset, length_k, strides[0], dim, scale,
             softcap, left, right, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, TMA,
             DTYPE,
         )  # fmt: skip
+        shift = (paper, paper_shift)
     if HAS_LEFT:
-        acc, total, row_max, before = _attend(
-            acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, low, full_low, queries,
-            start_q,
-            start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed,
-            plane,
-            threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
-            DTYPE,
+        running = _attend(
+            running, shift, q, key, value, batch, kv_head, low, full_low, queries, seen, chance, strides, dim,
+            unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
+            SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
         )  # fmt: skip
-    acc, total, row_max, before = _attend(
-        acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_low, full_high, queries,
-        start_q,
-        start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
-        threshold, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
-        DTYPE,
+    running = _attend(
+        running, shift, q, key, value, batch, kv_head, full_low, full_high, queries, seen, chance, strides, dim,
+        unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED,
+        SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
     )  # fmt: skip
-    acc, total, row_max, before = _attend(
-        acc, total, row_max, before, paper_shift, paper, q, key, value, batch, kv_head, full_high, high, queries,
-        start_q,
-        start_k, offset, length_k, stride_k, stride_v, dim, unit, scale, softcap, left, right, score_unit, seed, plane,
-        threshold, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, SHIFT,
-        DTYPE,
+    acc, total, row_max, before, missing = _attend(
+        running, shift, q, key, value, batch, kv_head, full_high, high, queries, seen, chance, strides, dim,
+        unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
+        SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
     )  # fmt: skip
-    exact = acc * (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    if CENTRE:
+        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum.
+        acc += missing[:, None] * mean[None, :]
+    exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
     if RESIDUAL:
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
@@ -182,42 +189,32 @@ def _block(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, modes, cu_seqlens_q, cu_seqlens_k, seeds,
+    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k, seeds,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os,
-    heads, group, length_q, length_k, dim,
-    scale, unit, score_unit, softcap, left, right, keep_scale, threshold,
+    heads, group, length_q, length_k, dim, scale, unit, softcap, left, right, keep_scale, threshold, score_unit,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr, TMA: tl.constexpr,
     RESIDUAL: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    kv_head = head // group
     dtype: tl.constexpr = out.dtype.element_ty
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     total_q = length_q
-    batch = index
-    if PACKED:
-        batch = 0
-    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
-    first = block * BLOCK_M
+    batch, head, start_q, length_q, start_k, length_k = place(
+        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    )
+    kv_head = head // group
     plane = batch * heads + head
     rows = tl.cast(plane, tl.int64) * total_q + start_q
-    out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
-    out += tl.cast(start_q, tl.int64) * stride_os
+    out = at_head(out, batch, head, start_q, stride_ob, stride_oh, stride_os)
     if RESIDUAL:
-        residual += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
-        residual += tl.cast(start_q, tl.int64) * stride_os
+        residual = at_head(residual, batch, head, start_q, stride_ob, stride_oh, stride_os)
     if not TMA:
-        query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
-        query += tl.cast(start_q, tl.int64) * stride_qs
-        key += tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
-        key += tl.cast(start_k, tl.int64) * stride_ks
-        value += tl.cast(batch, tl.int64) * stride_vb + tl.cast(kv_head, tl.int64) * stride_vh
-        value += tl.cast(start_k, tl.int64) * stride_vs
+        query = at_head(query, batch, head, start_q, stride_qb, stride_qh, stride_qs)
+        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
+        value = at_head(value, batch, kv_head, start_k, stride_vb, stride_vh, stride_vs)
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
@@ -225,39 +222,41 @@ def forward_kernel(
         q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
         if IN_REGISTERS:
             q = in_registers(q)
-        # Two whole versions, chosen once: a branch inside a loop would stop its pipelining.
+        outputs = (out, residual, lse, row_max_out)
+        seen = (diagonal(length_q, length_k, TOP_LEFT), length_k, left, right)
+        chance = (seed, plane, start_q, start_k, threshold)
+        strides = (stride_ks, stride_vs)
+        # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
         mode = 0
         if HAS_MODES:
             mode = tl.load(modes + head)
-            if (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
+            if asks(mode, CENTRED_VALUES, DROPOUT):
+                mean = load_mean(mean_values, tl.program_id(1) // heads * (heads // group) + kv_head, dim, BLOCK_D)
                 _block(
-                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q,
-                    start_k, length_q,
-                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
-                    keep_scale, seed,
-                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
-                    SOFTCAP, DROPOUT,
-                    TMA, RESIDUAL, True, dtype,
+                    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides,
+                    stride_os, dim, unit, scale, score_unit, softcap, keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL,
+                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, RESIDUAL, False, True, dtype,
+                )  # fmt: skip
+            elif served_shift(mode) != 0:
+                _block(
+                    q, key, value, outputs, 0.0, mode, batch, kv_head,
+                    first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
+                    keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    TMA, RESIDUAL, True, False, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q,
-                    start_k, length_q,
-                    length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
-                    keep_scale, seed,
-                    plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
-                    SOFTCAP, DROPOUT,
-                    TMA, RESIDUAL, False, dtype,
+                    q, key, value, outputs, 0.0, mode, batch, kv_head,
+                    first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
+                    keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                    TMA, RESIDUAL, False, False, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, key, value, out, residual, lse, row_max_out, mode, batch, kv_head, first, rows, start_q, start_k,
-                length_q,
-                length_k, stride_ks, stride_vs, stride_os, dim, unit, scale, score_unit, softcap, left, right,
-                keep_scale, seed,
-                plane, threshold, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, TOP_LEFT, HAS_LEFT, HAS_RIGHT, PRESCALED,
-                SOFTCAP, DROPOUT,
-                TMA, RESIDUAL, False, dtype,
+                q, key, value, outputs, 0.0, mode, batch, kv_head,
+                first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
+                keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
+                TMA, RESIDUAL, False, False, dtype,
             )  # fmt: skip
 
 
@@ -333,11 +332,19 @@ def launch_forward(
             lse,
             row_max,
             modes,
+            launch_means(call, value, Mode.CENTRED_VALUES, modes, cu_seqlens_k),
             cu_seqlens_q,
             cu_seqlens_k,
             seed,
         ),
-        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *call.sizes),
+        (
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *out.stride()[:3],
+            *call.sizes,
+            float(call.score_unit),
+        ),
         {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,

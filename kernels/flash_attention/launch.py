@@ -95,7 +95,6 @@ class Call:
             self.dim,
             float(spec.scale),
             float(self.unit),
-            float(self.score_unit),
             float(spec.softcap),
             spec.window_left,
             self.right,

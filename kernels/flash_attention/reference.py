@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
+from foreshock.kernels.flash_attention.centring import Centring, centring, check_modes, flagged
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import (
@@ -47,9 +48,12 @@ def attention_forward(
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
         return query.new_zeros(query.shape), query.new_zeros(query.shape, dtype=residual), row_max, row_max.clone()
-    wide, kv_heads = compute_dtype(spec.numerics), key.shape[1]
-    queries, keys, values = (_grouped(x, kv_heads, wide) for x in (query, key, value))
-    scores = _scores(queries, keys, query.shape, operand, spec, cu_seqlens_q, cu_seqlens_k).scores
+    check_modes(modes, spec)
+    wide = compute_dtype(spec.numerics)
+    queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
+    centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)
+    keys, values = _centred(keys, values, centre, operand, spec)
+    scores = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k).scores
     row_max = scores.amax(-1, keepdim=True)
     shift = row_shift(scores, row_max, modes, operand)
     subtracted = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key has weights 0, not NaN
@@ -59,11 +63,16 @@ def attention_forward(
     row_sum = weights.sum(-1, keepdim=True)
     keep = None if dropout_seed is None else kept(dropout_seed, weights.shape, spec.dropout_p)
 
-    def output(weights: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
-        dropped = weights if keep is None else weights * keep
-        product = _product(dropped.view(len(values), -1, values.shape[1]), values).view(query.shape)
+    def output(multiplied: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
+        dropped = multiplied if keep is None else multiplied * keep
         divisor = row_sum.masked_fill(row_sum == 0, 1.0) * (1 - spec.dropout_p)
-        return _round(product, unnormalised_dtype) / divisor
+        result = _round(_product(dropped, values), unnormalised_dtype) / divisor
+        if centre is None:
+            return result
+        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum, or, where it
+        # was taken from the values, all but in a row that sees no key.
+        missing = (weights - multiplied).sum(-1, keepdim=True) / divisor
+        return result + centre.seen_value * (missing if spec.numerics == "kernel" else row_sum != 0)
 
     if spec.numerics in ("float64", "float32"):
         exact = output(weights, row_sum, wide)
@@ -76,10 +85,14 @@ def attention_forward(
         rounded = _round(weights, operand)
         row_sum = _round(rounded.sum(-1, keepdim=True), operand)
         out = output(rounded, row_sum, operand).to(operand)
-    lse = subtracted + row_sum.log()
+    lse, row_max = (subtracted + row_sum.log()).squeeze(-1), row_max.squeeze(-1)
     lost = exact - _round(out.to(wide), operand)
     out_residual = (lost * residual_scale(residual)).to(residual)
-    return out.to(query.dtype), out_residual, lse.squeeze(-1), row_max.squeeze(-1)
+    if centre is not None and spec.numerics != "kernel":
+        # Both are those of the keys as they came, so that modes may change before the backward.
+        common = _common_score(queries, centre, spec)
+        lse, row_max = lse + common, row_max + common
+    return out.to(query.dtype), out_residual, lse, row_max
 
 
 def attention_backward(
@@ -107,31 +120,60 @@ def attention_backward(
             keys = torch.zeros((), device=lse.device)
             accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    weights, score_grad, queries, keys, grads = _score_gradient(
+    check_modes(modes, spec)
+    given = _score_gradient(
         grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
         dropout_seed, spec,
     )  # fmt: skip
-    if spec.numerics in ("kernel", "paper"):
-        operand = operand_dtype(query.dtype)
-        weights, score_grad = _round(weights, operand), _round(score_grad, operand)
-    weights, score_grad = (x.view(len(keys), -1, key.shape[2]) for x in (weights, score_grad))
-    grad_query = _product(score_grad, keys, spec.scale)
-    grad_key = _product(score_grad.mT, queries, spec.scale)
-    grad_value = _product(weights.mT, grads, 1 / (1 - spec.dropout_p))
+    operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
+    score_grad = _round(given.sloped(given.score_grad), operand)
+    grad_query = _product(score_grad, given.keys, spec.scale)
+    if given.mean_key is not None:
+        grad_query = grad_query - spec.scale * score_grad.sum(-1, keepdim=True) * given.mean_key
+    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
+        heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True)
+        mended = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
+        grad_query = torch.where(heads, spec.scale * mended, grad_query)
+        without = given.sloped(given.score_grad - given.weights * defect)
+        score_grad = torch.where(heads, _round(without, operand), score_grad)
+    grad_key = _product(score_grad.mT, given.queries, spec.scale)
+    grad_value = _product(_round(given.dropped, operand).mT, given.grads, 1 / (1 - spec.dropout_p))
     return (
-        grad_query.view(query.shape).to(query.dtype),
-        grad_key.view(key.shape).to(key.dtype),
-        grad_value.view(value.shape).to(value.dtype),
+        grad_query.to(query.dtype),
+        _of_key_heads(grad_key, key).to(key.dtype),
+        _of_key_heads(grad_value, value).to(value.dtype),
     )
+
+
+def _row_error(given: "_ScoreGradient", rounded: Tensor, operand: torch.dtype) -> Tensor:
+    """What the defect of delta and the rounding of dS add to dQ along the keys that a row sees, [B, H, Sq, D].
+
+    Weights are rounded as they are multiplied and divided by their own sum, so that what all keys share goes exactly.
+    """
+    weights = _round(given.sloped(given.weights), operand)
+    row_sum = weights.sum(-1, keepdim=True)
+    row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+    defect = given.score_grad.sum(-1, keepdim=True)
+    lost = (rounded - given.sloped(given.score_grad)).sum(-1, keepdim=True)
+    # Under a cap the sum is zero before the slope: the defect is spread as P times the slope is, which sums to less.
+    share = (defect + lost) / row_sum if given.slope is None else defect + lost / row_sum
+    return share * _product(weights, given.keys)
 
 
 def row_sum_defect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, modes: Tensor | None, spec: AttentionSpec
 ) -> tuple[float, float]:
-    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded."""
+    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded.
+
+    As the dK, dV pass multiplies it, thus after a row correction.
+    """
     lengths = query.shape[2], key.shape[2]
     outputs = attention_forward(query, key, value, modes, None, None, *lengths, None, spec)
-    score_grad = _score_gradient(grad_out, query, key, value, *outputs, None, modes, None, None, None, spec).score_grad
+    given = _score_gradient(grad_out, query, key, value, *outputs, None, modes, None, None, None, spec)
+    score_grad = given.score_grad
+    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
+        without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
+        score_grad = torch.where(corrected.view(-1, 1, 1), without, score_grad)
     before, after = (
         x.to(torch.float64).sum(-1).square().mean().sqrt().item()
         for x in (score_grad, _round(score_grad, operand_dtype(query.dtype)))
@@ -141,13 +183,22 @@ def row_sum_defect(
 
 class _ScoreGradient(NamedTuple):
     weights: Tensor
-    """P recomputed from the log-sum-exp, 0 where dropped (not yet divided by 1 - dropout_p), [B, H, Sq, Sk]."""
+    """P recomputed from the log-sum-exp, [B, H, Sq, Sk]."""
+    dropped: Tensor
+    """The same, 0 where dropped (not yet divided by 1 - dropout_p)."""
     score_grad: Tensor
-    """dS = P * (dP - delta), neither scaled nor rounded to the operand dtype, [B, H, Sq, Sk]."""
+    """dS = P * (dP - delta) before the slope of a soft cap, neither scaled nor rounded, [B, H, Sq, Sk]."""
+    slope: Tensor | None
+    """Derivative of the soft cap at every score."""
     queries: Tensor
     keys: Tensor
     grads: Tensor
-    """The operands of what is left to do, as `_grouped` gives them."""
+    """The operands of what is left to do, [B, H, S, D], keys without what was taken from them."""
+    mean_key: Tensor | None
+    """What is to be taken from the keys of each query yet, [B, H, Sq, D] or [B, H, 1, D]."""
+
+    def sloped(self, x: Tensor) -> Tensor:
+        return x if self.slope is None else x * self.slope
 
 
 def _score_gradient(
@@ -167,22 +218,29 @@ def _score_gradient(
     spec: AttentionSpec,
 ) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
-    operand, kv_heads, wide = operand_dtype(query.dtype), key.shape[1], lse.dtype
-    grad = grad_out.contiguous().to(wide)
-    delta_bias = -(grad * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
-    delta_lp = (grad * _round(out, operand).to(wide)).sum(-1)
+    operand, wide = operand_dtype(query.dtype), lse.dtype
+    queries, keys, values, grads = (_of_heads(x, query.shape[1], wide) for x in (query, key, value, grad_out))
+    delta_bias = -(grads * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
+    delta_lp = (grads * _round(out, operand).to(wide)).sum(-1)
     delta_hp = delta_lp - delta_bias
+    centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)
+    keys, values = _centred(keys, values, centre, operand, spec)
+    common = None if centre is None else _common_score(queries, centre, spec)
+    if common is not None and spec.numerics != "kernel":
+        lse, row_max = lse - common, row_max - common
 
-    queries, keys, values, grads = (_grouped(x, kv_heads, wide) for x in (query, key, value, grad))
-    scores, cap_slope, visible_keys = _scores(queries, keys, query.shape, operand, spec, cu_seqlens_q, cu_seqlens_k)
+    scores, slope, visible_keys = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k)
     if state is not None:
-        maximum, scratch = row_max.unsqueeze(-1), torch.empty_like(scores)
-        tied_bf16 = several_in_bf16(scores, maximum)
-        tied_one = several_within(scores, maximum, one_margin(operand), scratch)
-        shift = row_shift(scores, maximum, modes, operand)
+        counted, log_sum, largest = scores, lse, row_max
+        if common is not None and spec.numerics == "kernel":  # statistics speak of scores without the mean key's part
+            counted, log_sum, largest = scores - common.unsqueeze(-1), lse - common, row_max - common
+        maximum, scratch = largest.unsqueeze(-1), torch.empty_like(scores)
+        tied_bf16 = several_in_bf16(counted, maximum)
+        tied_one = several_within(counted, maximum, one_margin(operand), scratch)
+        shift = row_shift(counted, maximum, modes, operand)
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
-        accumulate(state, Rows(row_max, lse, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
+        accumulate(state, Rows(largest, log_sum, tied_bf16, tied_one, shifted, visible_keys, delta_hp, delta_bias))
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     if spec.numerics in ("float64", "float32"):
@@ -190,19 +248,23 @@ def _score_gradient(
     elif modes is None:
         delta = delta_lp
     else:
-        delta = torch.where((modes & Mode.EXACT_DELTA).bool().view(-1, 1), delta_hp, delta_lp)
+        # Centred values make O small before it is rounded, and take from delta what rounding the whole O put there.
+        exact = (modes & (Mode.EXACT_DELTA | (Mode.CENTRED_VALUES if spec.dropout_p == 0 else 0))).bool()
+        delta = torch.where(exact.view(-1, 1), delta_hp, delta_lp)
+    if centre is not None and spec.numerics != "kernel":
+        delta = delta - (grads * centre.seen_value).sum(-1)
     if dropout_seed is None:
-        score_grad = torch.baddbmm(-delta.view(*grads.shape[:2], 1), grads, values.mT).view(weights.shape)
+        start = -delta.flatten(0, 1).unsqueeze(-1)
+        score_grad = torch.baddbmm(start, grads.flatten(0, 1), values.mT.flatten(0, 1)).view(weights.shape)
         score_grad.mul_(weights)
         dropped = weights
     else:
         keep = kept(dropout_seed, weights.shape, spec.dropout_p)
-        weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p)).view(weights.shape)
+        weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p))
         score_grad = weights * (weight_grad * keep - delta.unsqueeze(-1))
         dropped = weights * keep
-    if cap_slope is not None:
-        score_grad.mul_(cap_slope)
-    return _ScoreGradient(dropped, score_grad, queries, keys, grads)
+    mean_key = None if centre is None or spec.numerics != "kernel" else centre.seen_key
+    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, mean_key)
 
 
 class _Scores(NamedTuple):
@@ -217,13 +279,12 @@ class _Scores(NamedTuple):
 def _scores(
     queries: Tensor,
     keys: Tensor,
-    query_shape: torch.Size,
     operand: torch.dtype,
     spec: AttentionSpec,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> _Scores:
-    scores = _product(queries, keys.mT, spec.scale).view(*query_shape[:3], keys.shape[1])
+    scores = _product(queries, keys.mT, spec.scale)
     cap_slope = None
     if spec.softcap > 0:
         squashed = scores.div_(spec.softcap).tanh_()
@@ -235,9 +296,30 @@ def _scores(
     return _Scores(scores, cap_slope, visible_keys)
 
 
-def _grouped(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, H, S, D] as contiguous [B * Hkv, H / Hkv * S, D]: query heads that share a key head become rows of it."""
-    return x.contiguous().to(dtype).view(x.shape[0] * kv_heads, -1, x.shape[3])
+def _of_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, Hkv, S, D] as contiguous [B, H, S, D] of `dtype`, every key head once for each of its query heads."""
+    return x.to(dtype).repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x.to(dtype).contiguous()
+
+
+def _of_key_heads(x: Tensor, like: Tensor) -> Tensor:
+    """[B, H, S, D] summed over the query heads of each key head of `like` [B, Hkv, S, D]."""
+    return x if x.shape[1] == like.shape[1] else x.view(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2)
+
+
+def _centred(
+    keys: Tensor, values: Tensor, centre: Centring | None, operand: torch.dtype, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as they are multiplied: under `kernel` as they came, as their mean is taken out afterwards."""
+    if centre is None or spec.numerics == "kernel":
+        return keys, values
+    keys, values = keys - centre.keys, values - centre.values
+    return (_round(keys, operand), _round(values, operand)) if spec.numerics == "paper" else (keys, values)
+
+
+def _common_score(queries: Tensor, centre: Centring, spec: AttentionSpec) -> Tensor:
+    """The part of every score of a row that the mean key makes, [B, H, Sq]; 0 for heads that do not ask."""
+    # Not the product itself where nothing was taken: 0 times infinity is NaN.
+    return spec.scale * torch.where(centre.seen_key == 0, 0.0, queries * centre.seen_key).sum(-1)
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -247,8 +329,9 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * left @ right, batched, in one pass."""
-    return torch.baddbmm(left.new_zeros(1, 1, 1), left, right, beta=0, alpha=scale)
+    """scale * left @ right of [B, H, ., .], in one pass."""
+    flat = torch.baddbmm(left.new_zeros(1, 1, 1), left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
+    return flat.view(*left.shape[:2], *flat.shape[1:])
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,8 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
     """
     if modes is None:
         return None
-    stable_heads, paper_heads = ((modes & flag).bool() for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
+    shifts = torch.where((modes & Mode.CENTRED_VALUES).bool(), 0, modes)  # which exclude a shift
+    stable_heads, paper_heads = ((shifts & flag).bool() for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
     on_cpu = modes.device.type == "cpu"
     want_stable, want_paper = (not on_cpu or bool(heads.any()) for heads in (stable_heads, paper_heads))
     if not (want_stable or want_paper):

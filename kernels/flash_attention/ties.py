@@ -8,11 +8,13 @@ from foreshock.kernels.flash_attention.blocks import (
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
+    at_head,
     cap_scores,
     diagonal,
     key_ranges,
     load_tile,
-    sequence,
+    place,
+    served_shift,
     visible,
 )
 
@@ -58,11 +60,13 @@ def _thresholds(row_max, dtype: tl.constexpr):
 
 
 @triton.jit
-def tie_factors(row_max, log2_lse, score_unit, unit, dtype: tl.constexpr):
+def tie_factors(row_max, common, log2_lse, score_unit, unit, dtype: tl.constexpr):
     """Of each row: what P is multiplied by to reach 1 at the wider threshold and at the narrower one, what the integer
     parts of the maximum's own products are, and whether bf16's threshold is the wider one."""
-    bf16, one = _thresholds(row_max, dtype)
     top = tl.fma(row_max * (1.0 / score_unit), unit, -log2_lse)
+    # Ties are those of the scores less what a mean key adds to all of them.
+    row_max -= common
+    bf16, one = _thresholds(row_max, dtype)
     # A shade more than 1, so that a score at the threshold counts.
     wide = tl.exp2(tl.fma(row_max - tl.minimum(bf16, one), LOG2E, -top)) * (1.0 + 2.0**-21)
     narrow = tl.exp2(tl.fma(row_max - tl.maximum(bf16, one), LOG2E, -top)) * (1.0 + 2.0**-21)
@@ -153,12 +157,11 @@ def tied(code, wide_alone, narrow_alone, bf16_is_wide):
 
 @triton.jit
 def slow_ties_kernel(
-    query, key, row_max, large, codes, modes, cu_seqlens_q, cu_seqlens_k,
+    query, key, row_max, commons, large, codes, modes, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    longest_q, heads, group, length_q, length_k, dim, scale, unit, score_unit, softcap, left, right, keep_scale,
-    threshold,
+    longest_q, heads, group, length_q, length_k, dim, scale, softcap, left, right, score_unit,
     BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     PACKED: tl.constexpr, HAS_MODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows outside
@@ -167,16 +170,13 @@ def slow_ties_kernel(
 
     In the dQ pass these loops would cost every head registers. Nearly always there is nothing to do here.
     """
-    index = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
     total_q = length_q
-    batch = index
-    if PACKED:
-        batch = 0
-    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    batch, head, start_q, length_q, start_k, length_k = place(
+        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    )
     papers = 0
     if HAS_MODES:
-        papers = tl.load(modes + head) & PAPER_SOFTMAX
+        papers = served_shift(tl.load(modes + head)) & PAPER_SOFTMAX
     begin = tl.program_id(0) * (BLOCK * BLOCKS)
     part = begin // ROWS + tl.arange(0, (BLOCK * BLOCKS) // ROWS if BLOCK * BLOCKS > ROWS else 1)
     parts = tl.cdiv(longest_q, ROWS)
@@ -184,10 +184,8 @@ def slow_ties_kernel(
     if (past != 0) | (papers != 0):
         kv_head = head // group
         rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
-        query += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
-        query += tl.cast(start_q, tl.int64) * stride_qs
-        key += tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
-        key += tl.cast(start_k, tl.int64) * stride_ks
+        query = at_head(query, batch, head, start_q, stride_qb, stride_qh, stride_qs)
+        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
         dtype: tl.constexpr = query.dtype.element_ty
         offset = diagonal(length_q, length_k, TOP_LEFT)
         for first in range(begin, tl.minimum(begin + BLOCK * BLOCKS, length_q), BLOCK):
@@ -195,6 +193,10 @@ def slow_ties_kernel(
             inside = queries < length_q
             q = load_tile(query, 0, 0, first, BLOCK, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, False)
             largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+            common = largest * 0.0
+            if HAS_MODES:
+                common = tl.load(commons + rows + queries, mask=inside, other=0.0)
+                largest -= common
             wide, narrow = tie_thresholds(largest, dtype)
             ties = tl.zeros((BLOCK,), tl.float32)
             near = tl.zeros((BLOCK,), tl.int32)
@@ -205,6 +207,8 @@ def slow_ties_kernel(
                 scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
                 keys = start + tl.arange(0, BLOCK)
                 mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+                if HAS_MODES:
+                    scores -= common[:, None] / score_unit
                 scores = tl.where(mask, scores, float("-inf"))
                 ties += count_ties(scores, score_unit, wide, narrow)
                 near += tl.sum((largest[:, None] - scores * score_unit <= PAPER_TOLERANCE).to(tl.int32), 1)

@@ -57,8 +57,8 @@ def _barrier(
 
 def _visible_packed(spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Visible pairs of sequences packed end to end, bool [total_q, total_k]; past the last sequence there are none."""
-    sequence_q, position_q = _place(cu_seqlens_q, queries)
-    sequence_k, position_k = _place(cu_seqlens_k, keys)
+    sequence_q, position_q = place(cu_seqlens_q, queries)
+    sequence_k, position_k = place(cu_seqlens_k, keys)
     difference = torch.nn.functional.pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))
     diagonal = position_q if spec.causal == "top_left" else position_q + difference[sequence_q]
     distance = position_k - diagonal.view(-1, 1)
@@ -71,7 +71,7 @@ def _visible_packed(spec: AttentionSpec, queries: int, keys: int, cu_seqlens_q: 
     return visible
 
 
-def _place(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def place(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The sequence of every token (N past the last one) and its position there, both [total]."""
     token = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)

@@ -8,13 +8,14 @@ authorises and changes something also needs the CSRF token.
 
 import hashlib
 import hmac
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -94,7 +95,8 @@ class Gate:
         except ProblemError as error:
             await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
             return
-        await self.app(scope, receive, send_with_headers)
+        with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
+            await self.app(scope, receive, send_with_headers)
 
     async def _admit(self, scope: AsgiScope) -> Caller:
         headers = Headers(scope=scope)

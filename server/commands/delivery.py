@@ -1,10 +1,9 @@
 """Commands on their way: out with the acks, back with the answers; every transition audited.
 
 Each open command goes out with every ack to each rank that holds a named head, until that rank has answered or the
-command has expired. What one rank switched by itself becomes a command to the others that hold the head.
+command has expired.
 """
 
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
-from foreshock.contract.wire import Batch, Command, HeadRef, Switched
+from foreshock.contract.wire import Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
-from foreshock.server.commands.lifecycle import OPEN, Order, create, tell, tracks_of
+from foreshock.server.commands.lifecycle import OPEN, tell, tracks_of
+from foreshock.server.commands.local_switches import pass_on
 from foreshock.server.models import CommandState
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
@@ -28,7 +28,6 @@ from foreshock.server.store.schema import command_ranks, commands, runs
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
-_LOCAL_EXPIRY_SECONDS: Final = 3600.0
 
 
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
@@ -56,7 +55,7 @@ async def exchange(
         if answer.command is not None:
             await _answer(store, connection, run_ids[batch.run], batch, answer)
         else:
-            await _pass_on(store, connection, run_ids[batch.run], batch, answer)
+            await pass_on(store, connection, run_ids[batch.run], batch, answer)
     query = (
         select(commands, runs.c.name.label("run"))
         .join(runs)
@@ -215,60 +214,3 @@ async def expire(store: Store, connection: AsyncConnection) -> None:
     tracks = await tracks_of(connection, [row.id for row in rows])
     for row in rows:
         await _settle(store, connection, row, _concerned(row, held.get(row.run_id, {})), tracks.get(row.id, {}))
-
-
-async def _pass_on(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
-    """What one rank did by itself, the other ranks that hold the heads are told; what it proposes, people are asked."""
-    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
-    for ref, mode in zip(switched.heads, switched.after, strict=True):
-        by_mode[mode].append(ref)
-    actor = f"rank {batch.rank}"
-    details: dict[str, Any] = {
-        "outcome": switched.outcome,
-        "step": switched.step,
-        "heads": [list(ref) for ref in switched.heads[:64]],
-    }
-    details |= {"before": sorted(set(switched.before)), "after": sorted(by_mode), "reason": switched.reason}
-    await audit.append(store, connection, actor=actor, action="local switch", run=batch.run, details=details)
-    if switched.outcome not in ("applied", "proposed"):
-        return
-    ranks = (await holdings(connection, [run_id])).get(run_id, {})
-    if batch.rank not in ranks or ranks[batch.rank].boot != batch.boot:
-        return  # a superseded boot's news comes too late to be an order
-    for mode, heads in sorted(by_mode.items()):
-        if not is_mode(mode):
-            continue  # of an agent newer than this service, which cannot order it; the history keeps it
-        name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
-        command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-        if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():
-            continue
-        state: CommandState = "proposed"
-        if switched.outcome == "applied":
-            others = {r for r, h in ranks.items() if r != batch.rank and not h.finished and h.heads & set(heads)}
-            state = "pending" if others else "applied"
-        elif await _already_proposed(connection, run_id, heads, mode):
-            continue
-        order = Order(
-            run_id=run_id,
-            run=batch.run,
-            source="rank" if switched.outcome == "applied" else "agent",
-            issued_by=actor,
-            reason=switched.reason or "local decision",
-            heads=heads,
-            mode=mode,
-            state=state,
-            expires=time.time() + _LOCAL_EXPIRY_SECONDS,
-            id=command_id,
-            answered=(batch.rank, switched) if switched.outcome == "applied" else None,
-        )
-        await create(store, connection, order)
-
-
-async def _already_proposed(connection: AsyncConnection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
-    query = select(commands.c.heads).where(
-        commands.c.run_id == run_id, commands.c.state.in_(("proposed", *OPEN)), commands.c.mode == mode
-    )
-    wanted = {tuple(ref) for ref in heads}
-    return any(
-        row.heads is None or wanted <= {tuple(ref) for ref in row.heads} for row in await connection.execute(query)
-    )

@@ -1,39 +1,40 @@
-"""GET /metrics, derived from the catalogue: the worst heads, one value per layer, runs, and the service itself.
+"""GET /metrics, derived from the catalogue: the service itself, runs, one value per layer, and the worst heads.
 
-Labels come from identifiers that the wire format has checked, and the number of series is bounded: what does not fit
-into the budget is left out, the oldest runs first, and counted.
+Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
+step and warnings of every run come first, one round after the other; then what else is known of whole runs, layers,
+heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it changes.
 """
 
 import asyncio
-import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Final
 
-import numpy as np
+import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
-from sqlalchemy import Row, desc, func, select
+from sqlalchemy import Row, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.metric import Metric
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
-from foreshock.server.curves.merging import Axis, Readings
-from foreshock.server.models import ActiveWarning
-from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_readings, status_of
+from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import unreadable
-from foreshock.server.store.schema import boots, events, runs, service_state, warnings
+from foreshock.server.store.schema import runs, service_state
 
-Labels = tuple[str, ...]
+log = structlog.get_logger()
+_RUNS_AT_ONCE: Final = 64
+"""Runs whose newest samples are held in memory together."""
 
 
 @dataclass
@@ -54,6 +55,11 @@ class Exposition:
             return
         self.used += 1
         self.values[name][labels] = value
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        """Add series in this order."""
+        for name, labels, value in entries:
+            self.add(name, labels, value)
 
 
 class _Snapshot(Collector):
@@ -89,6 +95,7 @@ class Exposer:
     def __init__(self, store: Store, settings: Settings, counters: Counters) -> None:
         self._store, self._settings, self._counters = store, settings, counters
         self._taken: dict[str, tuple[float, Exposition]] = {}
+        self._made: dict[int, tuple[int, RunSeries]] = {}
         self._taking = asyncio.Lock()
 
     async def expose(self, accept: str, prefix: str) -> tuple[bytes, str]:
@@ -107,15 +114,63 @@ class Exposer:
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-
-        async def read(connection: AsyncConnection) -> None:
-            await _add_service(connection, exposition, self._store, self._counters)
-            await _add_runs(connection, exposition, self._settings, prefix)
-
-        await self._store.look(read)
+        rows, pending = await self._store.look(lambda connection: self._look(connection, exposition, prefix))
+        await self._read_anew([row for row in rows if self._made_of(row) is None])
+        now = time.time()
+        shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
+        shown.sort(key=lambda run: (run[1].finished, run[0].first_seen, run[0].id))  # newcomers displace nobody
+        rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
+        exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
+        name = BY_KEY["service.commands_pending"].name
+        exposition.extend((name, (row.name,), float(pending.get(row.id, 0))) for row, _ in shown)
+        for part in ("whole", "layers", "heads"):
+            exposition.extend(entry for _, series in shown for entry in getattr(series, part))
+        # counted anew, now that the runs have been read
+        exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
         return exposition
+
+    async def _look(
+        self, connection: AsyncConnection, exposition: Exposition, prefix: str
+    ) -> tuple[list[Row[Any]], dict[int, int]]:
+        """The runs that may be shown, and how many commands of each wait; the service's own series are added."""
+        await _add_service(connection, exposition, self._store, self._counters)
+        since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
+        rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
+        if not prefix:  # whoever sees every run says which are forgotten
+            self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
+        return [row for row in rows if row.name.startswith(prefix)], await commands.pending_by_run(connection)
+
+    def _made_of(self, row: Row[Any]) -> RunSeries | None:
+        """The series of a run, unless it has changed since they were made."""
+        changes, series = self._made.get(row.id, (None, None))
+        return series if changes == row.changes else None
+
+    async def _read_anew(self, rows: Sequence[Row[Any]]) -> None:
+        for first in range(0, len(rows), _RUNS_AT_ONCE):
+            some = rows[first : first + _RUNS_AT_ONCE]
+            found = await self._store.look(partial(self.read_changed, rows=some))
+            made = await asyncio.to_thread(self._make_all, found)
+            self._made |= {row.id: (row.changes, made[row.id]) for row in some}
+
+    def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:
+        return {run_id: self._make(rows) for run_id, rows in found.items()}
+
+    async def read_changed(self, connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
+        """What the store knows of runs that changed."""
+        return await read_rows(connection, rows)
+
+    def _make(self, rows: RunRows) -> RunSeries:
+        try:
+            return series_of(rows, self._settings.worst_heads)
+        except Exception:  # one run's fault stays that run's
+            log.exception("a run cannot be shown in /metrics", run=rows.name)
+            return RunSeries(finished=False)
+
+    def _is_shown(self, row: Row[Any], series: RunSeries, now: float) -> bool:
+        life = self._settings.finished_run_seconds if series.finished else self._settings.silent_run_seconds
+        return bool(now - row.last_seen <= life)
 
 
 async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
@@ -131,98 +186,3 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
     add("service.unreadable_rows", (), float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
-
-
-async def _add_runs(connection: AsyncConnection, exposition: Exposition, settings: Settings, prefix: str) -> None:
-    since = time.time() - max(settings.finished_run_seconds, settings.silent_run_seconds)
-    query = select(runs).where(runs.c.last_seen >= since).order_by(desc(runs.c.last_seen), runs.c.id)
-    rows = [row for row in await connection.execute(query) if row.name.startswith(prefix)]
-    found: dict[int, list[Row[Any]]] = {row.id: [] for row in rows}
-    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(found))):
-        found[boot.run_id].append(boot)
-    pending = await commands.pending_by_run(connection)
-    raised = await active_warnings(connection, list(found))
-    shown: list[Row[Any]] = []
-    for row in rows:
-        finished = status_of(found[row.id]) != "active"
-        life = settings.finished_run_seconds if finished else settings.silent_run_seconds
-        if time.time() - row.last_seen <= life:
-            shown.append(row)
-    newest = await newest_readings(connection, [row.id for row in shown])
-    for row in shown:
-        axis, reading = newest.get(row.id, (None, None))
-        _add_run(exposition, row, found[row.id], reading, raised.get(row.id, []), pending.get(row.id, 0))
-        if axis is not None and reading is not None:
-            _add_heads(exposition, row.name, axis, reading, settings.worst_heads)
-    await _add_counts(connection, exposition, {row.id: row.name for row in shown})
-
-
-def _add_run(
-    exposition: Exposition,
-    row: Row[Any],
-    known: list[Row[Any]],
-    reading: Readings | None,
-    raised: list[ActiveWarning],
-    pending: int,
-) -> None:
-    def add(key: str, value: float | None, *labels: str) -> None:
-        exposition.add(BY_KEY[key].name, (row.name, *labels), value)
-
-    add("run.active", float(status_of(known) == "active"))
-    add("service.commands_pending", float(pending))
-    by_rank: Counter[int] = Counter()
-    for boot in known:
-        by_rank[boot.rank] += boot.nonfinite_steps
-    add("run.nonfinite_steps", float(max(by_rank.values(), default=0)))
-    dropped, faults = health_totals(known)
-    for reason, count in {"queue_full": 0, **dropped}.items():  # a zero, so that a panel of a good run is not empty
-        add("agent.dropped", float(count), reason)
-    for component, count in {"sender": 0, **faults}.items():
-        add("agent.faults", float(count), component)
-    if reading is not None:
-        add("run.step", float(reading.steps[-1]))
-        add("run.last_sample", max(boot.last_seen for boot in newest_boots(known)))
-        for key, value in reading.latest().items():
-            add(key, value)
-    for warning in raised:
-        layer, head = _text(warning.layer), _text(warning.head)
-        add("warning.active", 1.0, layer, head, warning.cause, warning.signal, warning.severity)
-        add("warning.forecast", warning.forecast_steps, layer, head)
-
-
-async def _add_counts(connection: AsyncConnection, exposition: Exposition, names: dict[int, str]) -> None:
-    """Warnings by cause and switches by outcome of these runs, {run id: name}."""
-    causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(names))
-    for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
-        exposition.add(BY_KEY["warning.raised"].name, (names[run_id], cause), float(count))
-    key = events.c.run_id, events.c.mode, events.c.outcome
-    outcomes = select(*key, func.count()).where(events.c.run_id.in_(names), events.c.kind == "switched")
-    for run_id, mode, outcome, count in await connection.execute(outcomes.group_by(*key)):
-        exposition.add(BY_KEY["switch.outcomes"].name, (names[run_id], mode or "", outcome), float(count))
-
-
-def _add_heads(exposition: Exposition, run: str, axis: Axis, reading: Readings, worst_heads: int) -> None:
-    values = {metric: reading.head_values(metric)[-1] for metric in HEAD_METRICS}
-    layers = np.array([layer for layer, _ in axis.heads])
-    for metric, of_heads in values.items():
-        for layer in axis.layers:
-            own = of_heads[layers == layer]
-            own = own[~np.isnan(own)]
-            if own.size:
-                worst = own[np.argmax(metric.badness(own))]
-                exposition.add(metric.layer_name, (run, str(layer)), float(worst))
-    for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
-        layer, head = axis.heads[i]
-        for metric, of_heads in values.items():
-            if not math.isnan(of_heads[i]):
-                exposition.add(metric.name, (run, str(layer), str(head)), float(of_heads[i]))
-
-
-def worst_first(risk: Any, size: Any) -> list[int]:
-    """Heads by risk, then by their largest |row maximum|, then by number; those with neither are left out."""
-    known = [i for i in range(len(risk)) if not (math.isnan(risk[i]) and math.isnan(size[i]))]
-    return sorted(known, key=lambda i: (-np.nan_to_num(risk[i], nan=-1.0), -np.nan_to_num(size[i], nan=-1.0), i))
-
-
-def _text(value: int | None) -> str:
-    return "" if value is None else str(value)

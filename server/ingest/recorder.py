@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, bindparam, select, update
+from sqlalchemy import Column, ColumnElement, Row, bindparam, case, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
@@ -84,9 +84,14 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     await _write_events(store, connection, done, now)
     await _merge_warnings(connection, done)
     await _add_up_grams(store, connection, done, now)
-    seen = update(runs).where(runs.c.id == bindparam("own"), runs.c.last_seen < now).values(last_seen=now)
+    seen = update(runs).where(runs.c.id == bindparam("own"))
+    seen = seen.values(last_seen=_later(runs.c.last_seen, now), changes=runs.c.changes + 1)
     await connection.execute(seen, [{"own": run_id} for run_id in sorted(run_ids)])
     return done
+
+
+def _later(column: Column[Any], now: float) -> ColumnElement[Any]:
+    return case((column < now, now), else_=column)
 
 
 async def _find_runs_and_boots(

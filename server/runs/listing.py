@@ -104,7 +104,7 @@ def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     said = described(rows)
-    keys = ("policy", "numerics", "mitigation", "world_size")
+    keys = ("policy", "numerics", "mitigation", "switch_scope", "world_size")
     return {
         "status": status_of(rows),
         "ranks": len({row.rank for row in rows}),
@@ -114,7 +114,15 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, Readings]]:
-    """The heads of each run that has a sample, and its newest reading: in three queries, however many the runs.
+    """The heads of each run that has a sample, and its newest reading."""
+    rows = await newest_samples(connection, run_ids)
+    return {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in rows.items()}
+
+
+async def newest_samples(
+    connection: AsyncConnection, run_ids: Collection[int]
+) -> dict[int, tuple[Axis, list[Row[Any]]]]:
+    """The heads of each run that has a sample, and the samples of its newest reading: three queries for all runs.
 
     It is the newest step that as many ranks have reported as any of the last few.
     """
@@ -132,7 +140,7 @@ async def newest_readings(connection: AsyncConnection, run_ids: Collection[int])
     for row in await connection.execute(LIVE_SAMPLES.join(newest, same)):
         rows[row.run_id].append(row)
     axes = await axes_of(connection, rows.keys())
-    return {run_id: (axes[run_id], merge(axes[run_id], own)) for run_id, own in rows.items()}
+    return {run_id: (axes[run_id], own) for run_id, own in rows.items()}
 
 
 async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:

@@ -29,6 +29,7 @@ runs: Final = Table(
     Column("name", String(128), nullable=False, unique=True),
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
+    Column("changes", BigInteger, nullable=False, server_default="0"),  # counts commits that changed what is the run's
 )
 
 topologies: Final = Table(

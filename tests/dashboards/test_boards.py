@@ -279,3 +279,46 @@ def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
             continue
         steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
         assert {step["value"] for step in steps} <= levels, panel["title"]
+
+
+def test_the_rows_and_columns_of_a_matrix_ascend_as_numbers() -> None:
+    """Told by playing the transformations on the answer of a query, whose order nobody promises."""
+    answer = [{"layer": str(layer), "head": str(head), "Value": 1.0} for layer in (10, 2, 1, 11) for head in (10, 9, 3)]
+    matrices = [p for p in BOARDS["layers.json"]["panels"] if p["title"].endswith(": layer by head")]
+    assert len(matrices) == 4
+    for panel in matrices:
+        assert play(panel["transformations"], answer[1:]) == ([1, 2, 10, 11], ["3", "9", "10"])
+
+
+def play(transformations: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
+    """What Grafana makes of a table: the rows and the columns of its matrix, each in the order of its first entry."""
+    columns: list[str] = []
+    for transformation in transformations:
+        options = transformation["options"]
+        if transformation["id"] == "convertFieldType":
+            [conversion] = options["conversions"]
+            rows = [row | {conversion["targetField"]: float(row[conversion["targetField"]])} for row in rows]
+        elif transformation["id"] == "sortBy":
+            [order] = options["sort"]
+            rows = sorted(rows, key=lambda row: row[order["field"]])
+        else:
+            assert transformation["id"] == "groupingToMatrix"
+            columns = list(dict.fromkeys(f"{row[options['columnField']]:g}" for row in rows))
+            name = f"{options['rowField']}\\{options['columnField']}"
+            rows = [{name: layer} for layer in dict.fromkeys(row[options["rowField"]] for row in rows)]
+    return [int(row["layer\\head"]) for row in rows], columns
+
+
+@pytest.mark.parametrize("key", ["warning.active", "warning.forecast"])
+def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None:
+    """They have an empty layer, which a matcher for any text does not match."""
+    [metric] = [metric for metric in METRICS if metric.key == key]
+    asked = [t["expr"] for p in BOARDS["run.json"]["panels"] for t in p["targets"] if metric.name in t["expr"]]
+    assert asked
+    for expr in asked:
+        for matcher in re.findall(r'layer=~"([^"]*)"', expr):
+            for chosen in (".+", "(3|17)", "17"):
+                pattern = matcher.replace("$layer", chosen)
+                assert re.fullmatch(pattern, ""), expr
+                assert re.fullmatch(pattern, "17"), expr
+                assert chosen == ".+" or not re.fullmatch(pattern, "7"), expr

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreshock.contract.modes import served_modes
+from foreshock.contract.modes import Mode, served_modes
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, merge_words, slot_values
 from foreshock.kernels.flash_attention import Numerics, flash_attention, new_state
 
@@ -49,6 +49,8 @@ def assert_same_statistics(got: Words, expected: Words) -> None:
             slot, slot
         )
         tolerance = 1e-6 * np.abs(slot_values(expected, scale)).max()
+        if scale == Slot.DELTA_BIAS_ABS:  # what is left of O after its rounding, to the last bit of O in fp32
+            tolerance += 2.0**-22 * slot_values(expected, Slot.ROWS).max()
         np.testing.assert_allclose(slot_values(got, slot), slot_values(expected, slot), rtol=1e-5, atol=tolerance)
 
 
@@ -98,12 +100,16 @@ def test_the_log_sum_exp_lies_between_the_row_max_and_log_n_above_it(
 ) -> None:
     inputs = tensors(seed, 1, 6, queries, keys, size)
     query, key = inputs[0].double(), inputs[1].double()
-    (_, lse, *_), _ = run(inputs, numerics, modes_of(6, seed))
+    modes = modes_of(6, seed)
+    (_, lse, *_), _ = run(inputs, numerics, modes)
     scores = (query @ key.mT / math.sqrt(8)).masked_fill(torch.ones(queries, keys).triu(1).bool(), -math.inf)
     row_max = scores.amax(-1)
     visible = torch.arange(1, queries + 1).clamp(max=keys).log()
     # paper numerics round scores and row sum to bf16
     slack = 2.0**-7 * (1 + row_max.abs()) if numerics == "paper" else 1e-5 * (1 + row_max.abs())
+    # a key less the mean key is rounded again
+    centred = (modes & Mode.CENTRED_KEYS).bool().view(-1, 1)
+    slack = slack + centred * 2.0**-8 * query.norm(dim=-1) * key.norm(dim=-1).amax(-1, keepdim=True)
     assert (lse >= row_max - slack).all()
     assert (lse <= row_max + visible + slack).all()
 

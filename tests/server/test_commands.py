@@ -33,6 +33,7 @@ def local(outcome: str, name: str = "local-1", step: int = 20) -> Switched:
             "before": ["plain"],
             "after": ["exact_delta"],
             "reason": "offset grows",
+            "verdict": "warn-1",
         }
     )
 
@@ -208,7 +209,7 @@ def test_a_local_switch_is_passed_on_to_the_other_ranks_that_hold_the_head(play:
         first, second, third = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2)
         other = FakeRank(rank=3, heads=(3, 4))
         await start(service, first, second, third, other)
-        batch = first.batch(local("applied"))
+        batch = first.batch(first.verdict(20), local("applied"))
         assert (await service.post(batch)).json()["commands"] == []
         assert (await service.post(batch)).json()["commands"] == []
         for rank in (second, third):
@@ -272,6 +273,10 @@ def test_a_mode_of_a_newer_agent_is_told_and_kept_and_no_other_rank_is_ordered_o
         assert told["switched"]["after"] == ["of_tomorrow"]
         back = local("applied", "local-2", 25).model_copy(update={"before": ("of_tomorrow",)})
         await service.store(first, back)
+        [proposal] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        assert proposal["state"] == "proposed"  # nobody knows whether the warning called for that
+        decision = {"who": "ann", "reason": "agreed"}
+        await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=decision)
         [sent] = (await service.store(second, second.sample(26))).commands
         await service.store(second, second.answer(sent, 27))
         [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]

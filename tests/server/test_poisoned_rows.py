@@ -182,7 +182,8 @@ def test_a_bad_row_that_is_there_already_is_passed_over_and_named(play: Any, tmp
         for rank in (good, bad, second):
             events = rank.started(), rank.sample(1), rank.sample(2), rank.verdict(2), AgentHealth(step=2)
             ack = await service.store(rank, *events)
-        await service.store(bad, Switched.model_validate({**switched("exact_delta"), "id": "s-1"}))
+        called_for = {**switched("exact_delta"), "id": "s-1", "verdict": "warn-1", "heads": [[0, 2]]}
+        await service.store(bad, Switched.model_validate(called_for))
         ack = await service.store(second, second.sample(3))
         await service.store(second, second.answer(ack.commands[0], 3))
         ordered = {"who": "a", "reason": "b", "heads": [[0, 0]], "mode": "exact_delta"}

@@ -1,174 +1,29 @@
-/** The service's answers, as server/models.py states them, and the calls that fetch them. */
+/** The calls that fetch what the service answers; its types are made from its own schema, in service.ts. */
+
+import type {
+  AuditPage,
+  AuditRow,
+  Catalog,
+  CommandList,
+  CommandRequest,
+  CommandStatus,
+  CurveLine,
+  Curves,
+  Decision,
+  EventList,
+  Matrix,
+  RunDetail,
+  RunEvent,
+  RunList,
+  RunSummary,
+  Session,
+  Undo,
+} from "./service";
 
 /** JSON has no NaN: the service writes non-finite numbers as words. null means that nothing was counted. */
 type Wire = number | "NaN" | "Infinity" | "-Infinity" | null;
-type RunStatus = "active" | "completed" | "failed" | "stopped";
-export type HeadRef = [layer: number, head: number];
-
-export interface MetricInfo {
-  key: string;
-  title: string;
-  help: string;
-  bad: string;
-  unit: string;
-  per_head: boolean;
-}
-
-/** A mode that a head may be switched to, alone or with others. */
-export interface ModeChoice {
-  name: string;
-  does: string;
-  cures: string;
-  excludes: string[];
-}
-
-export interface Catalog {
-  metrics: MetricInfo[];
-  modes: ModeChoice[];
-  default_mode: string;
-}
-
-export interface Session {
-  login_needed: boolean;
-  name: string | null;
-  scopes: string[];
-  csrf_token: string | null;
-}
-
-export interface RunSummary {
-  run: string;
-  status: RunStatus;
-  policy: string | null;
-  numerics: string | null;
-  mitigation: string | null;
-  world_size: number | null;
-  ranks: number;
-  first_seen_unix_seconds: number;
-  last_seen_unix_seconds: number;
-  last_step: number | null;
-  loss: number | null;
-  worst_risk: number | null;
-  active_warnings: number;
-  /** The shortest forecast of the active warnings. */
-  forecast_steps: number | null;
-  labels: Record<string, string>;
-}
-
-export interface LayerState {
-  layer: number;
-  name: string;
-  heads: number[];
-  served_by: string;
-  sampled: boolean;
-  modes: (string | null)[];
-  risk: (number | null)[];
-}
-
-export interface ActiveWarning {
-  id: string;
-  rank: number;
-  layer: number | null;
-  head: number | null;
-  severity: "info" | "warning" | "critical";
-  cause: string;
-  signal: string;
-  raised_step: number;
-  step: number;
-  forecast_steps: number | null;
-  forecast_low_steps: number | null;
-  forecast_high_steps: number | null;
-  evidence: Record<string, number>;
-  sentence: string;
-}
-
-export interface RunDetail extends RunSummary {
-  versions: Record<string, string>;
-  layers: LayerState[];
-  warnings: ActiveWarning[];
-  latest: Record<string, number | null>;
-  agent_dropped: Record<string, number>;
-  agent_faults: Record<string, number>;
-}
-
-export interface SeriesLine {
-  layer: number | null;
-  head: number | null;
-  steps: number[];
-  low: (number | null)[];
-  high: (number | null)[];
-  last: (number | null)[];
-  worst_head: (number | null)[] | null;
-}
-
 /** One curve: METRIC of the run, METRIC:LAYER of a layer's worst head, or METRIC:LAYER:HEAD. */
 export type CurveName = string;
-
-export interface Matrix {
-  step: number | null;
-  layers: number[];
-  heads: number[];
-  values: (number | null)[][];
-  steps: number[];
-}
-
-export interface CommandRequest {
-  who: string;
-  reason: string;
-  heads: HeadRef[] | null;
-  mode: string;
-  dry_run: boolean;
-}
-
-export interface CommandStatus {
-  id: string;
-  run: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
-  source: string;
-  issued_by: string;
-  reason: string;
-  heads: HeadRef[] | null;
-  mode: string;
-  dry_run: boolean;
-  created_unix_seconds: number;
-  ranks: { rank: number; outcome: string | null; step: number | null; reason: string }[];
-  /** Whether the heads' growth stopped; null until enough steps have passed. */
-  verification: "verified" | "not arrested" | "unknown" | null;
-  undoes: string | null;
-  undone_by: string | null;
-}
-
-export interface RunEvent {
-  id: number;
-  run: string;
-  kind: "started" | "verdict" | "switched" | "command" | "finished";
-  rank: number | null;
-  step: number | null;
-  unix_seconds: number;
-  sentence: string;
-  verdict: {
-    id: string;
-    state: "raised" | "updated" | "cleared";
-    severity: string;
-    layer: number | null;
-    head: number | null;
-  } | null;
-  switched: { outcome: string; heads: HeadRef[]; before: string[]; after: string[] } | null;
-  command: { id: string; state: string; verification: CommandStatus["verification"] } | null;
-}
-
-export interface AuditPage {
-  rows: {
-    sequence: number;
-    unix_seconds: number;
-    actor: string;
-    action: string;
-    run: string | null;
-    command: string | null;
-    details: Record<string, unknown>;
-    hash: string;
-  }[];
-  intact: boolean;
-}
 
 /** An error answer of the service, in its own words. */
 export class Problem extends Error {
@@ -181,6 +36,9 @@ export class Problem extends Error {
 }
 
 const MOST_EVENTS = 2000;
+const MOST_RUNS = 5000;
+const MOST_AUDIT_ROWS = 5000;
+const AUDIT_ROWS = 200;
 
 let csrfToken: string | null = null;
 
@@ -243,41 +101,69 @@ export const api = {
   },
   login: (token: string) => call<unknown>("v1/login", { method: "POST", body: JSON.stringify({ token }) }),
   catalog: () => call<Catalog>("v1/catalog"),
-  runs: async () => (await call<{ runs: RunSummary[] }>("v1/runs")).runs,
+  logout: () => call<Session>("v1/logout", { method: "POST" }),
+  /** The one heard from last first, at most MOST_RUNS of them. */
+  async runs(): Promise<RunSummary[]> {
+    const pages = walk((cursor) => call<RunList>(`v1/runs${query({ limit: 500, cursor })}`));
+    return gather(pages, ({ runs }) => runs, MOST_RUNS);
+  },
   run: (run: string) => call<RunDetail>(at(run)),
   /** In the order of `line`; a line without points where the run has no such head. */
   curves: async (
     run: string,
     of: { line: readonly CurveName[]; from_step?: number; to_step?: number; max_points: number },
-  ) => (await call<{ lines: SeriesLine[] }>(`${at(run)}/curves${query(of)}`)).lines,
+  ): Promise<CurveLine[]> => (await call<Curves>(`${at(run)}/curves${query(of)}`)).lines,
   matrix: (run: string, of: { metric: string; step?: number; max_steps: number }) =>
     call<Matrix>(`${at(run)}/matrix${query(of)}`),
   /** Newest first, at most MOST_EVENTS of them. */
   async events(run: string): Promise<RunEvent[]> {
-    const found: RunEvent[] = [];
-    let cursor: string | null = null;
-    do {
-      const page: { events: RunEvent[]; next_cursor: string | null } = await call(
-        `${at(run)}/events${query({ limit: 500, cursor })}`,
-      );
-      found.push(...page.events);
-      cursor = page.next_cursor;
-    } while (cursor && found.length < MOST_EVENTS);
-    return found;
+    const pages = walk((cursor) => call<EventList>(`${at(run)}/events${query({ limit: 500, cursor })}`));
+    return gather(pages, ({ events }) => events, MOST_EVENTS);
   },
-  commands: async (run: string) => (await call<{ commands: CommandStatus[] }>(`${at(run)}/commands`)).commands,
+  commands: async (run: string) => (await call<CommandList>(`${at(run)}/commands`)).commands,
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {
       method: "POST",
       body: JSON.stringify(request),
       headers: { "Idempotency-Key": crypto.randomUUID() },
     }),
-  decide: (id: string, decision: "approve" | "reject", body: { who: string; reason: string }) =>
+  decide: (id: string, decision: "approve" | "reject", body: Decision) =>
     call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, {
       method: "POST",
       body: JSON.stringify(body),
     }),
-  undo: (id: string, body: { who: string; reason: string; dry_run: boolean }) =>
+  undo: (id: string, body: Undo) =>
     call<unknown>(`v1/commands/${encodeURIComponent(id)}/undo`, { method: "POST", body: JSON.stringify(body) }),
-  audit: () => call<AuditPage>(`v1/audit${query({ limit: 200 })}`),
+  /** The newest rows of these runs, AUDIT_ROWS at most, looked for among the newest MOST_AUDIT_ROWS of all runs. */
+  async audit(runs: readonly string[]): Promise<{ rows: AuditRow[]; intact: boolean }> {
+    const rows: AuditRow[] = [];
+    let intact = true;
+    let read = 0;
+    for await (const page of walk((cursor) => call<AuditPage>(`v1/audit${query({ limit: 500, cursor })}`))) {
+      intact &&= page.intact;
+      read += page.rows.length;
+      rows.push(...page.rows.filter((row) => row.run !== null && runs.includes(row.run)));
+      if (rows.length >= AUDIT_ROWS || read >= MOST_AUDIT_ROWS) break;
+    }
+    return { rows: rows.slice(0, AUDIT_ROWS), intact };
+  },
 };
+
+/** The pages of a list, one after the other. */
+async function* walk<T extends { next_cursor: string | null }>(page: (cursor: string | null) => Promise<T>) {
+  let cursor: string | null = null;
+  do {
+    const found: T = await page(cursor);
+    yield found;
+    cursor = found.next_cursor;
+  } while (cursor);
+}
+
+async function gather<T, U>(pages: AsyncIterable<T>, of: (page: T) => U[], most: number): Promise<U[]> {
+  const found: U[] = [];
+  for await (const page of pages) {
+    found.push(...of(page));
+    if (found.length >= most) break;
+  }
+  return found;
+}

@@ -4,7 +4,8 @@ import type { RefObject } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { type Ink } from "./colour";
-import { NOT_RECORDED, number, percent, steps, tick } from "./format";
+import { ends, type Scale, ticks } from "./axis";
+import { NOT_RECORDED, number, percent, shorten, steps, tick } from "./format";
 
 export interface Line {
   name: string;
@@ -23,6 +24,7 @@ export interface Marker {
   step: number;
   kind: "warning" | "switch";
   colour: string;
+  /** The event in words. */
   text: string;
 }
 
@@ -35,8 +37,9 @@ interface Props {
   help: string;
   lines: readonly Line[];
   markers: readonly Marker[];
-  logarithmic: boolean;
-  onLogarithmic: () => void;
+  scale: Scale;
+  /** Changes between a linear axis and a logarithmic one. */
+  onScale: () => void;
   /** Said in the chart's place while there is nothing to draw. */
   missing: string;
   range: Range;
@@ -46,6 +49,11 @@ interface Props {
 }
 
 const HEIGHT = 196;
+const MOST_TICKS = 6;
+const LEGEND_LETTERS = 48;
+const DISTRIBUTION: Record<Scale, 1 | 3 | 4> = { linear: 1, log: 3, symlog: 4 };
+/** Markers of one kind and colour so near each other are one, with a count. */
+const NEAR_PIXELS = 12;
 
 export function Chart({
   figure,
@@ -53,8 +61,8 @@ export function Chart({
   help,
   lines,
   markers,
-  logarithmic,
-  onLogarithmic,
+  scale,
+  onScale,
   missing,
   range,
   onRange,
@@ -68,14 +76,14 @@ export function Chart({
   const now = useRef({ markers, lines, format, onRange, ink });
   now.current = { markers, lines, format, onRange, ink };
 
-  const data = useMemo(() => align(drawn(lines), logarithmic), [lines, logarithmic]);
+  const data = useMemo(() => align(drawn(lines), scale), [lines, scale]);
   const recorded = lines.some((line) => line.values.some((value) => value !== null));
-  const shape = JSON.stringify([lines.map((line) => [line.name, line.colour]), logarithmic, ink.axis, recorded]);
+  const shape = JSON.stringify([lines.map((line) => [line.name, line.colour]), scale, ink.axis, recorded]);
 
   useEffect(() => {
     if (!box.current || !recorded) return;
     const readLegend = (u: uPlot) => writeLegend(legend.current, caption.current, u, now.current);
-    const u = new uPlot(options(now, logarithmic, box.current.clientWidth, readLegend), data, box.current);
+    const u = new uPlot(options(now, scale, box.current.clientWidth, readLegend), data, box.current);
     plot.current = u;
     const resize = new ResizeObserver(() => {
       if (box.current) u.setSize({ width: box.current.clientWidth, height: HEIGHT });
@@ -106,7 +114,7 @@ export function Chart({
       <figcaption>
         <h3 title={help}>{title}</h3>
         <span class="at" ref={caption} />
-        <button class="quiet" aria-pressed={logarithmic} title="logarithmic axis" onClick={onLogarithmic}>
+        <button class="quiet" aria-pressed={scale !== "linear"} title="logarithmic axis" onClick={onScale}>
           log
         </button>
       </figcaption>
@@ -126,7 +134,9 @@ export function Chart({
         {(recorded ? lines : []).map((line) => (
           <li key={line.name}>
             <i style={{ background: line.colour }} />
-            <span class="name">{line.name}</span>
+            <span class="name" title={line.name}>
+              {shorten(line.name, LEGEND_LETTERS)}
+            </span>
             <output>{NOT_RECORDED}</output>
           </li>
         ))}
@@ -141,9 +151,9 @@ function drawn(lines: readonly Line[]): Line[] {
 }
 
 /** Puts lines of different steps into one table. A step that a line lacks is bridged; a null is a gap. */
-function align(lines: readonly Line[], logarithmic: boolean): uPlot.AlignedData {
+function align(lines: readonly Line[], scale: Scale): uPlot.AlignedData {
   const usable = (value: number | null) =>
-    value === null || !Number.isFinite(value) || (logarithmic && value <= 0) ? null : value;
+    value === null || !Number.isFinite(value) || (scale === "log" && value <= 0) ? null : value;
   const tables = lines.map(({ steps, low, high, values }): uPlot.AlignedData => [
     [...steps],
     low.map(usable),
@@ -163,7 +173,7 @@ type Now = {
   };
 };
 
-function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uPlot) => void): uPlot.Options {
+function options(now: Now, scale: Scale, width: number, onCursor: (u: uPlot) => void): uPlot.Options {
   const { ink } = now.current;
   const lines = drawn(now.current.lines);
   const font = "12px Inter, system-ui, sans-serif";
@@ -175,7 +185,7 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
     legend: { show: false },
     scales: {
       x: { time: false },
-      y: logarithmic ? { distr: 3 } : { range: (_u, min, max) => spread(min, max) },
+      y: { distr: DISTRIBUTION[scale], asinh: 1, range: (_u, min, max) => ends(scale, min, max) },
     },
     axes: [
       { ...axis, size: 28, gap: 6, space: 72, values: (_u, at) => at.map((value) => tick(value)) },
@@ -184,8 +194,9 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
         size: 52,
         gap: 8,
         space: 36,
-        filter: logarithmic ? decades : (_u, at) => at,
-        grid: { ...axis.grid, filter: logarithmic ? decades : (_u, at) => at },
+        ...(scale === "linear" ? {} : { splits: (_u: uPlot, _i: number, from: number, to: number) => ticks(scale, from, to, MOST_TICKS) }),
+        filter: (_u, at) => at,
+        grid: { ...axis.grid, filter: (_u, at) => at },
         values: (_u, at) =>
           at.map((value) => (value === null ? null : now.current.format === percent ? percent(value) : tick(value))),
       },
@@ -228,57 +239,72 @@ function options(now: Now, logarithmic: boolean, width: number, onCursor: (u: uP
   };
 }
 
-/** A linear axis with room above and below; a flat line stands in the middle. */
-function spread(min: number, max: number): uPlot.Range.MinMax {
-  if (min === null || max === null) return [0, 1];
-  const room = max > min ? (max - min) * 0.08 : Math.max(Math.abs(max) * 0.1, 1e-6);
-  return [min >= 0 && min - room < 0 ? 0 : min - room, max + room];
+/** Markers that stand together, and where: [x in pixels of the canvas, those markers], from left to right. */
+function clusters(u: uPlot, markers: readonly Marker[]): [number, Marker[]][] {
+  const found: [number, Marker[]][] = [];
+  const alike = Map.groupBy(markers, ({ kind, colour }) => `${kind} ${colour}`);
+  for (const same of alike.values()) {
+    let last: [number, Marker[]] | null = null;
+    for (const marker of same.toSorted((a, b) => a.step - b.step)) {
+      const x = u.valToPos(marker.step, "x", true);
+      if (last && x - last[0] < NEAR_PIXELS * devicePixelRatio) last[1].push(marker);
+      else found.push((last = [x, [marker]]));
+    }
+  }
+  return found.sort(([a], [b]) => a - b);
 }
 
-/** On a logarithmic axis: the powers of ten, with 2 and 5 between them where there are few. */
-function decades(_u: uPlot, at: number[]): (number | null)[] {
-  const few = at.length < 25;
-  return at.map((value) => {
-    const leading = Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9));
-    return leading === 1 || leading === 10 || (few && (leading === 2 || leading === 5)) ? value : null;
-  });
-}
-
-/** Dashed lines with a triangle for warnings, solid ones with a diamond for switches; those of one step stand side by side. */
+/** Dashed lines with a triangle for warnings, solid ones with a diamond for switches; several are one with a count. */
 function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
   const { ctx, bbox } = u;
   const px = devicePixelRatio;
   const size = 5 * px;
-  const alike = Map.groupBy(markers, ({ step, kind }) => `${kind} ${step}`);
+  const places = new Map<number, number>();
   ctx.save();
-  for (const same of alike.values()) {
-    const x = Math.round(u.valToPos(same[0]!.step, "x", true)) + 0.5;
-    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
-    same.forEach(({ kind, colour }, i) => {
-      const dash = same.length > 1 ? 8 * px : kind === "warning" ? 4 * px : 0;
-      ctx.strokeStyle = ctx.fillStyle = colour;
-      ctx.lineWidth = 1.25 * px;
-      ctx.setLineDash(dash ? [dash, dash * Math.max(1, same.length - 1)] : []);
-      ctx.lineDashOffset = -dash * i;
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-      const at = x + (i - (same.length - 1) / 2) * 2.2 * size;
-      ctx.beginPath();
-      ctx.moveTo(at, bbox.top - 2 * size);
-      if (kind === "warning") {
-        ctx.lineTo(at + size, bbox.top);
-        ctx.lineTo(at - size, bbox.top);
-      } else {
-        ctx.lineTo(at + size, bbox.top - size);
-        ctx.lineTo(at, bbox.top);
-        ctx.lineTo(at - size, bbox.top - size);
-      }
-      ctx.fill();
-    });
+  ctx.font = `600 ${10 * px}px Inter, system-ui, sans-serif`;
+  ctx.textBaseline = "middle";
+  for (const [at, same] of clusters(u, markers)) {
+    const line = Math.round(at) + 0.5;
+    if (line < bbox.left - 1 || line > bbox.left + bbox.width + 1) continue;
+    const { kind, colour } = same[0]!;
+    const beside = places.get(line) ?? 0; // of several runs at one step, the second stands beside the first
+    places.set(line, beside + 1);
+    ctx.strokeStyle = ctx.fillStyle = colour;
+    ctx.lineWidth = 1.25 * px;
+    ctx.setLineDash(kind === "warning" ? [4 * px, 4 * px] : []);
+    ctx.lineDashOffset = 4 * px * beside;
+    ctx.beginPath();
+    ctx.moveTo(line, bbox.top);
+    ctx.lineTo(line, bbox.top + bbox.height);
+    ctx.stroke();
+    const x = line + beside * 2.4 * size;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top - 2 * size);
+    if (kind === "warning") {
+      ctx.lineTo(x + size, bbox.top);
+      ctx.lineTo(x - size, bbox.top);
+    } else {
+      ctx.lineTo(x + size, bbox.top - size);
+      ctx.lineTo(x, bbox.top);
+      ctx.lineTo(x - size, bbox.top - size);
+    }
+    ctx.fill();
+    if (same.length > 1) {
+      const left = x + 60 * px > bbox.left + bbox.width;
+      ctx.textAlign = left ? "right" : "left";
+      ctx.fillText(String(same.length), x + (left ? -1.6 : 1.6) * size, bbox.top - size);
+    }
   }
   ctx.restore();
+}
+
+/** What the markers beside the cursor say: the one in its own words, of several how many they are. */
+function told(markers: readonly Marker[]): string {
+  if (markers.length < 2) return markers[0]?.text ?? "";
+  const counts = Map.groupBy(markers, ({ kind }) => kind);
+  const parts = [...counts].map(([kind, { length }]) => (length > 1 ? `${length} ${kind === "switch" ? "switches" : "warnings"}` : `1 ${kind}`));
+  const [first, last] = [Math.min(...markers.map(({ step }) => step)), Math.max(...markers.map(({ step }) => step))];
+  return `${first === last ? "step" : "steps"} ${steps(first)}${first === last ? "" : ` to ${steps(last)}`}: ${parts.join(", ")}`;
 }
 
 /** The values under the cursor, or the last ones; the marker beside the cursor in words. */
@@ -286,11 +312,8 @@ function writeLegend(list: HTMLElement | null, at: HTMLElement | null, u: uPlot,
   if (!list || !at) return;
   const index = u.cursor.idx ?? null;
   const step = index === null ? null : (u.data[0][index] ?? null);
-  const near =
-    step === null
-      ? undefined
-      : now.markers.find((marker) => Math.abs(u.valToPos(marker.step, "x") - u.valToPos(step, "x")) < 5);
-  at.textContent = step === null ? "" : near ? near.text : `step ${steps(step)}`;
+  const beside = (marker: Marker) => Math.abs(u.valToPos(marker.step, "x") - u.valToPos(step!, "x")) < 5;
+  at.textContent = step === null ? "" : told(now.markers.filter(beside)) || `step ${steps(step)}`;
   list.querySelectorAll("output").forEach((output, i) => {
     const line = now.lines[i];
     if (line) output.textContent = now.format(valueAt(line, step));

@@ -1,30 +1,16 @@
 /** The charts of a run or of several: which metrics, which heads, which markers. */
 
 import { useMemo, useState } from "preact/hooks";
-import type { MetricInfo, SeriesLine } from "./api";
+import type { CurveLine, MetricInfo } from "./service";
 import { Chart, type Line, type Marker, type Range } from "./chart";
 import type { Ink } from "./colour";
-import { NOT_RECORDED, number, percent } from "./format";
+import { NOT_RECORDED, number, percent, shorten } from "./format";
 import { withGaps } from "./gaps";
-import type { Head } from "./heatmap";
+import type { Head } from "./head";
 import { useResource, useSeen } from "./resource";
 import { LiveSeries } from "./series";
-import type { Loaded } from "./view";
+import type { Loaded } from "./loaded";
 
-const FIRST = [
-  "head.score_offset",
-  "head.score_max",
-  "run.loss",
-  "run.grad_norm",
-  "head.tied_rows_bf16",
-  "head.delta_bias",
-  "head.query_norm",
-  "head.risk",
-];
-/** Shown on a logarithmic axis once they span this factor. */
-const GROWING = new Set(["head.score_max", "head.row_max_abs", "run.grad_norm"]);
-const GROWTH = 20;
-const ELSEWHERE = new Set(["run.active", "run.step", "run.last_sample", "run.worst_risk", "head.mode"]);
 const OTHER_LAYERS = 4;
 
 interface Props {
@@ -42,9 +28,8 @@ export function Charts({ views, catalog, head, ink }: Props) {
   const warned = views.flatMap(({ detail }) => detail.warnings.map(({ id }) => id)).join();
   const layers = views.map(({ detail }) => `${detail.run} ${detail.layers.length}`).join();
   const riskiest = useMemo(() => (views.length === 1 ? riskiestLayers(views[0]!) : []), [warned, layers]);
-  const plotted = catalog.filter(({ key, per_head }) => (per_head || key.startsWith("run.")) && !ELSEWHERE.has(key));
-  const first = FIRST.flatMap((key) => plotted.filter((metric) => metric.key === key));
-  const rest = plotted.filter((metric) => !FIRST.includes(metric.key));
+  const first = catalog.filter((metric) => metric.chart === "first");
+  const rest = catalog.filter((metric) => metric.chart === "more");
   const chart = (metric: MetricInfo) => (
     <MetricChart
       key={metric.key}
@@ -88,7 +73,8 @@ interface MetricChartProps extends Omit<Props, "catalog"> {
 
 function MetricChart({ metric, views, head, riskiest, markers, range, onRange, ink }: MetricChartProps) {
   const [box, seen] = useSeen<HTMLElement>();
-  const [wanted, setWanted] = useState<boolean | null>(null);
+  const [scale, setScale] = useState(metric.scale);
+  const curved = metric.scale === "linear" ? "symlog" : metric.scale;
   const runs = views.map((view) => view.detail.run);
   const single = views.length === 1;
   const key = JSON.stringify([metric.key, runs, metric.per_head && [head, single && riskiest], range]);
@@ -115,7 +101,6 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
       return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!, "rest")];
     });
   }, [series.data, ink, single]);
-  const logarithmic = wanted ?? (GROWING.has(metric.key) && growth(lines) > GROWTH);
   return (
     <Chart
       figure={box}
@@ -123,26 +108,18 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
       help={`${metric.help} Bad: ${metric.bad}`}
       lines={lines}
       markers={markers}
-      logarithmic={logarithmic}
-      onLogarithmic={() => setWanted(!logarithmic)}
+      scale={scale}
+      onScale={() => setScale(scale === "linear" ? curved : "linear")}
       missing={series.error?.message ?? (series.data ? NOT_RECORDED : "loading")}
       range={range}
       onRange={onRange}
       ink={ink}
-      format={metric.unit === "ratio" && metric.key !== "head.risk" ? percent : number}
+      format={metric.percent ? percent : number}
     />
   );
 }
 
-function growth(lines: readonly Line[]): number {
-  const positive = lines.flatMap((line) =>
-    line.values.filter((value) => value !== null && value > 0 && value < Infinity),
-  );
-  const [low, high] = positive.reduce(([a, b], value) => [Math.min(a!, value!), Math.max(b!, value!)], [Infinity, 0]);
-  return high! / low!;
-}
-
-function toLine(line: SeriesLine, name: string, colour: string, emphasis?: Line["emphasis"]): Line {
+function toLine(line: CurveLine, name: string, colour: string, emphasis?: Line["emphasis"]): Line {
   return { name, colour, emphasis, ...withGaps(line) };
 }
 
@@ -152,7 +129,7 @@ function subject(head: Head | null, runs: number): string {
 }
 
 /** A layer's worst head needs no line of its own where it is the chosen head all along. */
-function sameAsChosen(line: SeriesLine, head: Head | null): boolean {
+function sameAsChosen(line: CurveLine, head: Head | null): boolean {
   return head !== null && line.layer === head.layer && (line.worst_head ?? []).every((worst) => worst === head.head);
 }
 
@@ -169,7 +146,7 @@ function riskiestLayers({ detail }: Loaded): number[] {
 function markersOf({ detail, events, colour }: Loaded, compare: boolean, ink: Ink): Marker[] {
   return events.flatMap((event): Marker[] => {
     if (event.step === null) return [];
-    const text = `step ${event.step.toLocaleString("en")}: ${compare ? `${detail.run}: ` : ""}${event.sentence}`;
+    const text = `step ${event.step.toLocaleString("en")}: ${compare ? `${shorten(detail.run, 40)}: ` : ""}${event.sentence}`;
     if (event.verdict?.state === "raised")
       return [{ step: event.step, kind: "warning", colour: compare ? colour : ink.warning, text }];
     if (event.switched?.outcome === "applied")

@@ -1,6 +1,8 @@
 /** How values read on the page. A value that was not recorded is never shown as zero. */
 
 export const NOT_RECORDED = "not recorded";
+/** Of a forecast: the largest |score| is beyond 512 already. */
+export const PAST = "past the limit";
 
 /** About four significant digits, thousands separated, exponents only where digits would not fit. */
 export function number(value: number | null | undefined): string {
@@ -60,12 +62,20 @@ export function words(name: string): string {
 /** The shortest forecast of a run's warnings, in steps until the largest |score| is 512. */
 export function timeLeft(run: { active_warnings: number; forecast_steps: number | null }): string {
   if (run.forecast_steps === null) return run.active_warnings ? "no forecast" : "no warning";
-  return run.forecast_steps < 1 ? "none" : `about ${steps(roundTo2(run.forecast_steps))}`;
+  return run.forecast_steps < 1 ? PAST : `about ${steps(roundTo2(run.forecast_steps))}`;
 }
 
 /** A forecast is not known to the step: two significant digits. */
 export function roundTo2(value: number): number {
   return Number(value.toPrecision(2));
+}
+
+/** A long name without its middle: what tells runs apart stands at either end. */
+export function shorten(name: string, most: number): string {
+  const letters = [...name];
+  if (letters.length <= most) return name;
+  const head = Math.ceil((most - 1) / 2);
+  return `${letters.slice(0, head).join("")}…${letters.slice(letters.length - (most - 1 - head)).join("")}`;
 }
 
 function minus(text: string): string {

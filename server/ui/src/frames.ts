@@ -1,6 +1,7 @@
 /** The frames of a heat map: the newest first, then coarse to fine through the run, the one that is looked at before all. */
 
-import { api, type Matrix } from "./api";
+import { api } from "./api";
+import type { Matrix } from "./service";
 
 const MAX_STEPS = 120;
 const MOST_FRAMES = 3 * MAX_STEPS;

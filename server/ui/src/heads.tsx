@@ -1,30 +1,31 @@
 /** The heat map's panel: which run, which metric, the head that is chosen and what can be done with it. */
 
 import { useEffect, useMemo, useState } from "preact/hooks";
-import type { MetricInfo } from "./api";
+import type { MetricInfo } from "./service";
 import type { Ink } from "./colour";
 import { NOT_RECORDED, number, percent } from "./format";
 import { Frames } from "./frames";
-import { type Head, HeatMap } from "./heatmap";
+import type { Head } from "./head";
+import { HeatMap } from "./heatmap";
 import { useResource, useSeen } from "./resource";
-import { Swatch } from "./parts";
+import { Name, Swatch } from "./parts";
 import type { SwitchTarget } from "./switch";
-import type { Loaded } from "./view";
-
-const SIGNED = new Set(["head.score_offset", "head.delta_bias", "head.delta_bias_z"]);
+import type { Loaded } from "./loaded";
 
 interface Props {
   views: readonly Loaded[];
   catalog: readonly MetricInfo[];
   head: Head | null;
   onHead: (head: Head) => void;
-  onSwitch: (target: SwitchTarget) => void;
+  /** null for those who may only read. */
+  onSwitch: ((target: SwitchTarget) => void) | null;
   ink: Ink;
 }
 
 export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
   const metrics = catalog.filter((metric) => metric.per_head);
-  const [key, setKey] = useState("head.score_offset");
+  const [picked, setKey] = useState<string | null>(null);
+  const key = picked ?? metrics[0]?.key ?? "";
   const [shown, setShown] = useState(0);
   const [version, setVersion] = useState(0);
   const view = views[Math.min(shown, views.length - 1)]!;
@@ -54,7 +55,7 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
             {views.map(({ detail, colour }, i) => (
               <button key={detail.run} aria-pressed={i === shown} onClick={() => setShown(i)}>
                 <Swatch colour={colour} />
-                {detail.run}
+                <Name of={detail.run} />
               </button>
             ))}
           </div>
@@ -79,12 +80,13 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
             title={metric.title}
             frames={frames}
             version={version}
-            signed={SIGNED.has(key)}
+            signed={metric.signed}
+            axis={metric.scale}
             chosen={head}
             warned={warned}
             switched={switched}
             ink={ink}
-            format={metric.unit === "ratio" && key !== "head.risk" ? percent : number}
+            format={metric.percent ? percent : number}
             onChoose={onHead}
           />
         )}
@@ -97,7 +99,7 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
             switched
             <i class="box" style={{ borderColor: ink.outline }} /> plotted above
           </p>
-          {head && view.detail.status === "active" && (
+          {head && onSwitch && view.detail.status === "active" && (
             <button onClick={() => onSwitch({ run, head, mode: view.detail.mitigation })}>
               Switch layer {head.layer} head {head.head}
             </button>

@@ -4,14 +4,11 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import { type Ink, ramp } from "./colour";
 import { number, steps as stepText } from "./format";
+import type { Scale } from "./axis";
 import type { Frames } from "./frames";
+import type { Head } from "./head";
 import { Raster } from "./raster";
 import { painter, scaleOf } from "./scale";
-
-export interface Head {
-  layer: number;
-  head: number;
-}
 
 interface Props {
   title: string;
@@ -19,6 +16,7 @@ interface Props {
   /** Grows with every frame that is loaded. */
   version: number;
   signed: boolean;
+  axis: Scale;
   chosen: Head | null;
   warned: readonly Head[];
   switched: readonly Head[];
@@ -27,6 +25,7 @@ interface Props {
   onChoose: (head: Head) => void;
 }
 
+const SCALES = { linear: "linear", log: "log", symlog: "symmetric-log" };
 const LEFT = 30;
 const RIGHT = 6;
 const BOTTOM = 24;
@@ -38,6 +37,7 @@ export function HeatMap({
   frames,
   version,
   signed,
+  axis,
   chosen,
   warned,
   switched,
@@ -50,7 +50,7 @@ export function HeatMap({
   const [scrubbed, setScrubbed] = useState<number | null>(null); // null follows the newest step
   const [hovered, setHovered] = useState<Head | null>(null);
   const colours = useMemo(() => ramp(signed, ink), [signed, ink]);
-  const scale = useMemo(() => scaleOf(frames, signed), [frames, version, signed]);
+  const scale = useMemo(() => scaleOf(frames, signed, axis), [frames, version, signed, axis]);
   const paint = useMemo(() => painter(scale, colours), [scale, colours]);
   const rowsThroughTime = useMemo(() => outstanding(frames, chosen), [frames, version, chosen]);
   const rows = frames.layers.length;
@@ -174,7 +174,7 @@ export function HeatMap({
         <span>{format(scale.low)}</span>
         <Ramp colours={colours} />
         <span>{format(scale.high)}</span>
-        <span class="muted">{scale.logarithmic ? "log scale" : "linear scale"} of the whole run</span>
+        <span class="muted">{SCALES[scale.kind]} scale of the whole run</span>
         <output class="reading">
           {shown
             ? `layer ${shown.layer} head ${shown.head}: ${format(valueOf(frames, frame?.values, shown))}`

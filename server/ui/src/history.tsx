@@ -4,8 +4,8 @@ import { useState } from "preact/hooks";
 import { api } from "./api";
 import { moment, steps } from "./format";
 import { useResource } from "./resource";
-import { ErrorNote, Swatch } from "./parts";
-import type { Loaded } from "./view";
+import { ErrorNote, Name, Swatch } from "./parts";
+import type { Loaded } from "./loaded";
 
 export function History({ views }: { views: readonly Loaded[] }) {
   const [open, setOpen] = useState(false);
@@ -32,7 +32,9 @@ export function History({ views }: { views: readonly Loaded[] }) {
               {views.length > 1 && (
                 <>
                   <Swatch colour={colour} />
-                  <b>{event.run}</b>{" "}
+                  <b>
+                    <Name of={event.run} />
+                  </b>{" "}
                 </>
               )}
               {event.sentence}
@@ -50,10 +52,10 @@ export function History({ views }: { views: readonly Loaded[] }) {
 }
 
 function Audit({ runs }: { runs: readonly string[] }) {
-  const audit = useResource(api.audit, `audit ${runs.join()}`, { on: (wake) => wake.kind !== "sample" });
+  const audit = useResource(() => api.audit(runs), `audit ${runs.join()}`, { on: (wake) => wake.kind !== "sample" });
   if (audit.error) return <ErrorNote error={audit.error} />;
   if (!audit.data) return <p class="empty">loading</p>;
-  const rows = audit.data.rows.filter((row) => row.run !== null && runs.includes(row.run));
+  const { rows } = audit.data;
   return (
     <div class="card table">
       <table>

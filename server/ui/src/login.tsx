@@ -1,7 +1,8 @@
 /** Asks for a token where the service wants one; the service keeps it in a cookie that scripts cannot read. */
 
 import { useState } from "preact/hooks";
-import { api, type Session } from "./api";
+import { api } from "./api";
+import type { Session } from "./service";
 import { ErrorNote } from "./parts";
 
 export function Login({ onSession }: { onSession: (session: Session) => void }) {

@@ -4,7 +4,8 @@ import "uplot/dist/uPlot.min.css";
 import "./style.css";
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { api, type Catalog, type Session } from "./api";
+import { api } from "./api";
+import type { Catalog, Session } from "./service";
 import { connect, useConnection } from "./live";
 import icon from "./icon.svg";
 import { Login } from "./login";
@@ -43,11 +44,13 @@ function retried<T>(ask: () => Promise<T>, done: (answer: T) => void, failed: (e
 function App() {
   const [search, setSearch] = useState(location.search);
   const [session, setSession] = useState<Session | Error | null>(null);
-  const [catalog, setCatalog] = useState<Catalog>({ metrics: [], modes: [], default_mode: "plain" });
+  const [catalog, setCatalog] = useState<Catalog | null>(null);
   const [dark, toggleTheme] = useTheme();
   const connection = useConnection();
   const runs = runsOf(search);
-  const entered = session !== null && !(session instanceof Error) && !session.login_needed;
+  const known = session instanceof Error ? null : session;
+  const entered = known !== null && !known.login_needed;
+  const acts = known !== null && known.scopes.some((scope) => scope === "act" || scope === "admin");
   const go = (to: string) => {
     history.pushState(null, "", to);
     setSearch(location.search);
@@ -94,15 +97,21 @@ function App() {
         <button class="quiet" onClick={toggleTheme} title="key t">
           {dark ? "Light" : "Dark"}
         </button>
+        {known?.csrf_token && (
+          <button class="quiet" onClick={() => void api.logout().then(() => location.reload())}>
+            Log out
+          </button>
+        )}
       </header>
-      <main class={connection}>
+      <main class={connection} tabIndex={-1}>
         {session instanceof Error && <ErrorNote error={session} />}
-        {session !== null && !(session instanceof Error) && session.login_needed && <Login onSession={setSession} />}
+        {known?.login_needed && <Login onSession={setSession} />}
         {entered &&
+          catalog &&
           (runs.length ? (
-            <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} go={go} />
+            <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} acts={acts} go={go} />
           ) : (
-            <Runs go={go} />
+            <Runs catalog={catalog} go={go} />
           ))}
       </main>
     </>

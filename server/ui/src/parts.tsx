@@ -3,31 +3,51 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Problem } from "./api";
-import { ago, moment, number } from "./format";
+import { ago, moment, number, shorten } from "./format";
+import type { Catalog, MetricLevels, RunSummary } from "./service";
 
-export function State({ status }: { status: string }) {
-  return <span class={`state ${status}`}>{status}</span>;
+/** How a run is; one that claims to be active and has not been heard of for `silent` seconds is not. */
+export function State({ run, silent }: { run: RunSummary; silent: number }) {
+  useTurns();
+  const seconds = Date.now() / 1000 - run.last_seen_unix_seconds;
+  if (run.status !== "active" || seconds < silent) return <span class={`state ${run.status}`}>{run.status}</span>;
+  return <span class="state silent">silent {ago(run.last_seen_unix_seconds).replace(" ago", "")}</span>;
 }
 
-/** Risk as a number and a bar; at 1 the head is warned about. */
-export function Risk({ value }: { value: number | null }) {
-  if (value === null) return <span class="muted">not recorded</span>;
-  const share = Math.max(0, Math.min(1, value));
-  return (
-    <span class="risk">
-      <meter min={0} max={1} low={0.5} high={0.8} optimum={0} value={share} aria-label="risk" />
-      <span>{Number.isFinite(value) ? value.toFixed(2) : number(value)}</span>
-    </span>
-  );
+/** A run's name, shortened in the middle; whole under the pointer. */
+export function Name({ of, most = 48 }: { of: string; most?: number }) {
+  return <span title={of}>{shorten(of, most)}</span>;
 }
 
-/** How long ago something was, kept true while nothing else moves. */
-export function Ago({ at }: { at: number }) {
+/** Draws again every five seconds, so that times stay true while nothing else moves. */
+function useTurns(): void {
   const [, setTurn] = useState(0);
   useEffect(() => {
     const timer = setInterval(() => setTurn((turn) => turn + 1), 5000);
     return () => clearInterval(timer);
   }, []);
+}
+
+/** Risk as a number and a bar; at 1 the head is warned about. */
+export function Risk({ value, levels }: { value: number | null; levels: MetricLevels | null }) {
+  if (value === null) return <span class="muted">not recorded</span>;
+  const share = Math.max(0, Math.min(1, value));
+  return (
+    <span class="risk">
+      <meter min={0} max={1} low={levels?.watch ?? 1} high={(levels?.alarm ?? 1) - 1e-6} optimum={0} value={share} aria-label="risk" />
+      <span>{Number.isFinite(value) ? value.toFixed(2) : number(value)}</span>
+    </span>
+  );
+}
+
+/** From where on a risk is marked. */
+export function riskLevels({ metrics }: Catalog): MetricLevels | null {
+  return metrics.find(({ key }) => key === "run.worst_risk")?.levels ?? null;
+}
+
+/** How long ago something was, kept true while nothing else moves. */
+export function Ago({ at }: { at: number }) {
+  useTurns();
   return <time title={moment(at)}>{ago(at)}</time>;
 }
 

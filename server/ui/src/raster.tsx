@@ -5,7 +5,7 @@ import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import type { Ink } from "./colour";
 import { tick } from "./format";
 import type { Frames } from "./frames";
-import type { Head } from "./heatmap";
+import type { Head } from "./head";
 
 interface Props {
   frames: Frames;

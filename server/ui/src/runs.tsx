@@ -1,16 +1,26 @@
 /** The list of runs: state, step, risk, time left, warnings; choose one to read it, several to compare them. */
 
 import { useState } from "preact/hooks";
-import { api, type RunSummary } from "./api";
+import { api } from "./api";
+import type { Catalog, RunSummary } from "./service";
 import { number, steps, timeLeft } from "./format";
 import { useResource } from "./resource";
-import { address, Ago, ErrorNote, Labels, Link, Risk, State } from "./parts";
+import { address, Ago, ErrorNote, Labels, Link, Name, Risk, riskLevels, State } from "./parts";
 
-export function Runs({ go }: { go: (address: string) => void }) {
+const SHOWN = 100;
+
+export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) => void }) {
   const runs = useResource(api.runs, "runs", { on: () => true });
   const [chosen, setChosen] = useState<readonly string[]>([]);
+  const [search, setSearch] = useState("");
+  const [shown, setShown] = useState(SHOWN);
   const toggle = (run: string) =>
     setChosen(chosen.includes(run) ? chosen.filter((other) => other !== run) : [...chosen, run]);
+  // The warned ones first, however long ago they were heard of; the sort is stable.
+  const found = (runs.data ?? [])
+    .filter((run) => matches(run, search))
+    .sort((a, b) => Number(b.active_warnings > 0) - Number(a.active_warnings > 0));
+  const warned = runs.data?.filter((run) => run.active_warnings > 0).length ?? 0;
 
   if (runs.error && !runs.data) return <ErrorNote error={runs.error} />;
   if (!runs.data) return <p class="empty">Loading the runs.</p>;
@@ -29,6 +39,17 @@ export function Runs({ go }: { go: (address: string) => void }) {
     <section>
       <header class="title">
         <h1>Runs</h1>
+        <p class="muted">
+          {runs.data.length.toLocaleString("en")}
+          {runs.data.length > 1 ? " runs" : " run"}, {warned ? `${warned.toLocaleString("en")} with warnings` : "no warning"}
+        </p>
+        <input
+          type="search"
+          placeholder="Search names and labels"
+          aria-label="search names and labels"
+          value={search}
+          onInput={(event) => setSearch(event.currentTarget.value)}
+        />
         <button class="primary" disabled={chosen.length < 2} onClick={() => go(address(chosen))}>
           {chosen.length < 2 ? "Tick two or more to compare" : `Compare ${chosen.length} runs`}
         </button>
@@ -51,23 +72,41 @@ export function Runs({ go }: { go: (address: string) => void }) {
             </tr>
           </thead>
           <tbody>
-            {runs.data.map((run) => (
-              <Row key={run.run} run={run} chosen={chosen.includes(run.run)} toggle={() => toggle(run.run)} go={go} />
+            {found.slice(0, shown).map((run) => (
+              <Row
+                key={run.run}
+                run={run}
+                catalog={catalog}
+                chosen={chosen.includes(run.run)}
+                toggle={() => toggle(run.run)}
+                go={go}
+              />
             ))}
           </tbody>
         </table>
+        {found.length === 0 && <p class="empty">No run matches.</p>}
       </div>
+      {found.length > shown && (
+        <button onClick={() => setShown(shown + SHOWN)}>Show {Math.min(SHOWN, found.length - shown)} more</button>
+      )}
     </section>
   );
 }
 
+function matches(run: RunSummary, search: string): boolean {
+  const texts = [run.run, ...Object.entries(run.labels).map(([name, value]) => `${name} ${value}`)];
+  return texts.some((text) => text.toLowerCase().includes(search.trim().toLowerCase()));
+}
+
 function Row({
   run,
+  catalog,
   chosen,
   toggle,
   go,
 }: {
   run: RunSummary;
+  catalog: Catalog;
   chosen: boolean;
   toggle: () => void;
   go: (to: string) => void;
@@ -79,12 +118,12 @@ function Row({
       </td>
       <td class="name">
         <Link class="run" to={address([run.run])} go={go}>
-          {run.run}
+          <Name of={run.run} most={64} />
         </Link>
         <Labels labels={run.labels} />
       </td>
       <td data-label="State">
-        <State status={run.status} />
+        <State run={run} silent={catalog.silent_seconds} />
       </td>
       <td data-label="Step" class="right">
         {steps(run.last_step)}
@@ -93,7 +132,7 @@ function Row({
         {number(run.loss)}
       </td>
       <td data-label="Risk">
-        <Risk value={run.worst_risk} />
+        <Risk value={run.worst_risk} levels={riskLevels(catalog)} />
       </td>
       <td data-label="Steps left" class={`right ${run.active_warnings ? "" : "muted"}`}>
         {timeLeft(run)}

@@ -1,25 +1,28 @@
 /** From a value to its place on the colour ramp, the same for the whole run, so that a colour always means the same. */
 
+import { PLACE, type Scale as Kind } from "./axis";
 import type { Frames } from "./frames";
 
 export interface Scale {
   low: number;
   high: number;
-  logarithmic: boolean;
+  kind: Kind;
 }
 
-export function scaleOf({ low, high }: Frames, signed: boolean): Scale {
-  if (low > high) return { low: 0, high: 1, logarithmic: false };
+/** The scale of a run's values; that of a signed metric reaches equally far to both sides of zero. */
+export function scaleOf({ low, high }: Frames, signed: boolean, scale: Kind): Scale {
+  const kind = scale === "log" && low <= 0 ? "symlog" : scale;
+  if (low > high) return { low: 0, high: 1, kind };
   if (signed) {
     const reach = Math.max(-low, high) || 1;
-    return { low: -reach, high: reach, logarithmic: false };
+    return { low: -reach, high: reach, kind };
   }
-  return { low, high: high > low ? high : low + 1, logarithmic: low > 0 && high / low > 50 };
+  return { low, high: high > low ? high : low + 1, kind };
 }
 
 /** A painter of values: RGBA words; nothing (transparent) where nothing was recorded, the ramp's end for an infinity. */
-export function painter({ low, high, logarithmic }: Scale, ramp: Uint32Array): (value: number) => number {
-  const place = logarithmic ? Math.log : (value: number) => value;
+export function painter({ low, high, kind }: Scale, ramp: Uint32Array): (value: number) => number {
+  const place = PLACE[kind];
   const from = place(low);
   const width = place(high) - from;
   return (value) => {

@@ -1,6 +1,7 @@
 /** Curves that grow: after the first load only the newest points are fetched, those of many charts by one request. */
 
-import { api, type CurveName, type SeriesLine } from "./api";
+import { api, type CurveName } from "./api";
+import type { CurveLine } from "./service";
 
 const MAX_POINTS = 600;
 
@@ -10,7 +11,7 @@ interface Steps {
 }
 
 export class LiveSeries {
-  private line: SeriesLine | null = null;
+  private line: CurveLine | null = null;
 
   constructor(
     private readonly run: string,
@@ -19,7 +20,7 @@ export class LiveSeries {
   ) {}
 
   /** The line; `fresh` loads all of it, otherwise what came after the last point but one (the last may still change). */
-  async load(fresh: boolean): Promise<SeriesLine> {
+  async load(fresh: boolean): Promise<CurveLine> {
     const resume = this.line?.steps.at(-2);
     if (fresh || !this.line || resume === undefined || this.line.steps.length > 2 * MAX_POINTS) {
       this.line = await ask(this.run, this.name, this.steps);
@@ -31,12 +32,12 @@ export class LiveSeries {
   }
 }
 
-type Answer = [done: (line: SeriesLine) => void, failed: (error: unknown) => void];
+type Answer = [done: (line: CurveLine) => void, failed: (error: unknown) => void];
 
 /** Questions of this moment, by run and steps; what charts ask together, one request answers. */
 const questions = new Map<string, { run: string; steps: Steps; lines: Map<CurveName, Answer[]> }>();
 
-function ask(run: string, name: CurveName, steps: Steps): Promise<SeriesLine> {
+function ask(run: string, name: CurveName, steps: Steps): Promise<CurveLine> {
   const key = JSON.stringify([run, steps.from_step, steps.to_step]);
   if (!questions.size) setTimeout(send);
   if (!questions.has(key)) questions.set(key, { run, steps, lines: new Map() });
@@ -57,7 +58,7 @@ function send(): void {
 }
 
 /** The line up to where the newer one begins, then the newer one. */
-function extend(line: SeriesLine, newer: SeriesLine): SeriesLine {
+function extend(line: CurveLine, newer: CurveLine): CurveLine {
   const from = newer.steps[0] ?? Infinity;
   const keep = line.steps.findLastIndex((step) => step < from) + 1;
   const join = <T>(old: readonly T[], added: readonly T[]): T[] => [...old.slice(0, keep), ...added];

@@ -1,23 +1,26 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
 import { number, steps, timeLeft, words } from "./format";
-import { address, Ago, Labels, Link, Risk, State, Swatch } from "./parts";
-import type { Loaded } from "./view";
+import { address, Ago, Labels, Link, Name, Risk, riskLevels, State, Swatch } from "./parts";
+import type { Loaded } from "./loaded";
+import type { Catalog } from "./service";
 
 interface Props {
   views: readonly Loaded[];
+  catalog: Catalog;
   go: (address: string) => void;
 }
 
-export function Summary({ views, go }: Props) {
-  return views.length === 1 ? <Tiles view={views[0]!} /> : <Table views={views} go={go} />;
+export function Summary({ views, catalog, go }: Props) {
+  const [only, ...others] = views;
+  return only && !others.length ? <Tiles view={only} catalog={catalog} /> : <Table {...{ views, catalog, go }} />;
 }
 
-function Tiles({ view: { detail } }: { view: Loaded }) {
+function Tiles({ view: { detail }, catalog }: { view: Loaded; catalog: Catalog }) {
   const tiles: readonly [string, preact.ComponentChildren][] = [
     ["Step", steps(detail.last_step)],
     ["Loss", number(detail.loss)],
-    ["Risk", <Risk value={detail.worst_risk} />],
+    ["Risk", <Risk value={detail.worst_risk} levels={riskLevels(catalog)} />],
     ["Steps left", timeLeft(detail)],
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
@@ -28,7 +31,7 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
     <section class="summary">
       <header class="title">
         <h1>{detail.run}</h1>
-        <State status={detail.status} />
+        <State run={detail} silent={catalog.silent_seconds} />
       </header>
       <Labels labels={detail.labels} />
       <dl class="tiles card">
@@ -43,7 +46,7 @@ function Tiles({ view: { detail } }: { view: Loaded }) {
   );
 }
 
-function Table({ views, go }: Props) {
+function Table({ views, catalog, go }: Props) {
   return (
     <section class="summary">
       <header class="title">
@@ -71,11 +74,11 @@ function Table({ views, go }: Props) {
                 <td class="name">
                   <Swatch colour={colour} />
                   <Link class="run" to={address([detail.run])} go={go}>
-                    {detail.run}
+                    <Name of={detail.run} />
                   </Link>
                 </td>
                 <td data-label="State">
-                  <State status={detail.status} />
+                  <State run={detail} silent={catalog.silent_seconds} />
                 </td>
                 <td data-label="Numerics">{detail.numerics ?? "not recorded"}</td>
                 <td data-label="Policy">{detail.policy ?? "not recorded"}</td>
@@ -86,7 +89,7 @@ function Table({ views, go }: Props) {
                   {number(detail.loss)}
                 </td>
                 <td data-label="Risk">
-                  <Risk value={detail.worst_risk} />
+                  <Risk value={detail.worst_risk} levels={riskLevels(catalog)} />
                 </td>
                 <td data-label="Steps left" class="right">
                   {timeLeft(detail)}

@@ -1,11 +1,12 @@
 /** The hand on the switch: a form, a confirmation in words, and what became of every order. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { api, type Catalog, type CommandStatus, type HeadRef } from "./api";
+import { api } from "./api";
+import type { Head, HeadRef } from "./head";
+import type { Catalog, CommandStatus } from "./service";
 import { steps, words } from "./format";
-import type { Head } from "./heatmap";
-import { Ago, ErrorNote, Swatch } from "./parts";
-import type { Loaded } from "./view";
+import { Ago, ErrorNote, Name, Swatch } from "./parts";
+import type { Loaded } from "./loaded";
 
 const VERBS = { approve: "Approve", reject: "Reject", undo: "Undo" };
 
@@ -29,7 +30,15 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const [dryRun, setDryRun] = useState(false);
   const [confirming, setConfirming] = useState(false);
   const [state, setState] = useState<"open" | "sending" | Error>("open");
-  useEffect(() => dialog.current!.showModal(), []);
+  useEffect(() => {
+    const before = document.activeElement;
+    dialog.current!.showModal();
+    return () => {
+      // What was pressed may be gone by then, as an order that has been decided.
+      const back = before instanceof HTMLElement && before.isConnected ? before : document.querySelector("main");
+      setTimeout(() => (back as HTMLElement | null)?.focus());
+    };
+  }, []);
 
   const { decide } = target;
   const heads: HeadRef[] | null = decide
@@ -177,7 +186,8 @@ const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arre
 interface CommandsProps {
   commands: readonly CommandStatus[];
   views: readonly Loaded[];
-  onSwitch: (target: SwitchTarget) => void;
+  /** null for those who may only read. */
+  onSwitch: ((target: SwitchTarget) => void) | null;
 }
 
 /** Proposals of the agents that wait for somebody to approve them. */
@@ -198,7 +208,7 @@ export function Approvals({ commands, views, onSwitch }: CommandsProps) {
 export function Commands({ commands, views, head, onSwitch }: CommandsProps & { head: Head | null }) {
   const decided = commands.filter((command) => command.state !== "proposed");
   const [only, ...others] = views;
-  const orderable = only && !others.length && only.detail.status === "active";
+  const orderable = only && onSwitch && !others.length && only.detail.status === "active";
   return (
     <section aria-label="Switches">
       <header class="title">
@@ -217,9 +227,10 @@ export function Commands({ commands, views, head, onSwitch }: CommandsProps & { 
 
 function CommandList({ commands, views, onSwitch }: CommandsProps) {
   const isActive = (run: string) => views.some(({ detail }) => detail.run === run && detail.status === "active");
+  const mayDecide = (run: string) => onSwitch !== null && isActive(run);
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
   const decide = (command: CommandStatus, decision: "approve" | "reject" | "undo") =>
-    onSwitch({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
+    onSwitch?.({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
   return (
     <ul class="commands">
       {commands.map((command) => (
@@ -230,7 +241,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               {views.length > 1 && (
                 <>
                   <Swatch colour={colourOf(command.run)} />
-                  {command.run}:{" "}
+                  <Name of={command.run} />:{" "}
                 </>
               )}
               {headNames(command.heads)} to <b>{words(command.mode)}</b>
@@ -258,12 +269,15 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                 </p>
               ))}
           </div>
-          {command.state === "applied" && !command.undoes && !command.undone_by && isActive(command.run) && (
+          {command.state === "applied" && !command.undoes && !command.undone_by && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "undo")}>Undo</button>
             </span>
           )}
-          {command.state === "proposed" && (
+          {command.state === "proposed" && !isActive(command.run) && (
+            <span class="muted">The run has ended; nothing is left to switch.</span>
+          )}
+          {command.state === "proposed" && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "reject")}>Reject</button>
               <button class="primary" onClick={() => decide(command, "approve")}>

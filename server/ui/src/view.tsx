@@ -1,12 +1,15 @@
 /** One run, or several side by side: numbers, warnings, charts against step, the heat map, the hand on the switch, history. */
 
 import { useMemo, useState } from "preact/hooks";
-import { api, type Catalog, type RunDetail, type RunEvent } from "./api";
+import { api, Problem } from "./api";
+import type { Catalog } from "./service";
+import type { Loaded } from "./loaded";
 import { Charts } from "./charts";
-import type { Head } from "./heatmap";
+import type { Head } from "./head";
 import { Heads } from "./heads";
 import { History } from "./history";
 import { ink as inkOf } from "./colour";
+import { shorten } from "./format";
 import { useResource } from "./resource";
 import { address, ErrorNote, Link } from "./parts";
 import { Summary } from "./summary";
@@ -17,43 +20,42 @@ interface Props {
   runs: readonly string[];
   catalog: Catalog;
   dark: boolean;
+  /** Whether this person may switch heads. */
+  acts: boolean;
   go: (address: string) => void;
 }
 
-export interface Loaded {
-  detail: RunDetail;
-  events: RunEvent[];
-  colour: string;
-}
-
-export function View({ runs, catalog, dark, go }: Props) {
+export function View({ runs, catalog, dark, acts, go }: Props) {
   const ink = inkOf(dark);
   const key = runs.join(",");
   const ours = (run: string | null) => run === null || runs.includes(run);
-  const details = useResource(() => Promise.all(runs.map(api.run)), key, { on: (wake) => ours(wake.run), pause: 1500 });
-  const events = useResource(() => Promise.all(runs.map(api.events)), key, {
+  const of = <T,>(ask: (run: string) => Promise<T>) => Promise.all(runs.map((run) => (runs.length > 1 ? orMissing(ask(run)) : ask(run))));
+  const details = useResource(() => of(api.run), key, { on: (wake) => ours(wake.run), pause: 1500 });
+  const events = useResource(() => of(api.events), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
-  const commands = useResource(() => Promise.all(runs.map(api.commands)), key, {
+  const commands = useResource(() => of(api.commands), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
   const [picked, setPicked] = useState<Head | null>(null);
   const [target, setTarget] = useState<SwitchTarget | null>(null);
   const views = useMemo(
     () =>
-      details.data?.map((detail, i): Loaded => ({
-        detail,
-        events: events.data?.[i] ?? [],
-        colour: ink.lines[i % ink.lines.length]!,
-      })) ?? [],
+      details.data?.flatMap((detail, i): Loaded[] =>
+        detail ? [{ detail, events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }] : [],
+      ) ?? [],
     [details.data, events.data, ink],
   );
-  const orders = (commands.data ?? []).flat().sort((a, b) => b.created_unix_seconds - a.created_unix_seconds);
+  const orders = (commands.data ?? [])
+    .flatMap((found) => found ?? [])
+    .sort((a, b) => b.created_unix_seconds - a.created_unix_seconds);
   const head = picked ?? worstHead(views);
 
   const error = details.error ?? events.error ?? commands.error;
   if (error && !(details.data && events.data && commands.data)) return <ErrorNote error={error} />;
   if (!details.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
+  const missing = runs.filter((_, i) => details.data![i] === null);
+  const onSwitch = acts ? setTarget : null;
   return (
     <>
       <nav class="crumbs">
@@ -63,24 +65,48 @@ export function View({ runs, catalog, dark, go }: Props) {
         <span aria-hidden="true">/</span>
         <span>{runs.length > 1 ? `Comparing ${runs.length} runs` : runs[0]}</span>
       </nav>
-      <Summary views={views} go={go} />
-      <Warnings
-        views={views}
-        compare={runs.length > 1}
-        onShow={(shown) => {
-          setPicked(shown);
-          document.getElementById("signals")?.scrollIntoView({ behavior: "smooth" });
-        }}
-        onSwitch={setTarget}
-      />
-      <Approvals commands={orders} views={views} onSwitch={setTarget} />
-      <Charts views={views} catalog={catalog.metrics} head={head} ink={ink} />
-      <Heads views={views} catalog={catalog.metrics} head={head} onHead={setPicked} onSwitch={setTarget} ink={ink} />
-      <Commands commands={orders} views={views} onSwitch={setTarget} head={head} />
-      <History views={views} />
+      {missing.length > 0 && (
+        <p class="note error" role="alert">
+          There is no run {missing.map((run) => shorten(run, 80)).join(", no run ")}.
+        </p>
+      )}
+      {views.length > 0 && (
+        <>
+          <Summary views={views} catalog={catalog} go={go} />
+          <Warnings
+            views={views}
+            compare={views.length > 1}
+            onShow={(shown) => {
+              setPicked(shown);
+              document.getElementById("signals")?.scrollIntoView({ behavior: "smooth" });
+            }}
+            onSwitch={onSwitch}
+          />
+          <Approvals commands={orders} views={views} onSwitch={onSwitch} />
+          <Charts views={views} catalog={catalog.metrics} head={head} ink={ink} />
+          <Heads
+            views={views}
+            catalog={catalog.metrics}
+            head={head}
+            onHead={setPicked}
+            onSwitch={onSwitch}
+            ink={ink}
+          />
+          <Commands commands={orders} views={views} onSwitch={onSwitch} head={head} />
+          <History views={views} />
+        </>
+      )}
       {target && <SwitchDialog target={target} catalog={catalog} close={() => setTarget(null)} />}
     </>
   );
+}
+
+/** null where the service knows no such run, so that the others are shown all the same. */
+function orMissing<T>(answer: Promise<T>): Promise<T | null> {
+  return answer.catch((error: unknown) => {
+    if (error instanceof Problem && error.status === 404) return null;
+    throw error;
+  });
 }
 
 /** The head that most deserves a look: the first one warned about, else the one with the highest risk. */

@@ -1,0 +1,200 @@
+"""The pass of the backward that makes dK and dV."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreshock.kernels.flash_attention.blocks import (
+    INTERPRET,
+    at_head,
+    cap_scores,
+    diagonal,
+    kept,
+    key_ranges,
+    load_tile,
+    place,
+    store_tile,
+    to_operand,
+    visible,
+)
+from foreshock.kernels.flash_attention.launch import Call, launch
+from foreshock.kernels.flash_attention.passes import Rows, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.tuning import Config
+
+
+@triton.jit
+def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
+    """The matrix [ROWS, 16] whose product with folded rows adds up their columns first to first + 2."""
+    column = tl.arange(0, 16)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    dtype: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
+    return tl.where((column >= first) & (column < first + 3), 1.0, 0.0).to(dtype)
+
+
+@triton.jit
+def _add_queries(
+    grads, k, v, tensors, takes, low, high, keys, seen, chance, strides, numbers,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are [keys, queries]."""
+    grad_k, grad_v = grads
+    query, grad_out, folded, log2_lses, deltas, batch, head, rows = tensors
+    take_lse, take_delta = takes
+    offset, length_q, length_k, left, right = seen
+    seed, plane, start_q, start_k, threshold = chance
+    stride_q, stride_o = strides
+    dim, unit, scale, softcap, keep_scale = numbers
+    for start in tl.range(low, high, BLOCK_M):
+        q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        queries = start + tl.arange(0, BLOCK_M)
+        scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, PRESCALED, SOFTCAP)
+        grad_p = tl.dot(v, tl.trans(do))
+        if FOLD:
+            # -lse / unit and -delta are added by the matrix unit: no vector of the tile's queries is held in registers.
+            # Past the last query these are 0, and so is all that P and dS are multiplied by.
+            row_parts = load_tile(folded, plane, 0, start, BLOCK_M, 16, length_q, 16, 16, True, MASKED, TMA)
+            scores = tl.dot(take_lse, tl.trans(row_parts), scores)
+            grad_p = tl.dot(take_delta, tl.trans(row_parts), grad_p)
+        else:
+            inside = queries < length_q
+            # Past the last query P is exp2(-inf) = 0.
+            log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
+            delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
+        if MASKED:
+            mask = visible(queries[None, :], keys[:, None], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+            scores = tl.where(mask, scores, float("-inf"))
+        p = tl.exp2(scores * unit) if FOLD else tl.exp2(tl.fma(scores, unit, -log2_lse[None, :]))
+        if DROPOUT:
+            keep = kept(seed, plane, start_q + queries[None, :], start_k + keys[:, None], threshold)
+            grad_v = tl.dot(to_operand(tl.where(keep, p * keep_scale, 0.0), DTYPE), do, grad_v)
+            grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
+        else:
+            grad_v = tl.dot(to_operand(p, DTYPE), do, grad_v)
+        grad_s = p * grad_p if FOLD else p * (grad_p - delta[None, :])
+        if SOFTCAP:
+            capped = tl.where(p == 0.0, 0.0, scores / softcap)
+            grad_s = grad_s * (1.0 - capped * capped)
+        grad_k = tl.dot(to_operand(grad_s, DTYPE), q, grad_k)
+    return grad_k, grad_v
+
+
+@triton.jit
+def grad_key_kernel(
+    query, key, value, grad_out, grad_key, grad_value, folded, log2_lses, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, stride_wb, stride_wh, stride_ws,
+    heads, group, length_q, length_k, dim, scale, unit, softcap, left, right, keep_scale, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
+    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys of one key head, over every query head of its group."""
+    dtype: tl.constexpr = grad_key.dtype.element_ty
+    first = tl.program_id(0) * BLOCK_N
+    total_q = length_q
+    batch, kv_head, start_q, length_q, start_k, length_k = place(
+        tl.program_id(1), heads // group, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    )
+    grad_key = at_head(grad_key, batch, kv_head, start_k, stride_gb, stride_gh, stride_gs)
+    grad_value = at_head(grad_value, batch, kv_head, start_k, stride_wb, stride_wh, stride_ws)
+    if not TMA:
+        query = at_head(query, batch, 0, start_q, stride_qb, stride_qh, stride_qs)
+        grad_out = at_head(grad_out, batch, 0, start_q, stride_ob, stride_oh, stride_os)
+        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
+        value = at_head(value, batch, kv_head, start_k, stride_vb, stride_vh, stride_vs)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seeds)
+    if first < length_k:
+        k = load_tile(key, batch, kv_head, first, BLOCK_N, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        v = load_tile(value, batch, kv_head, first, BLOCK_N, stride_vs, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        keys = first + tl.arange(0, BLOCK_N)
+        offset = diagonal(length_q, length_k, TOP_LEFT)
+        last = tl.minimum(first + BLOCK_N, length_k) - 1
+        # Key j is seen by the queries j - offset - right to j - offset + left: the same ranges with sides swapped.
+        low, full_low, full_high, high = key_ranges(
+            first, last, -offset, length_q, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT
+        )
+        grads = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32))
+        takes = (take_columns(0, BLOCK_N), take_columns(3, BLOCK_N))
+        seen = (offset, length_q, length_k, left, right)
+        strides = (stride_qs, stride_os)
+        numbers = (dim, unit, scale, softcap, keep_scale)
+        for member in tl.range(0, group):
+            head = kv_head * group + member
+            plane = batch * heads + head
+            rows = tl.cast(plane, tl.int64) * total_q + start_q
+            query_rows = query
+            grad_rows = grad_out
+            fold_rows = folded
+            if not TMA and FOLD:
+                fold_rows = folded + rows * 16
+            if not TMA:
+                query_rows = query + tl.cast(head, tl.int64) * stride_qh
+                grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh
+            tensors = (query_rows, grad_rows, fold_rows, log2_lses, deltas, batch, head, rows)
+            chance = (seed, plane, start_q, start_k, threshold)
+            if HAS_RIGHT:
+                grads = _add_queries(
+                    grads, k, v, tensors, takes, low, full_low, keys, seen, chance, strides, numbers, BLOCK_M, BLOCK_D,
+                    DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+                )  # fmt: skip
+            grads = _add_queries(
+                grads, k, v, tensors, takes, full_low, full_high, keys, seen, chance, strides, numbers, BLOCK_M,
+                BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+            )  # fmt: skip
+            grads = _add_queries(
+                grads, k, v, tensors, takes, full_high, high, keys, seen, chance, strides, numbers, BLOCK_M, BLOCK_D,
+                DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+            )  # fmt: skip
+        grad_k, grad_v = grads
+        store_tile(grad_key, grad_k * scale, first, stride_gs, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
+        store_tile(grad_value, grad_v, first, stride_ws, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
+
+
+def launch_grad_key(
+    call: Call,
+    config: Config,
+    given: Tensors,
+    rows: Rows,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    tiles: Tiles | None = None,
+) -> None:
+    """dK and dV."""
+    grad_out, query, key, value = given[:4]
+    tiles = tiles or tiles_of(call, config, given)
+    launch(
+        grad_key_kernel,
+        (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads, 1),
+        (
+            *tiles[1:],
+            grad_key,
+            grad_value,
+            call.rows(rows.folded, config.block_m, tiles.tma, 16) if rows.folded is not None else None,
+            rows.log2_lse,
+            rows.delta,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+            given.seed,
+        ),
+        (
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *grad_out.stride()[:3],
+            *grad_key.stride()[:3],
+            *grad_value.stride()[:3],
+            *call.sizes,
+        ),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            **call.switches,
+            "TMA": tiles.tma,
+            "FOLD": rows.folded is not None,
+        },
+        config.options,
+    )

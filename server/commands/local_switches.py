@@ -1,0 +1,118 @@
+"""What a rank switched by itself: an order to the others that hold the heads, or a proposal for people.
+
+Who may send batches must not be able to order by them. A local switch is passed on only where every living rank of the
+run started with the policy `auto` and the same mitigation, the rank named a warning of its own that stands, whose cause
+is rounding, and the modes are those which that mitigation makes. One boot that says otherwise can only make it more
+cautious. Whatever falls short is proposed, and a person decides.
+"""
+
+import hashlib
+import time
+from collections import defaultdict
+from typing import Any, Final
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.modes import is_mode, mode_name, parse_mode, with_mode
+from foreshock.contract.wire import Batch, HeadRef, Switched
+from foreshock.server.commands.heads_by_rank import Holding, holdings
+from foreshock.server.commands.lifecycle import OPEN, Order, create
+from foreshock.server.models import CommandState
+from foreshock.server.runs.listing import active_warnings, described, newest_boots
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store
+from foreshock.server.store.schema import boots, commands
+
+_EXPIRY_SECONDS: Final = 3600.0
+_MOST_PROPOSALS: Final = 64
+"""Proposals of agents that wait in one run; what comes then stands in the audit trail alone."""
+
+
+async def pass_on(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
+    """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads."""
+    by_mode: dict[str, list[HeadRef]] = defaultdict(list)
+    ranks = (await holdings(connection, [run_id])).get(run_id, {})
+    own = ranks.get(batch.rank)
+    living = own is not None and own.boot == batch.boot  # a superseded boot's news comes too late to be an order
+    for ref, mode in zip(switched.heads, switched.after, strict=True):
+        # a mode of a newer agent cannot be ordered; the history keeps it
+        if own is not None and ref in own.heads and is_mode(mode):
+            by_mode[mode].append(ref)
+    details: dict[str, Any] = {
+        "outcome": switched.outcome,
+        "step": switched.step,
+        "heads": [list(ref) for ref in switched.heads[:64]],
+        "before": sorted(set(switched.before)),
+        "after": sorted(set(switched.after)),
+        "reason": switched.reason,
+    }
+    actor = f"rank {batch.rank}"
+    await audit.append(store, connection, actor=actor, action="local switch", run=batch.run, details=details)
+    if switched.outcome not in ("applied", "proposed") or not living:
+        return
+    applied = switched.outcome == "applied"
+    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched)
+    for mode, heads in sorted(by_mode.items()):
+        name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
+        command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():
+            continue
+        state: CommandState = "proposed"
+        if applied and not _others(ranks, batch.rank, heads):
+            state = "applied"
+        elif borne_out:
+            state = "pending"
+        elif await _enough_proposed(connection, run_id, heads, mode):
+            continue
+        order = Order(
+            run_id=run_id,
+            run=batch.run,
+            source="rank" if applied else "agent",
+            issued_by=actor,
+            reason=switched.reason or "local decision",
+            heads=heads,
+            mode=mode,
+            state=state,
+            expires=time.time() + _EXPIRY_SECONDS,
+            id=command_id,
+            answered=(batch.rank, switched) if applied else None,
+        )
+        await create(store, connection, order)
+
+
+def _others(ranks: dict[int, Holding], rank: int, heads: list[HeadRef]) -> set[int]:
+    return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
+
+
+async def _is_borne_out(connection: AsyncConnection, run_id: int, rank: int, switched: Switched) -> bool:
+    """Whether the run's policy and a standing warning of the rank call for what it did."""
+    known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
+    said = [described([boot]) for boot in newest_boots(known) if boot.finished_status is None]
+    if {one.get("policy") for one in said} != {"auto"}:
+        return False
+    raised = (await active_warnings(connection, [run_id])).get(run_id, [])
+    if not any(
+        (w.id, w.rank, w.cause) == (switched.verdict, rank, "rounding") and w.severity != "info" for w in raised
+    ):
+        return False
+    mitigations = {one.get("mitigation") for one in said}
+    mitigation = next(iter(mitigations))
+    if len(mitigations) != 1 or not mitigation or not all(is_mode(mode) for mode in (mitigation, *switched.before)):
+        return False
+    added = parse_mode(mitigation)
+    called_for = [mode_name(with_mode(parse_mode(before), added)) for before in switched.before]
+    return called_for == list(switched.after)
+
+
+async def _enough_proposed(connection: AsyncConnection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
+    """Whether the same is proposed or ordered already, or so much that nobody reads more."""
+    open_ = commands.c.run_id == run_id, commands.c.state.in_(("proposed", *OPEN))
+    machines = commands.c.source.in_(("agent", "rank"))
+    if (await connection.execute(select(func.count()).where(*open_, machines))).scalar_one() >= _MOST_PROPOSALS:
+        return True
+    wanted = {tuple(ref) for ref in heads}
+    return any(
+        row.heads is None or wanted <= {tuple(ref) for ref in row.heads}
+        for row in await connection.execute(select(commands.c.heads).where(*open_, commands.c.mode == mode))
+    )

@@ -1,0 +1,138 @@
+"""Connections end: who is slow, idle or silent makes room for others, and health is answered all the same.
+
+A deadline stands over the headers of each request, over its body, and over an answer that nobody takes. Beyond so many
+connections the one that has waited longest without a request is closed; a few more are let in when all of them are at
+work, and are answered at /healthz alone.
+"""
+
+import asyncio
+from typing import Any, ClassVar, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from foreshock.server.access.limits import retry_after
+from foreshock.server.access.problems import problem
+from foreshock.server.settings import Settings
+
+HEALTH: Final = "/healthz"
+_RESERVE: Final = 64
+_HEADER_BYTES: Final = 65_536
+_UNREAD_SECONDS: Final = 60.0
+"""How long an answer may lie in the connection's buffer before its client is taken for gone."""
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, with deadlines. `bounded` makes one for a service's settings."""
+
+    most: ClassVar[int]
+    header_seconds: ClassVar[float]
+    body_seconds: ClassVar[float]
+    waiting: ClassVar[dict["_Connection", None]]
+    """Connections without a request in progress, the one that has waited longest first."""
+
+    _due: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+
+    def _end_in(self, seconds: float | None) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.waiting[self] = None
+        self._end_in(self.header_seconds)
+        if len(self.connections) > self.most:
+            longest = next(iter(self.waiting))
+            if longest is not self:
+                longest.transport.abort()
+            elif len(self.connections) > self.most + _RESERVE:
+                self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_in(None)
+        self.resume_writing()
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        at_rest = self.cycle is None or self.cycle.response_complete
+        if at_rest and self._due is None and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self._end_in(self.header_seconds)  # bytes that begin no request
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self._end_in(self.header_seconds)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > _HEADER_BYTES:
+            raise ValueError("the headers are longer than the service takes")
+
+    def on_headers_complete(self) -> None:
+        self.waiting.pop(self, None)
+        self._end_in(self.body_seconds)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._end_in(None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:
+            self.waiting[self] = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._unread or self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+
+def bounded(settings: Settings) -> type[_Connection]:
+    """The protocol of one service's connections."""
+    limits: dict[str, Any] = {
+        "most": settings.connections,
+        "header_seconds": settings.header_seconds,
+        "body_seconds": settings.body_seconds,
+        "waiting": {},
+    }
+    return type("Connection", (_Connection,), limits)
+
+
+class Room:
+    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most, self._inside = app, most, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            await self._app(scope, receive, send)
+            return
+        if self._inside >= self._most:
+            answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
+            await answer(scope, receive, send)
+            return
+        self._inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._inside -= 1

@@ -1,0 +1,262 @@
+"""Row correction and centring in the reference: the same mathematics, on their head alone, and how exact they are."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreshock.benchmarks.row_error import mean_error
+from foreshock.contract.modes import Mode, parse_mode
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.kernels.flash_attention import AttentionSpec, CausalAlignment, Numerics, new_state, reference
+from foreshock.kernels.flash_attention.centring import refusal
+
+CURES = (
+    "row_corrected",
+    "centred_keys",
+    "centred_values",
+    "exact_delta+row_corrected",
+    "exact_delta+centred_keys",
+    "row_corrected+centred_keys",
+    "centred_keys+centred_values",
+    "exact_delta+row_corrected+centred_keys+centred_values",
+)
+
+
+class Shape(NamedTuple):
+    """What is asked of attention."""
+
+    queries: int = 20
+    keys: int = 20
+    heads: int = 1
+    kv_heads: int = 1
+    batch: int = 1
+    packed: bool = False
+    causal: CausalAlignment = "top_left"
+    window: tuple[int, int] = (-1, -1)
+    cap: float = 0.0
+    dropout: float = 0.0
+    offset: float = 0.0
+    seed: int = 0
+
+
+GROUPED = {(2, 2), (4, 2), (3, 1)}
+SHAPES = st.builds(
+    lambda heads, **given: Shape(heads=heads[0], kv_heads=heads[1], **given),
+    heads=st.sampled_from(sorted(GROUPED)),
+    queries=st.integers(1, 24),
+    keys=st.integers(1, 24),
+    batch=st.integers(1, 2),
+    packed=st.booleans(),
+    causal=st.sampled_from(("none", "top_left", "bottom_right")),
+    window=st.sampled_from(((-1, -1), (4, 2), (0, 7), (5, -1))),
+    cap=st.sampled_from((0.0, 0.0, 3.0)),
+    dropout=st.sampled_from((0.0, 0.0, 0.3)),
+    offset=st.sampled_from((0.0, 30.0, 300.0, 3000.0, 1e4)),
+    seed=st.integers(0, 2**31),
+)
+
+
+class Problem:
+    """Random attention whose keys share what makes an offset, and whose values share a part too."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(shape.seed)
+        batch, kv_heads, dim = 1 if shape.packed else shape.batch, shape.kv_heads, 16
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator)
+
+        common = draw(batch, kv_heads, 1, dim)
+        common /= common.norm(dim=-1, keepdim=True)
+        query = draw(batch, shape.heads, shape.queries, dim)
+        query += 4 * common.repeat_interleave(shape.heads // kv_heads, 1)
+        key = draw(batch, kv_heads, shape.keys, dim) + common * shape.offset
+        value = draw(batch, kv_heads, shape.keys, dim) + 3 * draw(batch, kv_heads, 1, dim)
+        grad = draw(batch, shape.heads, shape.queries, dim)
+        # All arms see the same numbers, of 16 bits.
+        self.tensors = [x.bfloat16().to(dtype) for x in (grad, query, key, value)]
+        self.heads, self.shape = shape.heads, shape
+        self.spec = AttentionSpec(0.25, shape.causal, *shape.window, shape.cap, shape.dropout)
+        self.seed = torch.tensor(17) if shape.dropout else None
+        self.cu_queries = _cut(shape.queries) if shape.packed else None
+        self.cu_keys = _cut(shape.keys) if shape.packed else None
+
+    def run(self, numerics: Numerics, *modes: Mode, then: Mode | None = None) -> tuple[list[Tensor], Tensor]:
+        """out, lse, row_max, dQ, dK, dV; and the state. `then` is every head's mode in the backward, if another."""
+        grad, query, key, value = self.tensors
+        spec = replace(self.spec, numerics=numerics)
+        flags = torch.tensor([int(mode) for mode in modes], dtype=torch.int32) if modes else None
+        out, residual, lse, row_max = reference.attention_forward(
+            query,
+            key,
+            value,
+            flags,
+            self.cu_queries,
+            self.cu_keys,
+            self.shape.queries,
+            self.shape.keys,
+            self.seed,
+            spec,
+        )
+        if then is not None:
+            flags = torch.full((self.heads,), int(then), dtype=torch.int32)
+        state = new_state(self.heads)
+        grads = reference.attention_backward(
+            grad, query, key, value, out, residual, lse, row_max, state, flags, self.cu_queries, self.cu_keys,
+            self.shape.queries, self.shape.keys, self.seed, spec,
+        )  # fmt: skip
+        return [out, lse, row_max, *grads], state
+
+    def served(self, mode: Mode) -> bool:
+        return refusal(mode, self.spec) is None
+
+
+def _cut(total: int) -> Tensor:
+    """Three sequences, one of them empty where there is no more, and rows that belong to none."""
+    return torch.tensor([0, total // 3, total // 3, total - total // 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", CURES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=SHAPES)
+def test_a_cure_computes_the_same_mathematics_whatever_is_asked_of_attention(name: str, shape: Shape) -> None:
+    mode, problem = parse_mode(name), Problem(shape, torch.float64)
+    if not problem.served(mode):
+        return
+    plain, _ = problem.run("float64")
+    cured, _ = problem.run("float64", *[mode] * problem.heads)
+    size = 1e-10 * max(1.0, *(x[x.isfinite()].abs().max().item() for x in plain if x.isfinite().any()))
+    for got, want in zip(cured, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=size)
+
+
+@pytest.mark.parametrize("numerics", ["kernel", "paper"])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(shape=SHAPES, mode=st.sampled_from(CURES).map(parse_mode))
+def test_heads_beside_a_cured_one_keep_their_bits(numerics: Numerics, shape: Shape, mode: Mode) -> None:
+    problem = Problem(shape, torch.bfloat16)
+    if not problem.served(mode):
+        return
+    plain, state = problem.run(numerics)
+    cured, cured_state = problem.run(numerics, mode, *[Mode.PLAIN] * (problem.heads - 1))
+    for before, after in zip(plain[:4], cured[:4], strict=True):
+        assert torch.equal(before[:, 1:], after[:, 1:])
+    for before, after in zip(plain[4:], cured[4:], strict=True):
+        assert torch.equal(before[:, 1:], after[:, 1:]) or shape.kv_heads == 1
+    assert torch.equal(state[1:], cured_state[1:])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(shape=SHAPES)
+def test_a_row_correction_leaves_the_forward_and_what_is_counted_as_they_are(shape: Shape) -> None:
+    problem = Problem(shape, torch.bfloat16)
+    (plain, state), (cured, cured_state) = (
+        problem.run("kernel", *[mode] * problem.heads) for mode in (Mode.PLAIN, Mode.ROW_CORRECTED)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], cured[:3], strict=True))
+    assert torch.equal(plain[5], cured[5])
+    assert torch.equal(state, cured_state)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=SHAPES, mode=st.sampled_from(CURES).map(parse_mode))
+def test_a_cure_errs_no_more_than_plain_attention_does(shape: Shape, mode: Mode) -> None:
+    problem = Problem(shape, torch.bfloat16)
+    if not problem.served(mode):
+        return
+    plain, _ = problem.run("kernel")
+    cured, _ = problem.run("kernel", *[mode] * problem.heads)
+    truth, _ = Problem(shape, torch.float64).run("float64")
+    for name, got, peer, want in zip(("out", "dQ", "dK", "dV"), cured[:1] + cured[3:], plain[:1] + plain[3:],
+                                     truth[:1] + truth[3:], strict=True):  # fmt: skip
+        allowed = (peer.double() - want).norm() + 0.02 * want.norm() + 1e-5
+        assert (got.double() - want).norm() <= allowed, name
+
+
+OFFSETS = [0.0, 30.0, 300.0, 3000.0, 1e4]
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("name", ["row_corrected", "row_corrected+centred_keys"])
+def test_a_corrected_row_is_as_exact_as_float32_up_to_a_factor_of_two(name: str, offset: float) -> None:
+    """With values that share a part, which makes O and its rounding large."""
+    float32, given = mean_error(offset, Mode.PLAIN, "float32"), mean_error(offset, parse_mode(name), "kernel")
+    assert given.weight <= 2 * float32.weight
+    assert given.row_sum <= 2 * float32.row_sum
+    assert given.key_sum <= 2 * float32.key_sum
+
+
+@pytest.mark.parametrize("offset", OFFSETS[2:])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("centred_keys", 100), ("exact_delta+centred_keys", 400), ("row_corrected", 500)]
+)
+def test_a_common_key_no_longer_multiplies_the_error_of_the_query_gradients(
+    name: str, factor: float, offset: float
+) -> None:
+    plain, cured = (mean_error(offset, mode, "kernel") for mode in (Mode.PLAIN, parse_mode(name)))
+    assert factor * cured.weight <= plain.weight
+
+
+def offset_and_lse(mode: Mode, common: float) -> tuple[float, Tensor, dict[Slot, float]]:
+    results, state = Problem(Shape(offset=common, seed=3), torch.bfloat16).run("kernel", mode)
+    counted = {slot: slot_values(state.numpy(), slot).item() for slot in Slot}
+    return counted[Slot.SCORE_OFFSET_SUM] / counted[Slot.ROWS], results[1], counted
+
+
+def test_statistics_speak_of_the_scores_that_are_computed_with_and_lse_of_those_that_were_asked_for() -> None:
+    _, plain_lse, plain = offset_and_lse(Mode.PLAIN, 300.0)
+    offset, lse, counted = offset_and_lse(Mode.CENTRED_KEYS, 300.0)
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-2)
+    assert plain[Slot.SCORE_MAX] > 200
+    assert counted[Slot.SCORE_MAX] < 50
+    assert abs(offset) < 20
+    assert counted[Slot.ROWS] == plain[Slot.ROWS]
+
+
+@pytest.mark.parametrize("name", ["centred_keys", "centred_keys+centred_values"])
+def test_a_mode_may_change_between_forward_and_backward(name: str) -> None:
+    mode = parse_mode(name)
+    shape = Shape(heads=2, packed=True, offset=300.0, seed=5)
+    problem = Problem(shape, torch.bfloat16)
+    truth = Problem(shape, torch.float64).run("float64")[0]
+    for first, second in ((Mode.PLAIN, mode), (mode, Mode.PLAIN)):
+        *_, grad_key, grad_value = problem.run("kernel", first, first, then=second)[0]
+        torch.testing.assert_close(grad_key.double(), truth[4], rtol=0.05, atol=0.1)
+        torch.testing.assert_close(grad_value.double(), truth[5], rtol=0.05, atol=0.1)
+
+
+@pytest.mark.promise("K3")
+@pytest.mark.parametrize("mode", [Mode.CENTRED_KEYS, Mode.CENTRED_VALUES, Mode.ROW_CORRECTED])
+def test_a_key_that_is_no_number_touches_only_the_rows_that_see_it(mode: Mode) -> None:
+    problem = Problem(Shape(queries=12, keys=12, seed=9), torch.bfloat16)
+    problem.tensors[2][0, 0, 7, 3] = math.nan
+    (out, _, _, grad_query, *_), state = problem.run("kernel", mode)
+    assert out[:, :, :7].isfinite().all()
+    others = [column for column in range(16) if column != 3]  # 0 times NaN is NaN, in plain attention too
+    assert grad_query[:, :, :7, others].isfinite().all()
+    assert slot_values(state.numpy(), Slot.NONFINITE_ROWS).item() == 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "sentence"),
+    [
+        (Mode.CENTRED_KEYS, {"softcap": 20.0}, r"centred_keys does not serve a softcap.*row_corrected"),
+        (Mode.CENTRED_VALUES, {"dropout_p": 0.1}, r"centred_values does not serve dropout.*row_corrected"),
+        (Mode.CENTRED_VALUES | Mode.STABLE_SOFTMAX, {}, "stable_softmax and paper_softmax exclude centred_values"),
+    ],
+)
+def test_what_a_cure_cannot_serve_is_refused_with_a_sentence(
+    mode: Mode, options: dict[str, float], sentence: str
+) -> None:
+    query = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    modes = torch.tensor([0, int(mode)], dtype=torch.int32)
+    spec = AttentionSpec(1.0, **options)  # type: ignore[arg-type]
+    seed = torch.tensor(1) if spec.dropout_p else None
+    with pytest.raises(ValueError, match=f"head 1 has mode {int(mode)}: {sentence}"):
+        reference.attention_forward(query, query, query, modes, None, None, 4, 4, seed, spec)

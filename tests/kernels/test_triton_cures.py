@@ -1,0 +1,177 @@
+"""Row correction and centring in the Triton kernels: against float64 and the reference, on their heads alone."""
+
+import pytest
+import torch
+from tests.kernels.triton_calls import (
+    CUDA,
+    DEVICE,
+    Inputs,
+    Outputs,
+    attend,
+    attend_by_reference,
+    largest_error,
+    random_inputs,
+    scaled,
+    truth,
+)
+
+from foreshock.contract.modes import Mode, parse_mode
+from foreshock.contract.slots import COUNT_SLOTS, Slot
+from foreshock.kernels.flash_attention import AttentionSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+EVERY = "exact_delta+row_corrected+centred_keys+centred_values"
+CASES = [
+    pytest.param("row_corrected", 70, 70, 32, 2, 1, {"causal": "top_left"}, 300.0, id="rows, causal, grouped"),
+    pytest.param("row_corrected", 33, 75, 40, 2, 2, {"causal": "bottom_right"}, 30.0, id="rows, bottom right"),
+    pytest.param("row_corrected", 50, 50, 32, 2, 2, {"softcap": 20.0}, 3.0, id="rows, softcap"),
+    pytest.param(
+        "row_corrected", 50, 50, 32, 2, 2, {"scale": -0.2, "window_left": 9}, 300.0, id="rows, negative scale"
+    ),
+    pytest.param("centred_keys", 75, 33, 32, 2, 1, {"causal": "bottom_right"}, 1e4, id="keys, empty rows"),
+    pytest.param("centred_values", 64, 64, 32, 2, 2, {"window_left": 10, "window_right": 0}, 0.0, id="values, window"),
+    pytest.param(EVERY, 70, 70, 24, 4, 2, {"causal": "top_left"}, 3000.0, id="all, causal, grouped"),
+]
+if CUDA:
+    CASES += [
+        pytest.param(mode, length, length, dim, 8, kv, options, offset, id=f"{mode}, {dim}, {length}, {kv}, {options}")
+        for mode in ("row_corrected", "centred_keys", "centred_values", "row_corrected+centred_keys", EVERY)
+        for length, dim, kv, options, offset in (
+            (1024, 64, 8, {"causal": "top_left"}, 300.0),
+            (1000, 128, 1, {"causal": "top_left"}, 3000.0),
+            (777, 256, 4, {}, 30.0),
+            (900, 96, 2, {"window_left": 100, "window_right": 50}, 1e4),
+        )
+    ]
+
+
+def flags(*modes: Mode) -> torch.Tensor:
+    return torch.tensor([int(mode) for mode in modes], dtype=torch.int32, device=DEVICE)
+
+
+def common(inputs: Inputs, offset: float) -> Inputs:
+    """The same with queries and keys that share a direction, for an offset of about this size, and values another."""
+    generator = torch.Generator().manual_seed(11)
+    dim = inputs.key.shape[3]
+    direction = torch.randn(dim, generator=generator).to(DEVICE)
+    direction /= direction.norm()
+    shared = 3 * torch.randn(dim, generator=generator).to(DEVICE)
+    return Inputs(
+        (inputs.query + 4 * direction).to(inputs.query.dtype),
+        (inputs.key + direction * offset * dim**0.5 / 4).to(inputs.key.dtype),
+        (inputs.value + shared).to(inputs.value.dtype),
+        inputs.grad,
+    )
+
+
+def same_but_for(cured: Outputs, plain: Outputs, head: int) -> bool:
+    """Whether all other heads kept their bits, in all that is theirs alone."""
+    others = [each for each in range(plain.out.shape[1]) if each != head]
+    kept = all(torch.equal(a[:, others], b[:, others]) for a, b in zip(cured[:5], plain[:5], strict=True))
+    return kept and torch.equal(cured.state[others], plain.state[others])
+
+
+@pytest.mark.promise("K1")
+@pytest.mark.parametrize(("name", "length_q", "length_k", "dim", "heads", "kv_heads", "options", "offset"), CASES)
+def test_a_cured_head_is_right_and_the_others_keep_their_bits(
+    name: str, length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object],
+    offset: float,
+) -> None:  # fmt: skip
+    inputs, spec = common(random_inputs(length_q, length_k, dim, heads, kv_heads), offset), scaled(dim, **options)
+    mode = parse_mode(name)
+    modes = flags(mode, *[Mode.PLAIN] * (heads - 1))
+    given, expected = attend(inputs, spec, modes), attend_by_reference(inputs, spec, modes=modes)
+    exact, plain = truth(inputs, spec), attend(inputs, spec, flags(*[Mode.PLAIN] * heads))
+    for field in ("out", "grad_query", "grad_key", "grad_value"):
+        error = largest_error(getattr(expected, field), getattr(exact, field))
+        assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
+    torch.testing.assert_close(given.lse, expected.lse, rtol=1e-6, atol=1e-4)
+    assert same_but_for(given, plain, 0)
+    for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS):
+        assert given.counts(slot) == expected.counts(slot)
+    for slot in (Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM):
+        assert given.counts(slot) == pytest.approx(expected.counts(slot), rel=1e-4, abs=0.05 * length_q)
+    if name == "row_corrected":
+        assert all(torch.equal(a, b) for a, b in zip(given[:4], plain[:4], strict=True))
+        assert torch.equal(given.grad_value, plain.grad_value)
+        assert torch.equal(given.state, plain.state)
+
+
+@pytest.mark.parametrize("name", ["row_corrected", "row_corrected+centred_keys"])
+def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300(name: str) -> None:
+    inputs, spec = common(random_inputs(96, 96, 32, 1, 1), 300.0), scaled(32, causal="top_left")
+    exact = truth(inputs, spec).grad_query
+    plain, cured = (
+        (attend(inputs, spec, flags(mode)).grad_query.double() - exact).norm().item()
+        for mode in (Mode.PLAIN, parse_mode(name))
+    )
+    assert 100 * cured <= plain
+    assert cured <= 0.006 * exact.norm().item()
+
+
+@pytest.mark.parametrize("name", ["row_corrected+centred_keys", "centred_keys+centred_values"])
+def test_packed_sequences_are_centred_each_by_itself(name: str) -> None:
+    lengths_q, lengths_k, total = [5, 40, 1], [9, 33, 3], 60
+    inputs, spec = (
+        common(random_inputs(total, total, 32, heads=2, kv_heads=1), 300.0),
+        scaled(32, causal="bottom_right"),
+    )
+    modes = flags(Mode.PLAIN, parse_mode(name))
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+        for lengths in (lengths_q, lengths_k)
+    )
+    packed = attend(inputs, spec, modes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
+    for index in range(len(lengths_q)):
+        q, k = (slice(int(cu[index]), int(cu[index + 1])) for cu in (cu_q, cu_k))
+        one = Inputs(inputs.query[:, :, q], inputs.key[:, :, k], inputs.value[:, :, k], inputs.grad[:, :, q])
+        alone = attend(one, spec, modes)
+        for field, rows in (("out", q), ("lse", q), ("grad_query", q), ("grad_key", k), ("grad_value", k)):
+            assert torch.equal(getattr(packed, field)[:, :, rows], getattr(alone, field)), field
+
+
+@pytest.mark.parametrize("name", ["row_corrected", "row_corrected+centred_keys"])
+def test_dropout_keeps_what_the_reference_keeps_under_a_cure(name: str) -> None:
+    inputs, spec = common(random_inputs(34, 34, 32, heads=2, kv_heads=1), 30.0), scaled(32, dropout_p=0.3)
+    seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
+    modes = flags(parse_mode(name), Mode.PLAIN)
+    given = attend(inputs, spec, modes, seed=seed)
+    expected, exact = attend_by_reference(inputs, spec, modes=modes, seed=seed), truth(inputs, spec, seed=seed)
+    for field in ("out", "grad_query", "grad_key", "grad_value"):
+        error = largest_error(getattr(expected, field), getattr(exact, field))
+        assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
+    assert same_but_for(given, attend(inputs, spec, flags(Mode.PLAIN, Mode.PLAIN), seed=seed), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        (Mode.CENTRED_KEYS, {"softcap": 9.0}),
+        (Mode.CENTRED_VALUES, {"dropout_p": 0.2}),
+        (Mode.STABLE_SOFTMAX | Mode.CENTRED_VALUES, {}),
+    ],
+)
+def test_a_flag_that_is_refused_is_left_out_where_a_kernel_cannot_refuse(mode: Mode, options: dict[str, float]) -> None:
+    inputs, spec = random_inputs(40, 40, 32, 1, 1), AttentionSpec(0.2, **options)  # type: ignore[arg-type]
+    seed = torch.tensor(5, device=DEVICE) if spec.dropout_p else None
+    given = attend(inputs, spec, flags(mode), seed=seed)
+    wanted = Mode.CENTRED_VALUES if mode & Mode.STABLE_SOFTMAX else Mode.PLAIN
+    for a, b in zip(given, attend(inputs, spec, flags(wanted), seed=seed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_large_scores_are_counted_as_those_of_the_centred_keys() -> None:
+    """Rows past 512 in size are counted once more, from scores that are formed again (ties.py)."""
+    inputs = random_inputs(64, 64, 32, 1, 1)
+    inputs.key[:, :, 32:] = inputs.key[:, :, :32]  # every row ties
+    large = Inputs(inputs.query * 256, inputs.key, inputs.value, inputs.grad)
+    given, expected = (
+        call(large, scaled(32), modes=flags(Mode.CENTRED_KEYS)) for call in (attend, attend_by_reference)
+    )
+    assert given.counts(Slot.SCORE_MAX)[0] > 512
+    for slot in COUNT_SLOTS:
+        assert given.counts(slot) == expected.counts(slot), slot.name

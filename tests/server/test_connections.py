@@ -1,0 +1,97 @@
+"""Who connects and then does nothing, or next to nothing, takes nobody's place."""
+
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from foreshock.server.testing import FakeRank, LiveService
+
+SECRET = "a-secret-of-sixteen-or-more"
+SILENT = {
+    "nothing": b"",
+    "a line without an end": b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+    "empty lines": b"\r\n\r\n",
+    "a body that does not come": (
+        b"POST /v1/login HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{"
+    ),
+}
+FEW = {
+    "FORESHOCK_TOKEN": SECRET,
+    "FORESHOCK_CONNECTIONS": "40",
+    "FORESHOCK_HEADER_SECONDS": "3",
+    "FORESHOCK_BODY_SECONDS": "4",
+}
+
+
+def connected(service: LiveService) -> socket.socket:
+    address = urlsplit(service.url)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=30)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the service closes the connection, be it after an answer."""
+    try:
+        while connection.recv(65_536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.promise("S4")
+@pytest.mark.parametrize("sent", SILENT)
+def test_a_connection_that_asks_nothing_ends(tmp_path: Path, sent: str) -> None:
+    with LiveService(tmp_path, FEW) as service, connected(service) as connection:
+        connection.sendall(SILENT[sent])
+        assert ended(connection)
+
+
+@pytest.mark.promise("S4")
+def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place(tmp_path: Path) -> None:
+    with LiveService(tmp_path, {**FEW, "FORESHOCK_HEADER_SECONDS": "600"}) as service, ExitStack() as opened:
+        silent = [opened.enter_context(connected(service)) for _ in range(120)]
+        for number, connection in enumerate(silent):
+            try:
+                connection.sendall(list(SILENT.values())[number % 3])
+            except ConnectionError:
+                continue  # it has made room already
+        rank = FakeRank()
+        with service.client(SECRET) as client:
+            for step in range(5):
+                assert client.get("/healthz").status_code == 200
+                batch = rank.batch(rank.started(), rank.sample(step + 1)).model_dump_json()
+                headers = {"content-type": "application/json"}
+                assert client.post("/v1/batches", content=batch, headers=headers).status_code == 200
+        assert sum(_alive(connection) for connection in silent) <= 40
+
+
+def _alive(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.promise("S5")
+def test_headers_without_an_end_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    with LiveService(tmp_path, FEW) as service, connected(service) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+        sent, began = 0, time.monotonic()
+        try:
+            while time.monotonic() - began < 20 and sent < 32 * 2**20:
+                line = b"X-A: " + b"a" * 8000 + b"\r\n"
+                connection.sendall(line)
+                sent += len(line)
+        except ConnectionError:
+            pass
+        assert sent < 8 * 2**20
+        assert ended(connection)

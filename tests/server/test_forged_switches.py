@@ -1,0 +1,110 @@
+"""What an agent says that it did is an order to the others only where the run's own policy and warnings bear it out."""
+
+from typing import Any
+
+import pytest
+
+from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
+from foreshock.server.testing import FakeRank
+
+pytestmark = pytest.mark.promise("S11")
+
+
+def told(
+    name: str = "local-1",
+    heads: tuple[HeadRef, ...] = ((0, 2),),
+    after: str = "exact_delta",
+    verdict: str | None = "warn-1",
+    outcome: Outcome = "applied",
+) -> Switched:
+    modes = (after,) * len(heads)
+    return Switched(
+        id=name,
+        step=20,
+        verdict=verdict,
+        outcome=outcome,
+        heads=heads,
+        before=("plain",) * len(heads),
+        after=modes,
+        reason="rounding drift",
+    )
+
+
+async def real_ranks(service: Any, policy: Policy) -> list[FakeRank]:
+    ranks = [FakeRank(rank=number) for number in range(3)]
+    for rank in ranks:
+        await service.store(rank, rank.started(policy=policy), rank.sample(19))
+    return ranks
+
+
+async def delivered(service: Any, ranks: list[FakeRank]) -> list[str]:
+    return [command.mode for rank in ranks for command in (await service.store(rank, rank.sample(30))).commands]
+
+
+async def states(service: Any) -> list[str]:
+    return [command["state"] for command in (await service.get("/v1/runs/run-1/commands"))["commands"]]
+
+
+@pytest.mark.parametrize("policy", ["observe", "approve"])
+@pytest.mark.parametrize(("rank", "boot"), [(0, "b2"), (9, "b1")])
+def test_a_boot_that_says_auto_orders_nothing_where_the_others_do_not(
+    play: Any, policy: Policy, rank: int, boot: str
+) -> None:
+    async def story(service: Any) -> None:
+        ranks = await real_ranks(service, policy)
+        forged = FakeRank(rank=rank, boot=boot)
+        await service.store(forged, forged.started(policy="auto"), forged.verdict(20), told())
+        assert await delivered(service, ranks) == []
+        assert await states(service) == ["proposed"]
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "switched"),
+    [
+        (None, told()),
+        ({}, told(verdict=None)),
+        ({}, told(verdict="another")),
+        ({"state": "cleared"}, told()),
+        ({"cause": "score growth"}, told()),
+        ({"severity": "info"}, told()),
+        ({}, told(after="plain")),
+        ({}, told(after="paper_softmax")),
+        ({}, told(heads=((7, 7),))),
+    ],
+)
+def test_what_no_standing_warning_calls_for_is_at_most_proposed(
+    play: Any, verdict: dict[str, Any] | None, switched: Switched
+) -> None:
+    async def story(service: Any) -> None:
+        ranks = await real_ranks(service, "auto")
+        said = [] if verdict is None else [ranks[0].verdict(20, **verdict)]
+        await service.store(ranks[0], *said, switched)
+        assert await delivered(service, ranks) == []
+        assert set(await states(service)) <= {"proposed", "applied"}
+
+    play(story)
+
+
+def test_what_a_standing_warning_calls_for_reaches_the_others_under_auto(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ranks = await real_ranks(service, "auto")
+        await service.store(ranks[1], ranks[1].verdict(20), told())
+        assert await delivered(service, ranks) == ["exact_delta", "exact_delta"]
+
+    play(story)
+
+
+def test_proposals_that_nobody_decides_are_few(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(rank=number, layers=4, heads=range(32)) for number in range(2)]
+        for rank in ranks:
+            await service.store(rank, rank.started(policy="observe"), rank.sample(19))
+        refs = [(layer, head) for layer in range(4) for head in range(32)]
+        switches = [told(f"s-{i}", (ref,), outcome="proposed") for i, ref in enumerate(refs)]
+        await service.store(ranks[0], *switches)
+        answer = await service.get("/v1/runs/run-1/commands", limit=500)
+        assert 16 <= len(answer["commands"]) <= 64
+
+    play(story)
