@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from foreshock import __version__
+from foreshock.cli.benchmarks import bench
+from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.service_client import DEFAULT_URL
 from foreshock.contract.modes import MODE_NAMES
@@ -27,13 +29,9 @@ app = typer.Typer(
 lab = typer.Typer(
     cls=Commands, no_args_is_help=True, help="The failure laboratory: make failures happen, score detectors."
 )
-bench = typer.Typer(cls=Commands, no_args_is_help=True, help="Benchmarks, each with a peer in the same run.")
-dashboards = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Grafana boards and alert rules, made from the catalogue."
-)
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
-app.add_typer(dashboards, name="dashboards")
+app.add_typer(boards, name="dashboards")
 
 Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
 Token = Annotated[
@@ -147,7 +145,6 @@ def switch(
     from rich.console import Console
 
     from foreshock.cli import runs as text
-    from foreshock.cli.errors import CommandError
     from foreshock.cli.service_client import ServiceClient
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
@@ -355,128 +352,3 @@ def lab_claims(
     from foreshock.lab.diagnosis.claims import lab_claims as evaluate
 
     typer.echo(evaluate(runs, batches=batches, report=report))
-
-
-@bench.command("attention")
-def bench_attention(
-    json: Annotated[Path | None, typer.Option(help="Write every cell of the table.")] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of the interleaved timings.", min=3)] = 15,
-) -> None:
-    """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
-    from foreshock.benchmarks import attention
-
-    attention.main(None if json is None else str(json), repeats)
-
-
-@bench.command("spectral")
-def bench_spectral(
-    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed calls.", min=3)] = 9,
-) -> None:
-    """Time the spectral norms of 32 layers of 32 heads, d_model 4096, and check them. Needs a CUDA GPU."""
-    from foreshock.benchmarks import spectral
-
-    spectral.main(None if json is None else str(json), repeats)
-
-
-@bench.command("detectors")
-def bench_detectors(json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None) -> None:
-    """Time the detectors: 80 layers of 64 heads on one core, words to verdicts. Set OMP_NUM_THREADS=1."""
-    from foreshock.benchmarks import detectors
-
-    detectors.main(json)
-
-
-@bench.command("agent")
-def bench_agent(
-    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
-    rounds: Annotated[int, typer.Option(help="Blocks of steps that each arm trains, in turn.", min=1)] = 12,
-    shape: Annotated[str | None, typer.Option(help="Only this one: gpt2-small or llama-1b.")] = None,
-) -> None:
-    """Time training steps: without foreshock, with its kernels, its agent, with attention kept. Needs a CUDA GPU."""
-    from foreshock.benchmarks import agent_step
-
-    agent_step.main(json, rounds, shape)
-
-
-@bench.command("ingest")
-def bench_ingest(
-    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each phase.", min=1.0)] = 20.0,
-    database_url: Annotated[
-        str | None, typer.Option(help="A PostgreSQL database that may be written to; SQLite by default.")
-    ] = None,
-) -> None:
-    """Drive a real service over loopback: batches a second, then ten times the clients, then what comes after."""
-    from foreshock.benchmarks import ingest
-
-    ingest.main(json, seconds=seconds, database_url=database_url)
-
-
-@bench.command("page")
-def bench_page(
-    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep the filled store here, 3 GB; found there, it is used again.")
-    ] = None,
-) -> None:
-    """Draw runs of 600,000 steps in a real Chromium: queries, first paint, scrubbing through the heat map."""
-    from foreshock.benchmarks import page
-
-    page.main(json, folder=folder)
-
-
-@dashboards.command("generate")
-def dashboards_generate() -> None:
-    """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""
-    from foreshock.dashboards import generate
-
-    for path in generate.generate(_checkout()):
-        typer.echo(path)
-
-
-@dashboards.command("check")
-def dashboards_check() -> None:
-    """Say which generated files differ from what the catalogue says."""
-    from foreshock.dashboards import generate
-
-    changed = generate.check(_checkout())
-    if changed:
-        raise ValueError(f"stale: {', '.join(map(str, changed))}; run `make docs`")
-
-
-def _checkout() -> Path:
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "pyproject.toml").is_file():
-        raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
-    return root
-
-
-@dashboards.command("push")
-def dashboards_push(
-    grafana_url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="Address of Grafana.")],
-    grafana_token: Annotated[str, typer.Option(envvar="GRAFANA_TOKEN", help="Token of a service account, Editor.")],
-    service_url: Annotated[str, typer.Option(help="Address of the service, as people reach it.")] = DEFAULT_URL,
-    prometheus_url: Annotated[
-        str | None, typer.Option(help="Make the data source too, for this Prometheus (needs Admin).")
-    ] = None,
-    alert_rules: Annotated[
-        str, typer.Option(help="leave, push or remove Grafana-managed rules; Prometheus has the same rules.")
-    ] = "leave",
-) -> None:
-    """Load the boards into a Grafana that is not provisioned by file."""
-    from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
-    from foreshock.dashboards.push import push
-    from foreshock.dashboards.rules import Links
-
-    if alert_rules not in ("leave", "push", "remove"):
-        raise ValueError(f"--alert-rules {alert_rules!r} is unknown; allowed are leave, push, remove")
-    client = GrafanaClient(grafana_url, grafana_token)
-    try:
-        links = Links(grafana=grafana_url, service=service_url)
-        for line in push(client, links, prometheus_url=prometheus_url, alert_rules=alert_rules):  # type: ignore[arg-type]
-            typer.echo(line)
-    except GrafanaError as error:
-        raise CommandError(str(error)) from None
-    finally:
-        client.close()

@@ -6,7 +6,7 @@ here and nowhere else, so that another client can take its place:
 
 - It reads every answer as JSON, so an empty one (204 No Content) raises after the call has succeeded.
 - Its data source methods use numeric ids, which Grafana 13 refuses; uids go through the generic caller.
-- It knows nothing of unified alerting and no annotation by a dashboard's uid; the same way out.
+- It knows nothing of unified alerting; the same way out.
 """
 
 from collections.abc import Callable
@@ -112,11 +112,6 @@ class GrafanaClient:
                 return False
             raise
         return True
-
-    def annotate(self, dashboard_uid: str, text: str, tags: list[str], unix_seconds: float) -> int:
-        """Put a mark with a text on a dashboard; returns the annotation's number."""
-        body = {"dashboardUID": dashboard_uid, "time": round(unix_seconds * 1000), "tags": tags, "text": text}
-        return int(self._call(lambda: self._face.api.POST("/annotations", json=body))["id"])
 
     def _find(self, call: Callable[[], Any]) -> Any:
         """The answer, or None where Grafana says that there is no such thing."""

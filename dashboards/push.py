@@ -1,7 +1,6 @@
 """Loads the boards, and if asked the alert rules, into a Grafana that is not provisioned by file."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from foreshock.dashboards.boards import boards
@@ -56,22 +55,3 @@ def push(
     elif alert_rules == "remove":
         removed = client.delete_rule_group(FOLDER, GROUP)
         yield "alert rules removed" if removed else "no alert rules to remove"
-
-
-def annotate_switch(
-    client: GrafanaClient,
-    *,
-    run: str,
-    heads: Sequence[tuple[int, int]],
-    mode: str,
-    reason: str,
-    unix_seconds: float | None = None,
-) -> int:
-    """Mark a switch on the run's board, with its reason in words; `heads` are (layer, head). Returns its number."""
-    where = ", ".join(f"layer {layer} head {head}" for layer, head in heads)
-    return client.annotate(
-        "foreshock-run",
-        f"{run}: {where} switched to {mode}. {reason}",
-        ["foreshock", "switch", f"run:{run}", f"mode:{mode}"],
-        time.time() if unix_seconds is None else unix_seconds,
-    )

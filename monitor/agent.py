@@ -1,78 +1,39 @@
 """The agent: at each optimizer-step boundary it samples, detects, decides and switches; it never raises."""
 
 import atexit
-import importlib.metadata
-import logging
 import os
-import platform
 import secrets
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.modes import mode_name
-from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.contract.slots import Floats
 from foreshock.monitor.attention.standing import Standing
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
-from foreshock.monitor.config import AgentConfig, new_run_name
-from foreshock.monitor.detect.detectors import Detectors, Readings
+from foreshock.monitor.cadence import Cadence
+from foreshock.monitor.config import AgentConfig, new_run_name, versions
+from foreshock.monitor.detect.detectors import Detecting, Detectors, Readings
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.model.layers import Projection
+from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.policy import decide
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.judging import Judge, Judged
 from foreshock.monitor.sampling.norms import Measured, ModelNorms
-from foreshock.monitor.sampling.sample import Draft, GramsDraft, SampleDraft
+from foreshock.monitor.sampling.sample import GramsDraft, SampleDraft
 from foreshock.monitor.switch import Switchboard
-from foreshock.monitor.transport.sender import Sender
-
-logger: Final = logging.getLogger("foreshock")
 
 Status = Literal["completed", "failed", "stopped"]
-Sink = Callable[[wire.Event], None]
-
-
-class Detecting(Protocol):
-    """What the agent needs of its detectors (foreshock.monitor.detect.detectors.Detectors)."""
-
-    def update(self, readings: Readings) -> list[wire.Verdict]:
-        """What one merged sample says: verdicts raised, updated or cleared."""
-
-    @property
-    def risk(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """How near a warning each head is, [N] in [0, 1]."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Back to a saved state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
-    """What `attach` put into the model. `state` int64 [N, SLOT_COUNT] and `modes` int32 [N] lie on its device."""
-
-    state: Tensor
-    modes: Tensor
-    layers: tuple[wire.Layer, ...]
-    watched: tuple[nn.Module, ...]
-    projections: tuple[Projection | None, ...]
-    report: str
-    keeper: Keeper | None = None
-    """Who serves each layer; None in tests without a model."""
-    unwatched: int = 0
-    """Attention modules that were found and cannot be watched."""
 
 
 class Agent:
@@ -103,8 +64,6 @@ class Agent:
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
         self._judging = Judge(self._judge)
-        self._sinks: list[Sink] = []
-        self._sender: Sender | None = None
         self._guards = {
             name: Guard(name, self.faults, strict=config.strict)
             for name in (
@@ -120,15 +79,10 @@ class Agent:
                 "sender",
             )
         }
-        self._started = self._closed = self._busy = self._sampled = False
-        self._watch_until = -1
-        self._last_sample_at = self._last_step_at = time.monotonic()
-        self._step_times: list[float] = []
-        self._agent_seconds = 0.0
-        self._norms_at: int | None = None
-        self._adds_up = False
+        self._outbox = Outbox(self._guards)
+        self._cadence = Cadence(config)
+        self._started = self._closed = self._busy = False
         self._began_at = 0
-        self._parts: deque[GramsDraft] = deque()
         atexit.register(self.close, "stopped")
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -151,87 +105,52 @@ class Agent:
         began = time.perf_counter()
         self._busy = True
         try:
-            with self._guards["agent"] as guard:
-                if guard.on:
-                    self._boundary(loss, grad_norm, learning_rate, step)
+            self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
         finally:
             self._busy = False
-            self._agent_seconds += time.perf_counter() - began
+            self._cadence.agent_took(time.perf_counter() - began)
 
     def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
         self._begin()
-        self._advance(step)
-        with self._guards["loss"] as guard:
-            if guard.on:
-                self._collector.note(loss, grad_norm, learning_rate)
-        self._settle(self._collect(sample=self._due()))
-        if self._instruments.keeper is not None:
-            self._instruments.keeper.plan(self.current_step, self._watch_until)
-
-    def _advance(self, step: int | None) -> None:
-        now = time.monotonic()
-        self._step_times.append(now - self._last_step_at)
-        self._last_step_at = now
+        self._cadence.step_done()
         self.current_step = self.current_step + 1 if step is None else max(int(step), self.current_step)
-
-    def _due(self) -> bool:
-        since = self.current_step - self._collector.since_step
-        if not self._sampled or self.current_step <= self._watch_until or self._collector.crowded:
-            return since > 0
-        return since > 0 and self.current_step % self._stride(since) == 0
-
-    def _stride(self, since: int) -> int:
-        """Samples are due at multiples of it: sample_every_steps, doubled until they take sample_every_seconds.
-
-        Ranks make their steps together, so each comes to the same number or to another's double: the service finds the
-        samples of all ranks at the same steps, without a word between them.
-        """
-        step_seconds = (time.monotonic() - self._last_sample_at) / since
-        return _doubled(self.config.sample_every_steps, step_seconds, self.config.sample_every_seconds)
+        self._guards["loss"].run(self._collector.note, loss, grad_norm, learning_rate)
+        due = self._cadence.due(self.current_step, self._collector.since_step, crowded=self._collector.crowded)
+        self._settle(self._collect(sample=due))
+        if self._instruments.keeper is not None:
+            self._instruments.keeper.plan(self.current_step, self._cadence.watch_until)
 
     def _snapshot(self) -> None:
-        every = self.config.norms_every_steps
-        due = every and (self._norms_at is None or self._norms_due())
-        steps = max(len(self._step_times), 1)
+        step_seconds, agent_seconds = self._cadence.seconds_per_step()
         taken = self._collector.snapshot(
             self.current_step,
             self._switchboard.host,
-            norms=self._measure_norms if due else None,
-            step_seconds=sum(self._step_times) / steps,
-            agent_seconds=self._agent_seconds / steps,
+            norms=self._measure_norms if self._cadence.norms_due(self.current_step) else None,
+            step_seconds=step_seconds,
+            agent_seconds=agent_seconds,
         )
         if taken:
-            self._sampled = True
-            self._last_sample_at = time.monotonic()
-            self._step_times.clear()
-            self._agent_seconds = 0.0
-
-    def _norms_due(self) -> bool:
-        every = self.config.norms_every_steps
-        if not self._adds_up:
-            return self.current_step - (self._norms_at or 0) >= every
-        # Parts add up only if all ranks measure at the same step: as with `_stride`.
-        return self.current_step % _doubled(self.config.sample_every_steps, 1, every) == 0
+            self._cadence.sampled()
 
     def _measure_norms(self) -> Measured:
-        measured = Measured({})
-        with self._guards["norms"] as guard:
-            if guard.on:
-                measured = self._norms.measure()
-                self._adds_up |= bool(measured.parts)
-                self._norms_at = self.current_step
+        measured = self._guards["norms"].run(self._norms.measure)
+        if measured is None:
+            return Measured({})
+        self._cadence.norms_measured(self.current_step, parts=bool(measured.parts))
         return measured
 
     def _collect(self, *, sample: bool, wait: bool = False) -> list[Counted]:
         """The samples that have arrived, after starting another one if it is due."""
         counted: list[Counted] = []
-        with self._guards["collector"] as guard:
-            if guard.on:
-                if wait:  # makes room for one more
-                    counted = self._collector.landed(wait=True)
-                if sample:
-                    self._snapshot()
-                counted = counted + self._collector.landed(wait=wait)
+
+        def collect() -> None:
+            if wait:  # makes room for one more
+                counted.extend(self._collector.landed(wait=True))
+            if sample:
+                self._snapshot()
+            counted.extend(self._collector.landed(wait=wait))
+
+        self._guards["collector"].run(collect)
         return counted
 
     def _collect_the_rest(self) -> None:
@@ -247,57 +166,49 @@ class Agent:
             self._tell(judged)
         for sample in counted:
             self._judging.put(sample)
-        if self._parts:
-            with self._guards["sample"] as guard:
-                if guard.on:
-                    self._send_parts()
-        with self._guards["switch"] as guard:
-            if guard.on and self._sender is not None:
-                for command in self._sender.commands():
-                    done = self._switchboard.obey(command, step=self.current_step, unix_seconds=time.time())
-                    if done is not None:
-                        self._emit(done)
+        self._guards["sample"].run(self._outbox.send_parts)
+        self._guards["switch"].run(self._obey)
+
+    def _obey(self) -> None:
+        for command in self._outbox.commands():
+            done = self._switchboard.obey(command, step=self.current_step, unix_seconds=time.time())
+            if done is not None:
+                self._outbox.tell(done)
 
     def _judge(self, counted: Counted) -> Judged:
         """What the detectors say; in the judge's thread, but for the last sample."""
-        verdicts: list[wire.Verdict] = []
-        risk = None
-        with self._guards["detectors"] as guard:
-            if guard.on:
-                verdicts = self.detectors.update(_readings(counted, self._rounds()))
-                risk = self.detectors.risk
-        return Judged(counted, verdicts, risk)
+
+        def judge() -> Judged:
+            verdicts = self.detectors.update(_readings(counted, self._rounds()))
+            return Judged(counted, verdicts, self.detectors.risk)
+
+        return self._guards["detectors"].run(judge) or Judged(counted, [], None)
 
     def _tell(self, judged: Judged) -> None:
         counted, verdicts, risk = judged
-        with self._guards["sample"] as guard:
-            if guard.on and self._standing.look(counted.words, counted.since_step, counted.step):
-                table = self._standing.table()
-                if table and self.config.rank == 0 and not self.config.quiet:
-                    print(f"foreshock, from step {counted.step} on:\n{table}", file=sys.stderr)
-        if verdicts and self._instruments.keeper is not None:
-            with self._guards["detectors"] as guard:
-                if guard.on:
-                    verdicts = self._instruments.keeper.with_errors(verdicts, counted.words, self._heads)
-        with self._guards["sample"] as guard:
-            if guard.on:
-                self._emit_draft(SampleDraft(counted, risk))
-                if counted.parts:
-                    self._send_parts(every=True)  # an older measurement's; what finds no room is dropped and counted
-                    self._parts.extend(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
-                    self._send_parts()
+        self._guards["sample"].run(self._look, counted)
+        if verdicts and (keeper := self._instruments.keeper) is not None:
+            told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
+            verdicts = verdicts if told is None else told
+        self._guards["sample"].run(self._tell_sample, counted, risk)
         for verdict in verdicts:
-            self._emit(verdict)
+            self._outbox.tell(verdict)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
-            self._watch_until = self.current_step + self.config.close_watch_steps
-        with self._guards["policy"] as guard:
-            if guard.on and self.config.policy != "observe":
-                self._act(verdicts)
+            self._cadence.watch_closely(self.current_step)
+        if self.config.policy != "observe":
+            self._guards["policy"].run(self._act, verdicts)
 
-    def _send_parts(self, *, every: bool = False) -> None:
-        """Hand over as many parts of Gram matrices as the queue has room for: together they may be larger than it."""
-        while self._parts and (every or self._sender is None or self._sender.has_room()):
-            self._emit_draft(self._parts.popleft())
+    def _look(self, counted: Counted) -> None:
+        """Who serves and measures each layer, told again when it changed."""
+        if self._standing.look(counted.words, counted.since_step, counted.step):
+            table = self._standing.table()
+            if table and self.config.rank == 0 and not self.config.quiet:
+                print(f"foreshock, from step {counted.step} on:\n{table}", file=sys.stderr)
+
+    def _tell_sample(self, counted: Counted, risk: Floats | None) -> None:
+        self._outbox.tell_draft(SampleDraft(counted, risk))
+        if counted.parts:
+            self._outbox.tell_parts(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
 
     def _rounds(self) -> bool:
         layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self._instruments.watched)
@@ -316,43 +227,21 @@ class Agent:
                 outcome=outcome,
                 verdict=decision.verdict.id,
             )
-            self._emit(switched)
+            self._outbox.tell(switched)
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
     def subscribe(self, sink: Sink) -> None:
         """Hand every event from now on to `sink`, in this thread, before it is sent."""
-        self._sinks.append(sink)
-
-    def _emit_draft(self, draft: Draft) -> None:
-        if self._sinks:  # somebody in this thread wants the message now
-            self._emit(draft.build())
-        else:
-            self._send(draft)
-
-    def _emit(self, event: wire.Event) -> None:
-        for sink in self._sinks:
-            with self._guards["sinks"] as guard:
-                if guard.on:
-                    sink(event)
-        self._send(event)
-
-    def _send(self, event: wire.Event | Draft) -> None:
-        if self._sender is not None:
-            with self._guards["sender"] as guard:
-                if guard.on:
-                    self._sender.put(event)
+        self._outbox.subscribe(sink)
 
     def _begin(self) -> None:
         if self._started:
             return
         self._started = True
         self._began_at = self.current_step
-        with self._guards["sender"]:
-            if self.config.url is not None:
-                self._sender = Sender(self.config, run=self.run, boot=self.boot, health=self._health)
-                self._sender.start()
-        self._emit(
+        self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, self._health)
+        self._outbox.tell(
             wire.Started(
                 step=self.current_step,
                 unix_seconds=time.time(),
@@ -361,8 +250,9 @@ class Agent:
                 policy=self.config.policy,
                 numerics=self.config.numerics,
                 mitigation=self.config.mitigation,
+                switch_scope=self.config.switch_scope,
                 labels=self.config.labels,
-                versions=_versions(),
+                versions=versions(),
             )
         )
 
@@ -386,7 +276,7 @@ class Agent:
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
         self._begin()
-        self._emit(switched)
+        self._outbox.tell(switched)
         return switched
 
     def report(self) -> str:
@@ -452,18 +342,22 @@ class Agent:
         if self._inert():
             return
         self._busy = True
-        with self._guards["agent"]:
-            if self._started:
-                self._collect_the_rest()
-                self._send_parts(every=True)
-                self._emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
-        self._closed = True
-        self._judging.close()
-        atexit.unregister(self.close)
+        # Whatever fails on the way, under strict as well: the model is let go of.
+        with ExitStack() as last:
+            last.callback(self.detach)
+            last.callback(self._close_sender)
+            last.callback(atexit.unregister, self.close)
+            last.callback(self._judging.close)
+            last.callback(setattr, self, "_closed", True)
+            with self._guards["agent"]:
+                if self._started:
+                    self._collect_the_rest()
+                    self._outbox.send_parts(every=True)
+                    self._outbox.tell(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
+
+    def _close_sender(self) -> None:
         with self._guards["sender"]:
-            if self._sender is not None:
-                self._sender.close(self.config.close_seconds)
-        self.detach()
+            self._outbox.close(self.config.close_seconds)
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
@@ -482,23 +376,6 @@ class Agent:
     ) -> None:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         self.close("completed" if error is None else "stopped" if stopped else "failed")
-
-
-def _doubled(steps: int, worth: float, least: float) -> int:
-    """`steps`, doubled until they are worth `least`; as they are where a step is worth nothing."""
-    while 0 < steps * worth < least:
-        steps *= 2
-    return steps
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__[:64]}
-    for package in ("foreshock", "transformers", "triton"):
-        try:
-            versions[package] = importlib.metadata.version(package)[:64]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _readings(counted: Counted, rounds: bool) -> Readings:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from foreshock.contract.slots import SLOT_COUNT, identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
-from foreshock.monitor.agent import Agent, Instruments
+from foreshock.monitor.agent import Agent
 from foreshock.monitor.attention.interception import sdpa_rebinding, watch_module
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.model.discovery import Found, find_attention
 
 _NO_ATTENTION: Final = (
@@ -211,7 +212,9 @@ def _table(found: list[Found], served_by: str, numerics: str) -> str:
     number = 0
     for f in found:
         sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
-        layout = f.projection.layout if f.projection else "not found: norms are not measured"
+        layout = (
+            f.projection.layout if f.projection else f"norms are not measured: {f.unmeasured or 'it is not watched'}"
+        )
         layout += f.projection.gaps(f.first_head) if f.projection else ""
         label = "-" if f.problem else str(number)
         number += not f.problem

@@ -1,6 +1,8 @@
 """What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
 
+import importlib.metadata
 import os
+import platform
 import re
 import secrets
 import time
@@ -189,3 +191,14 @@ def _sentence(error: dict[str, Any]) -> str:
         return f"{where} is not a setting of the agent; settings are {', '.join(AgentConfig.model_fields)}"
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+def versions() -> dict[str, str]:
+    """Of Python, PyTorch and what the agent works with."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "foreshock", "transformers", "triton"):
+        try:
+            found[package] = importlib.metadata.version(package)[:64]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

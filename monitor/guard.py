@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -13,8 +13,12 @@ FAULTS_IN_A_ROW: Final = 3
 LOG_EVERY_SECONDS: Final = 20.0
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 class Guard:
-    """A context manager round one component: `with guard: ...`. Exceptions are counted and swallowed.
+    """Round one component: `guard.run(work, ...)`, or `with guard: ...`. Exceptions are counted and swallowed.
 
     KeyboardInterrupt and SystemExit always pass. After three faults in a row the component is off (`guard.on`). With
     `strict` nothing is swallowed.
@@ -30,6 +34,13 @@ class Guard:
         self._clock = clock
         self._in_a_row = 0
         self._last_log = -LOG_EVERY_SECONDS
+
+    def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """What `work` returns; None where its fault was contained or the component is off."""
+        if self.on:
+            with self:
+                return work(*args, **kwargs)
+        return None
 
     def __enter__(self) -> "Guard":
         return self

@@ -30,3 +30,11 @@ def test_every_test_that_a_document_names_is_there() -> None:
     named = {(page, name) for page in documents() for name in re.findall(r"\btest_\w+", page.read_text())}
     assert len(named) > 20
     assert sorted(f"{page.relative_to(ROOT)}: {name}" for page, name in named if name not in known) == []
+
+
+def test_every_file_to_touch_that_the_design_names_is_there() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    section = design.split("## To add something")[1].split("\n## ")[0]
+    named = re.findall(r"`((?:contract|kernels|monitor|server|lab|dashboards)/[\w./]+)`", section)
+    assert len(named) >= 10
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -10,7 +10,7 @@ A verdict is latched until a head has been quiet for `quiet_steps`.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from pydantic import BaseModel
@@ -46,6 +46,23 @@ _COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction 
 """What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
+
+
+class Detecting(Protocol):
+    """What the agent needs of its detectors; `Detectors` is one."""
+
+    def update(self, readings: Readings) -> list[wire.Verdict]:
+        """What one merged sample says: verdicts raised, updated or cleared."""
+
+    @property
+    def risk(self) -> Floats:
+        """How near a warning each head is, [N] in [0, 1]."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Back to a saved state."""
 
 
 class Detectors:

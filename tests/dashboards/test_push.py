@@ -11,7 +11,7 @@ import pytest
 
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
-from foreshock.dashboards.push import annotate_switch, push
+from foreshock.dashboards.push import push
 from foreshock.dashboards.rules import Links, alerts
 
 TOKEN = "glsa_stand-in"
@@ -29,7 +29,6 @@ class FakeGrafana(ThreadingHTTPServer):
         self.datasources: dict[str, Any] = {}
         self.dashboards: dict[str, Any] = {}
         self.rule_groups: dict[tuple[str, str], Any] = {}
-        self.annotations: list[Any] = []
         self.calls: list[tuple[str, str]] = []
 
     @property
@@ -47,7 +46,6 @@ class FakeGrafana(ThreadingHTTPServer):
             (r"/api/datasources/uid/([^/]+)", self._datasource),
             (r"/api/datasources", self._new_datasource),
             (r"/api/dashboards/db", self._dashboard),
-            (r"/api/annotations", self._annotation),
         )
         for pattern, route in routes:
             if match := re.fullmatch(pattern, path):
@@ -113,12 +111,6 @@ class FakeGrafana(ThreadingHTTPServer):
             return 400, {"message": "interval must be divisible by 10"}
         self.rule_groups[folder, group] = {**body, "editable": headers["X-Disable-Provenance"] == "true"}
         return 200, body
-
-    def _annotation(self, method: str, body: Any) -> Reply:
-        if body["dashboardUID"] not in self.dashboards:
-            return 404, {"message": "Dashboard not found"}
-        self.annotations.append(body)
-        return 200, {"id": len(self.annotations), "message": "Annotation added"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -216,22 +208,6 @@ def test_push_never_uses_a_numeric_id(grafana: FakeGrafana, client: GrafanaClien
         list(push(client, Links(), prometheus_url=PROMETHEUS, alert_rules="push"))
     assert not [path for _, path in grafana.calls if re.search(r"/\d+(/|$)|/id/|/name/", path)]
     assert all(board["id"] is None for board in grafana.dashboards.values())
-
-
-def test_a_switch_is_marked_on_the_runs_board(grafana: FakeGrafana, client: GrafanaClient) -> None:
-    list(push(client, Links()))
-    number = annotate_switch(
-        client, run="a", heads=[(0, 2), (3, 1)], mode="exact_delta", reason="offset doubled", unix_seconds=12.3456
-    )
-    assert number == 1
-    assert grafana.annotations == [
-        {
-            "dashboardUID": "foreshock-run",
-            "time": 12346,
-            "tags": ["foreshock", "switch", "run:a", "mode:exact_delta"],
-            "text": "a: layer 0 head 2, layer 3 head 1 switched to exact_delta. offset doubled",
-        }
-    ]
 
 
 def test_a_grafana_behind_a_path_is_reached(grafana: FakeGrafana) -> None:

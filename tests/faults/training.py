@@ -43,8 +43,8 @@ class Attention(nn.Module):
 
 def waiting(agent: Agent) -> bool:
     """Whether batches of dead processes wait in the spools."""
-    assert agent._sender is not None
-    return any(len(store) and store.boot != agent.boot for store in agent._sender._stores)
+    assert agent._outbox.sender is not None
+    return any(len(store) and store.boot != agent.boot for store in agent._outbox.sender._stores)
 
 
 def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:

@@ -5,6 +5,7 @@ import logging
 import signal
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -82,8 +83,8 @@ BREAKAGES: dict[str, tuple[str, str]] = {
     "landed": ("_collector.landed", "collector"),
     "norms": ("_norms.measure", "norms"),
     "detectors": ("detectors.update", "detectors"),
-    "sender": ("_sender.put", "sender"),
-    "commands": ("_sender.commands", "switch"),
+    "sender": ("_outbox.sender.put", "sender"),
+    "commands": ("_outbox.sender.commands", "switch"),
 }
 
 
@@ -92,12 +93,12 @@ BREAKAGES: dict[str, tuple[str, str]] = {
 def test_training_finishes_whatever_part_of_the_agent_raises(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, component = BREAKAGES[where]
     model = tiny_gpt()
-    sending = {"url": "http://127.0.0.1:9", "spool_directory": None} if path.startswith("_sender") else {}
+    sending = {"url": "http://127.0.0.1:9", "spool_directory": None} if "sender" in path else {}
     agent = attach(model, **{**QUICK, **sending, "norms_every_steps": 1})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     agent.step(train_step(model, optimizer, 0))
-    owner, _, name = path.partition(".")
-    monkeypatch.setattr(getattr(agent, owner), name, broken)
+    owner, _, name = path.rpartition(".")
+    monkeypatch.setattr(attrgetter(owner)(agent), name, broken)
     losses = []
     for step in range(1, 6):
         losses.append(train_step(model, optimizer, step).item())
@@ -256,3 +257,38 @@ def test_a_gradient_norm_that_is_spread_over_ranks_is_named_once_and_costs_nothi
     assert caplog.text.count("give grad_norm.full_tensor()") == 1
     assert agent.faults == {}
     assert (agent.config.rank, agent.config.world_size) == (0, 2)  # as torch.distributed says
+
+
+class _BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["a detector", "a listener", "the sender"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_fault_while_closing_leaves_the_model_as_it_was(where: str, strict: bool, monkeypatch: Any) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise _BrokenError("ours")
+
+    model = tiny_gpt()
+    before = [(name, type(module), module.forward.__qualname__) for name, module in model.named_modules()]
+    agent = attach(model, **{**QUICK, "sample_every_steps": 1000, "url": "http://127.0.0.1:9"}, strict=strict)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):  # the last two are sampled at the end
+        agent.step(train_step(model, optimizer, step))
+    if where == "a detector":
+        monkeypatch.setattr(agent.detectors, "update", fail)
+    elif where == "a listener":
+        agent.subscribe(fail)
+    else:
+        monkeypatch.setattr("foreshock.monitor.transport.sender.Sender.close", fail)
+    if strict:
+        with pytest.raises(_BrokenError):
+            agent.close()
+    else:
+        agent.close()
+    assert sum(agent.faults.values()) >= 1
+    assert [(name, type(module), module.forward.__qualname__) for name, module in model.named_modules()] == before
+    with attach(model, **QUICK):  # nothing of the first agent is left
+        train_step(model, optimizer, 4)
+    agent.close()
+    assert agent._undo is None

@@ -113,8 +113,8 @@ def test_parts_of_gram_matrices_that_are_larger_than_the_queue_together_all_arri
         arrived = [wire.Grams.model_validate(event) for event in server.events("grams")]
         assert sorted(event.inputs for event in arrived) == [part.inputs for part in parts]
         assert all((event.query.numpy() == event.inputs[0]).all() for event in arrived)
-        assert agent._sender is not None
-        assert agent._sender.dropped == {}
+        assert agent._outbox.sender is not None
+        assert agent._outbox.sender.dropped == {}
 
 
 @pytest.mark.promise("A15")
@@ -122,10 +122,10 @@ def test_a_sample_that_cannot_be_built_is_counted_and_costs_no_other_event(tmp_p
     with hostile_server(acknowledge) as server:
         agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path)
         agent.step(1.0)
-        assert agent._sender is not None
-        agent._sender.put(draft(modes=np.zeros(3, dtype=np.int32)))
+        assert agent._outbox.sender is not None
+        agent._outbox.sender.put(draft(modes=np.zeros(3, dtype=np.int32)))
         agent.step(2.0)
         agent.close()
         assert [event["step"] for event in server.events("sample")] == [1, 2]
         assert server.events("finished")
-        assert agent._sender.dropped == {"unbuilt": 1}
+        assert agent._outbox.sender.dropped == {"unbuilt": 1}

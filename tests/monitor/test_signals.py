@@ -1,7 +1,9 @@
 """The list of signals: what a saved state of other signals means, and a state that was saved before they had names."""
 
 import json
+from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +41,16 @@ def reading(step: int) -> Readings:
     )
 
 
+def without_newer_evidence(verdict: dict[str, Any], known: Set[str]) -> dict[str, Any]:
+    """The verdict with the evidence of those signals that there were."""
+    return {**verdict, "evidence": {name: x for name, x in verdict["evidence"].items() if name in known}}
+
+
 def test_a_state_that_0_1_saved_goes_on_in_the_middle_of_a_block_as_0_1_itself_did() -> None:
     detectors = Detectors(HEADS, CONFIG)
     detectors.load_state_dict(SAVED["state"])
     told = [v.model_dump(mode="json") for step in range(412, 904, 4) for v in detectors.update(reading(step))]
-    assert told == SAVED["verdicts"]
+    assert [without_newer_evidence(v, SAVED["verdicts"][0]["evidence"].keys()) for v in told] == SAVED["verdicts"]
     assert [verdict["state"] for verdict in told] == ["raised", "updated", "updated"]
 
 
@@ -62,12 +69,9 @@ def test_a_state_saved_with_signals_in_another_order_and_one_fewer_goes_on() -> 
     resumed = Detectors(HEADS, CONFIG)
     resumed.load_state_dict(state)
     there, here = ([v for step in range(412, 904, 4) for v in each.update(reading(step))] for each in (whole, resumed))
-    without_ties = [
-        v.model_copy(update={"evidence": {k: x for k, x in v.evidence.items() if k != "tied_share"}}) for v in there
-    ]
-    assert [v.model_copy(update={"evidence": {**v.evidence, "tied_share": 0.0}}) for v in here] == [
-        v.model_copy(update={"evidence": {**v.evidence, "tied_share": 0.0}}) for v in without_ties
-    ]
+    shared = here[0].evidence.keys() - {"tied_share"}
+    sides = [[without_newer_evidence(v.model_dump(), shared) for v in side] for side in (there, here)]
+    assert sides[0] == sides[1]
     assert len(here) == 3
 
 

@@ -1,0 +1,69 @@
+"""`foreshock dashboards`: boards and rules, written, compared and pushed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foreshock.cli.errors import CommandError, Commands
+from foreshock.cli.service_client import DEFAULT_URL
+
+boards = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Grafana boards and alert rules, made from the catalogue."
+)
+
+
+@boards.command("generate")
+def dashboards_generate() -> None:
+    """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""
+    from foreshock.dashboards import generate
+
+    for path in generate.generate(_checkout()):
+        typer.echo(path)
+
+
+@boards.command("check")
+def dashboards_check() -> None:
+    """Say which generated files differ from what the catalogue says."""
+    from foreshock.dashboards import generate
+
+    changed = generate.check(_checkout())
+    if changed:
+        raise ValueError(f"stale: {', '.join(map(str, changed))}; run `make docs`")
+
+
+def _checkout() -> Path:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        raise ValueError("generated files belong to a checkout of foreshock; this is an installed copy")
+    return root
+
+
+@boards.command("push")
+def dashboards_push(
+    grafana_url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="Address of Grafana.")],
+    grafana_token: Annotated[str, typer.Option(envvar="GRAFANA_TOKEN", help="Token of a service account, Editor.")],
+    service_url: Annotated[str, typer.Option(help="Address of the service, as people reach it.")] = DEFAULT_URL,
+    prometheus_url: Annotated[
+        str | None, typer.Option(help="Make the data source too, for this Prometheus (needs Admin).")
+    ] = None,
+    alert_rules: Annotated[
+        str, typer.Option(help="leave, push or remove Grafana-managed rules; Prometheus has the same rules.")
+    ] = "leave",
+) -> None:
+    """Load the boards into a Grafana that is not provisioned by file."""
+    from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
+    from foreshock.dashboards.push import push
+    from foreshock.dashboards.rules import Links
+
+    if alert_rules not in ("leave", "push", "remove"):
+        raise ValueError(f"--alert-rules {alert_rules!r} is unknown; allowed are leave, push, remove")
+    client = GrafanaClient(grafana_url, grafana_token)
+    try:
+        links = Links(grafana=grafana_url, service=service_url)
+        for line in push(client, links, prometheus_url=prometheus_url, alert_rules=alert_rules):  # type: ignore[arg-type]
+            typer.echo(line)
+    except GrafanaError as error:
+        raise CommandError(str(error)) from None
+    finally:
+        client.close()

@@ -1,0 +1,70 @@
+"""Where the agent's events go: to those who subscribed, in this thread, then to the sender."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from foreshock.contract import wire
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.guard import Guard
+from foreshock.monitor.sampling.sample import Draft, GramsDraft
+from foreshock.monitor.transport.sender import Sender
+
+Sink = Callable[[wire.Event], None]
+
+
+class Outbox:
+    """Tells events. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
+
+    def __init__(self, guards: Mapping[str, Guard]) -> None:
+        self._guards = guards
+        self._sinks: list[Sink] = []
+        self._parts: deque[GramsDraft] = deque()
+        self.sender: Sender | None = None
+        """None without a service."""
+
+    def subscribe(self, sink: Sink) -> None:
+        """Hand every event from now on to `sink`."""
+        self._sinks.append(sink)
+
+    def start(self, config: AgentConfig, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]) -> None:
+        """Start the sender, where there is a service."""
+        if config.url is not None:
+            self.sender = Sender(config, run=run, boot=boot, health=health)
+            self.sender.start()
+
+    def tell(self, event: wire.Event) -> None:
+        """Hand an event over."""
+        for sink in self._sinks:
+            self._guards["sinks"].run(sink, event)
+        self._send(event)
+
+    def tell_draft(self, draft: Draft) -> None:
+        """Hand over what the sender's thread makes an event of, or this thread, where a sink wants it now."""
+        if self._sinks:
+            self.tell(draft.build())
+        else:
+            self._send(draft)
+
+    def _send(self, event: wire.Event | Draft) -> None:
+        if self.sender is not None:
+            self._guards["sender"].run(self.sender.put, event)
+
+    def tell_parts(self, parts: Iterable[GramsDraft]) -> None:
+        """Hand over parts of Gram matrices, as room comes; older ones that still wait go first, room or not."""
+        self.send_parts(every=True)  # what finds no room is dropped and counted
+        self._parts.extend(parts)
+        self.send_parts()
+
+    def send_parts(self, *, every: bool = False) -> None:
+        """Hand over as many waiting parts as the queue has room for: together they may be larger than it."""
+        while self._parts and (every or self.sender is None or self.sender.has_room()):
+            self.tell_draft(self._parts.popleft())
+
+    def commands(self) -> list[wire.Command]:
+        """What the service has ordered since the last call."""
+        return [] if self.sender is None else self.sender.commands()
+
+    def close(self, seconds: float) -> None:
+        """Send what is left, for at most `seconds`."""
+        if self.sender is not None:
+            self.sender.close(seconds)
