@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
