@@ -52,6 +52,7 @@ def show_run(client: ServiceClient, run: str, console: Console) -> None:
     console.print(
         f"[bold]{detail['run']}[/bold]  {detail['status']}  step {_text(detail['last_step'], '{}')}  "
         f"loss {_text(detail['loss'], '{:.4f}')}  policy {detail['policy'] or '-'}"
+        + (f" (a warning switches its {detail['switch_scope']})" if detail.get("switch_scope") else "")
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("layer", "name", "heads", "switched heads", "worst risk"):

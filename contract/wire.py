@@ -146,6 +146,9 @@ class Started(Message):
     policy: Policy
     numerics: str = Field(max_length=32)
     mitigation: ToldModeName = "exact_delta"
+    switch_scope: str | None = Field(
+        default=None, pattern="^[a-z_]{1,16}$", description="what a warning switches: head, layer, model"
+    )
     labels: dict[Identifier, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=32)
     versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
 

@@ -250,6 +250,7 @@ class Agent:
                 policy=self.config.policy,
                 numerics=self.config.numerics,
                 mitigation=self.config.mitigation,
+                switch_scope=self.config.switch_scope,
                 labels=self.config.labels,
                 versions=versions(),
             )

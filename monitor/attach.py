@@ -212,7 +212,9 @@ def _table(found: list[Found], served_by: str, numerics: str) -> str:
     number = 0
     for f in found:
         sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
-        layout = f.projection.layout if f.projection else "not found: norms are not measured"
+        layout = (
+            f.projection.layout if f.projection else f"norms are not measured: {f.unmeasured or 'it is not watched'}"
+        )
         layout += f.projection.gaps(f.first_head) if f.projection else ""
         label = "-" if f.problem else str(number)
         number += not f.problem

@@ -39,7 +39,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
-from foreshock.server.store.retention import delete_old_runs
+from foreshock.server.store.retention import Retention
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -124,6 +124,7 @@ async def _chores(
     settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
 ) -> None:
     """Expire and verify commands, expire parts of sums and delete old runs, until the service goes down."""
+    retention = Retention(store, settings.retention_seconds)
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
@@ -131,7 +132,7 @@ async def _chores(
                 await expire(store, connection)
             await verify(store, settings, roller)
             await grams.expire(store, time.time())
-            await delete_old_runs(store, settings.retention_seconds, time.time())
+            await retention.sweep()
             broadcaster.wake()
         except Exception:
             log.exception("a chore failed; it is tried again")

@@ -121,6 +121,9 @@ class RunSummary(Response):
     policy: Policy | None = Field(description="null until a boot has said what it watches")
     numerics: str | None
     mitigation: str | None
+    switch_scope: str | None = Field(
+        default=None, description="what a warning switches under approve and auto: head, layer or model"
+    )
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
     first_seen_unix_seconds: float

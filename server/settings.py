@@ -13,6 +13,7 @@ from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "admin"]
+_TOKEN_CHARACTERS = 16
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
 
 
@@ -50,7 +51,9 @@ class Settings(BaseSettings):
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
-    token: SecretStr | None = Field(default=None, min_length=16, description="a secret that may do everything")
+    token: SecretStr | None = Field(
+        default=None, min_length=_TOKEN_CHARACTERS, description="a secret that may do everything"
+    )
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
     grafana_hmac_secret: SecretStr | None = Field(
         default=None, min_length=16, description="signs /v1/webhooks/grafana; without it that route is closed"
@@ -114,6 +117,8 @@ class Settings(BaseSettings):
                     Target.of(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
+        if self.token is not None and len(self.token.get_secret_value().strip()) < _TOKEN_CHARACTERS:
+            raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more besides blanks at its ends")
         names = [token.name for token in self.all_tokens]
         if len(set(names)) != len(names):
             raise ValueError("two tokens have the same name; the audit trail could not tell them apart")

@@ -60,8 +60,6 @@ ARMS = {
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
         *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
-        Arm(name="centred", model={"centred_keys": True}),
-        Arm(name="paper-centred", numerics="paper", model={"centred_keys": True}),
         *HABITS,
     )
 }

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foreshock.lab.training.offset_removal import centred
-
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,8 +43,6 @@ class ModelConfig:
     """LayerNorm without bias, or RMSNorm; before attention, before the feed-forward part and at the end."""
     gated: bool = False
     """SwiGLU of about the same size in place of the four times wider GELU layer."""
-    centred_keys: bool = False
-    """Attention is given keys without their mean, which changes no probability."""
     attention_dtype: Dtype = "bfloat16"
     """Type of the operands that attention is given."""
     matmul_dtype: Dtype = "float32"
@@ -83,7 +79,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head, self.centred_keys = config.heads, config.key_heads, config.centred_keys
+        self.n_head, self.n_kv_head = config.heads, config.key_heads
         self.head_dim = config.width // config.heads
         self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
         values = self.n_kv_head * self.head_dim
@@ -107,7 +103,6 @@ class CausalSelfAttention(nn.Module):
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
-        key = centred(key) if self.centred_keys else key
         return query.to(self.operand), key.to(self.operand), value.to(self.operand)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -92,7 +92,7 @@ class Training:
         """The one that trains biases (and, but for Muon, all else)."""
         known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
         settings: dict[str, Any] = {
-            "run": run or f"{recipe.name}-{arm.name}-seed{seed}",
+            "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
             "url": url,
             "attention": "kernels",
             "numerics": arm.numerics,

@@ -21,7 +21,7 @@ import torch
 from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.corpus import Corpus
 from foreshock.lab.training.milestones import Milestone, Milestones

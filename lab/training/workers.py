@@ -130,7 +130,7 @@ def _work(order: Order, queue: Any) -> None:
 def _train(order: Order, queue: Any) -> None:
     import torch
 
-    from foreshock.lab.recording.trace import TraceWriter
+    from foreshock.lab.recording.trace_writer import TraceWriter
     from foreshock.lab.training.run import Sink, Training, train
 
     torch.set_num_threads(1)

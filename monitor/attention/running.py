@@ -72,14 +72,12 @@ def again_in(layer: WatchedLayer) -> Iterator[None]:
 
 def layer_of_this_call() -> WatchedLayer | None:
     """The layer whose forward is running in this thread; None where the call is none of its business."""
-    if (
-        torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_exporting()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return None  # what is transformed or exported is to be the model's own, without us
+    # What is transformed or exported is to be the model's own, without us. (Traced by torch 2.11, is_exporting() says
+    # True of every compiled model; the flag behind it tells.)
     if torch.compiler.is_compiling():
-        return _traced.layer
+        return None if torch.compiler._is_exporting_flag else _traced.layer
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return None
     if _mine.layer is None:
         return _traced.layer if _traced.entered else None
     if _mine.frame is not None:

@@ -14,7 +14,7 @@ except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
 from foreshock.monitor.model.callees import called_names, functions_of, is_by_hand
-from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width
+from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width, why_unmeasured
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
 Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
@@ -42,8 +42,16 @@ _DISPATCHERS: Final = ("dispatch_attention_fn",)
 """Functions that call scaled_dot_product_attention unless they are told otherwise (diffusers)."""
 
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
-_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads", "kv_heads")
-_HEAD_DIM: Final = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_k")
+_KV_HEADS: Final = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_kv_head",
+    "n_local_kv_heads",
+    "n_query_groups",
+    "kv_heads",
+)
+_HEAD_DIM: Final = ("qk_head_dim", "head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_k")
 _WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size")
 _CONFIGS: Final = ("config", "cfg", "args", "model_args")
 
@@ -62,6 +70,8 @@ class Found:
     first_head: int = 0
     """Global number of the first of them (tensor parallelism)."""
     projection: Projection | None = None
+    unmeasured: str = ""
+    """Why the norms of its weights are not measured, where there is no projection."""
     problem: str | None = None
     also: tuple[str, ...] = ()
     """Other names of the very same module: the layers of a model may share one."""
@@ -123,7 +133,8 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     if heads % kv_heads:
         return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
     projection = find_projection(owner, heads, kv_heads, head_dim)
-    return Found(name, module, route, heads, kv_heads, head_dim, projection=projection)
+    why = "" if projection is not None else why_unmeasured(owner)
+    return Found(name, module, route, heads, kv_heads, head_dim, projection=projection, unmeasured=why)
 
 
 def _share(found: Found, model: nn.Module) -> Found:
@@ -173,6 +184,9 @@ def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
     places: list[tuple[dict[str, Any], str]] = []
     for module in list(sys.modules.values()) if function is not None else ():
         space = getattr(module, "__dict__", None)
-        if isinstance(space, dict) and not str(getattr(module, "__name__", "")).startswith(left_alone):
+        # nearly every module has none: what says so must not look at half a million names one by one
+        if not isinstance(space, dict) or id(function) not in set(map(id, list(space.values()))):
+            continue
+        if not str(getattr(module, "__name__", "")).startswith(left_alone):
             places.extend((space, name) for name, value in list(space.items()) if value is function)
     return places

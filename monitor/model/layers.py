@@ -4,8 +4,9 @@ A spectral norm does not mind a transpose, so every layout is read as rows: the 
 its D query (key) features over the E inputs.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -186,7 +187,35 @@ class Projection:
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
-    """W_Q and W_K of an attention module, or None where they cannot be told."""
+    """W_Q and W_K of an attention module, or None where they cannot be told (`why_unmeasured` says why)."""
+    if why_unmeasured(module) != _NOT_FOUND:
+        return None
+    projection = _find_projection(module, heads, kv_heads, head_dim)
+    if projection is not None and any(_HEAD_NORM.fullmatch(name) for name in module._modules):
+        return replace(projection, layout=f"{projection.layout}, norms of the weights alone: heads are normalised")
+    return projection
+
+
+_NOT_FOUND: Final = "W_Q and W_K were not found"
+_FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEAD_NORM: Final = re.compile(r"(q|k|query|key|qk)_?(layer)?_?norm|(layer)?_?norm_?(q|k|query|key)|(q|k)_ln")
+
+
+def why_unmeasured(module: nn.Module) -> str:
+    """Why a module without a Projection has none."""
+    if type(module).__module__.startswith("x_transformers") and (getattr(module, "groups", 1) or 1) > 1:
+        return "x-transformers deals its query heads out to the key heads in turn"
+    for name, child in module._modules.items():
+        if re.fullmatch(r"[qk]_?\w*conv\w*", name):
+            return f"queries or keys pass through a convolution ({name})"
+        weight = getattr(base_of(child), "weight", None) if child is not None else None
+        if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
+            dtype = str(weight.dtype).removeprefix("torch.")
+            return f"the weight of {name} is kept as {dtype} and scaled elsewhere"
+    return _NOT_FOUND
+
+
+def _find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
     blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
     if isinstance(module, nn.MultiheadAttention):
         return _of_multihead_attention(module, blocks, head_dim)
@@ -202,7 +231,7 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
         return find_projection(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     fused_width = (heads + 2 * kv_heads) * head_dim
     group = heads // kv_heads
-    for name in (*_FUSED_PER_KEY_HEAD, *(("wqkv",) if hasattr(module, "r_dim") else ())):
+    for name in (*_FUSED_PER_KEY_HEAD, *_also_per_key_head(module)):
         if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
             starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
             key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
@@ -213,6 +242,14 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
             shifted = [heads * head_dim + start for start in kv_blocks]
             return _fused(fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
     return None
+
+
+def _also_per_key_head(module: nn.Module) -> Iterator[str]:
+    """Names that elsewhere mean Q, K, V one after the other."""
+    if hasattr(module, "r_dim"):  # torchtitan
+        yield "wqkv"
+    if getattr(module, "multi_query", None) is False:  # transformers' GPTBigCode: each head its query, key, value
+        yield "c_attn"
 
 
 def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:

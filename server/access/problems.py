@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
+from foreshock.server.store.database import BusyError
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
@@ -57,6 +58,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ProblemError)
     async def on_problem(_: Request, error: ProblemError) -> Response:
         return problem(error.status, error.detail, error.errors, error.headers)
+
+    @app.exception_handler(BusyError)
+    async def on_busy(_: Request, __: BusyError) -> Response:
+        return problem(429, "More large reads wait than the service takes; try again.", headers={"retry-after": "2"})
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> Response:

@@ -1,12 +1,14 @@
 """Curves against the step: many at once, in one pass over the roll-ups and samples of a run."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import func, select
+import numpy.typing as npt
+from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
@@ -95,10 +97,9 @@ class Drawing:
             wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
         for begin, end in _gaps(window.first, window.last, rolled):
             async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
-                readings = merge(self.only, chunk, names)
-                self._take_readings(readings)
+                steps = await asyncio.to_thread(self._take_samples, chunk, names)
                 if many:
-                    for span in np.unique(readings.steps // COARSE):
+                    for span in np.unique(steps // COARSE):
                         roller.touch(window.run_id, int(span) * COARSE)
 
     async def _take_rolled(self, connection: AsyncConnection, rolled: set[int]) -> None:
@@ -115,6 +116,12 @@ class Drawing:
                 values = values[:, :, self.picked[self.columns[place[1]]] - first[place[1]]]
             low, high, last = values.astype(np.float64).transpose(1, 0, 2)
             spans.add(part.steps, low, high, last, part.bad)
+
+    def _take_samples(self, chunk: Sequence[Row[Any]], names: frozenset[str]) -> npt.NDArray[np.int64]:
+        """Merge samples and take them in; work for a thread beside the event loop. Their steps."""
+        readings = merge(self.only, chunk, names)
+        self._take_readings(readings)
+        return readings.steps
 
     def _take_readings(self, readings: Readings) -> None:
         for (key, layer), spans in self.spans.items():
@@ -163,7 +170,7 @@ async def draw(
     """The line of each curve; None for a head that the run does not have."""
     drawing = Drawing(axis, curves, window)
     await drawing.take_in(connection, roller)
-    return [drawing.line(curve) for curve in curves]
+    return await asyncio.to_thread(lambda: [drawing.line(curve) for curve in curves])
 
 
 def _numbers(values: Floats) -> list[float | None]:

@@ -1,5 +1,6 @@
 """The heads of a run side by side at one step."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -55,7 +56,7 @@ async def _measured(
 ) -> tuple[int | None, Floats]:
     """The metric at `step`; a spectral norm, measured now and then, as it was by then; and when it was measured."""
     own = LIVE_SAMPLES.where(samples.c.run_id == run_id)
-    values = _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
+    values = await _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
     if not np.isnan(values).all():
         return step, values
     if metric.head is None or not metric.head.now_and_then:
@@ -68,14 +69,16 @@ async def _measured(
     for earlier in (await connection.execute(before)).scalars().all():
         if earlier < bucket and earlier // COARSE in built:
             break
-        values = _read(axis, (await connection.execute(own.where(samples.c.step == earlier))).all(), metric)
+        values = await _read(axis, (await connection.execute(own.where(samples.c.step == earlier))).all(), metric)
         if not np.isnan(values).all():
             return earlier, values
     return await _rolled_up(connection, axis, run_id, metric, bucket, built)
 
 
-def _read(axis: Axis, rows: Sequence[Row[Any]], metric: Metric) -> Floats:
-    return merge(axis, rows, arrays_of(metric)).head_values(metric)[0] if rows else np.full(len(axis.heads), np.nan)
+async def _read(axis: Axis, rows: Sequence[Row[Any]], metric: Metric) -> Floats:
+    if not rows:
+        return np.full(len(axis.heads), np.nan)
+    return await asyncio.to_thread(lambda: merge(axis, rows, arrays_of(metric)).head_values(metric)[0])
 
 
 async def _rolled_up(

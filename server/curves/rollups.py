@@ -99,7 +99,8 @@ class Roller:
                 del self._touched[run_id, span]
                 if not await build(self._store, run_id, span):
                     self._touched.setdefault((run_id, span), now)
-        self._newest = {r: s for r, s in self._newest.items() if any(r == run for run, _ in self._touched)}
+        waiting = {run_id for run_id, _ in self._touched}
+        self._newest = {run_id: step for run_id, step in self._newest.items() if run_id in waiting}
 
 
 async def build(store: Store, run_id: int, span: int) -> bool:
@@ -111,7 +112,7 @@ async def build(store: Store, run_id: int, span: int) -> bool:
         levels = _empty_levels(axis, span)
         async for chunk in stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)):
             await asyncio.to_thread(_roll, axis, chunk, levels)
-    built = _as_rows(axis, levels, run_id, span)
+    built = await asyncio.to_thread(_as_rows, axis, levels, run_id, span)
     async with store.write() as connection:
         await store.lock_runs(connection, [run_id])
         if (await connection.execute(select(runs.c.id).where(runs.c.id == run_id))).first() is None:

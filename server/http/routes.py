@@ -119,7 +119,7 @@ async def get_series(
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Series:
     """One metric against the step."""
-    async with _store(request).read() as connection:
+    async with _store(request).read_much() as connection:
         run_id = await commands.run_id_of(connection, run)
         span = from_step, to_step
         return await series(
@@ -139,7 +139,7 @@ async def get_curves(
 ) -> Curves:
     """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
     wanted = [curve_of(text) for text in line]
-    async with _store(request).read() as connection:
+    async with _store(request).read_much() as connection:
         run_id = await commands.run_id_of(connection, run)
         return await curves(connection, request.app.state.roller, run_id, run, wanted, (from_step, to_step), max_points)
 
@@ -154,7 +154,7 @@ async def get_matrix(
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
 ) -> Matrix:
     """One per-head metric, layers by heads, at or just before a step."""
-    async with _store(request).read() as connection:
+    async with _store(request).read_much() as connection:
         run_id = await commands.run_id_of(connection, run)
         return await matrix(connection, run_id, run, metric_of(metric, per_head=True), step, max_steps)
 

@@ -76,7 +76,7 @@ async def from_grafana(request: Request) -> WebhookResult:
     try:
         _check_signature(settings, request, body)
         delivery = Delivery.model_validate_json(body)
-        await _refuse_replay(request.app.state.store, request, body)
+        key = await _refuse_replay(request.app.state.store, request, body)
     except ProblemError as error:
         await _refused(request, "grafana", error.detail)
         raise
@@ -84,7 +84,11 @@ async def from_grafana(request: Request) -> WebhookResult:
         await _refused(request, "grafana", "malformed body")
         found = error.errors(include_input=False, include_url=False)
         raise ProblemError(422, "The delivery is malformed.", errors=items(found)) from None
-    return await _handle(request, "grafana", delivery, "")
+    done = await _handle(request, "grafana", delivery, "")
+    if key is not None:  # only now: a delivery that failed may come again, and each of its alerts acts once
+        async with request.app.state.store.write() as connection:
+            await _first_time(request.app.state.store, connection, key)
+    return done
 
 
 def _check_signature(settings: Settings, request: Request, body: bytes) -> None:
@@ -107,15 +111,16 @@ def _check_signature(settings: Settings, request: Request, body: bytes) -> None:
         raise ProblemError(401, "The signature does not match the body.")
 
 
-async def _refuse_replay(store: Store, request: Request, body: bytes) -> None:
-    """A stamped delivery counts once. Without a stamp, repeats are the sender's own; alerts still act once."""
+async def _refuse_replay(store: Store, request: Request, body: bytes) -> str | None:
+    """A stamped delivery counts once; the key by which it is remembered. Without a stamp alerts still act once."""
     stamp = request.headers.get(TIMESTAMP)
     if stamp is None:
-        return
+        return None
     key = hashlib.sha256(b"delivery:" + stamp.encode() + b":" + body).hexdigest()
-    async with store.write() as connection:
-        if not await _first_time(store, connection, key):
+    async with store.read() as connection:
+        if (await connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key))).first():
             raise ProblemError(409, "This delivery was taken before.")
+    return key
 
 
 async def _refused(request: Request, sender: str, why: str) -> None:

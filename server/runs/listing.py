@@ -104,7 +104,7 @@ def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     said = described(rows)
-    keys = ("policy", "numerics", "mitigation", "world_size")
+    keys = ("policy", "numerics", "mitigation", "switch_scope", "world_size")
     return {
         "status": status_of(rows),
         "ranks": len({row.rank for row in rows}),

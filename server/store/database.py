@@ -23,6 +23,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from foreshock.server.store.schema import runs
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
+_HEAVY_READS: Final = 4
+"""Large reads at work at once; each may hold a few hundred MiB."""
+_HEAVY_WAITING: Final = 64
+"""Large reads that wait or work; beyond, they are told to come back."""
 
 
 T = TypeVar("T")
@@ -30,6 +34,10 @@ T = TypeVar("T")
 
 class StoreError(ValueError):
     """The store cannot be used as it is; the message says what to do."""
+
+
+class BusyError(Exception):
+    """More large reads wait than the store takes."""
 
 
 class Store:
@@ -49,18 +57,20 @@ class Store:
             raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
         if self.sqlite and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        self.engine: AsyncEngine = create_async_engine(
-            parsed.set(drivername=drivers[backend]), **({} if self.sqlite else {"pool_size": 8, "pool_pre_ping": True})
-        )
+        address, options = parsed.set(drivername=drivers[backend]), {} if self.sqlite else {"pool_pre_ping": True}
+        self.engine: AsyncEngine = create_async_engine(address, pool_size=8, **options)
+        # The writer's connection is its own: readers, however many, never take it.
+        self._write_engine: AsyncEngine = create_async_engine(address, pool_size=1, max_overflow=0, **options)
+        self._heavy = asyncio.Semaphore(_HEAVY_READS)
+        self._heavy_waiting = 0
         self.path = Path(parsed.database) if self.sqlite and parsed.database else None
         self._writing = asyncio.Lock()
         self._look_engine: Engine | None = None
         if self.sqlite:
-            event.listen(self.engine.sync_engine, "connect", _sqlite_connect)
-            event.listen(self.engine.sync_engine, "begin", _sqlite_begin)
             self._look_engine = create_engine(parsed.set(drivername="sqlite"))
-            event.listen(self._look_engine, "connect", _sqlite_connect)
-            event.listen(self._look_engine, "begin", _sqlite_begin)
+            for engine in (self.engine.sync_engine, self._write_engine.sync_engine, self._look_engine):
+                event.listen(engine, "connect", _sqlite_connect)
+                event.listen(engine, "begin", _sqlite_begin)
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
@@ -69,6 +79,18 @@ class Store:
             if not self.sqlite:
                 await connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
+
+    @asynccontextmanager
+    async def read_much(self) -> AsyncIterator[AsyncConnection]:
+        """As `read`, for reads that may take much memory and time: a few at once. Raises BusyError when many wait."""
+        if self._heavy_waiting >= _HEAVY_WAITING:
+            raise BusyError
+        self._heavy_waiting += 1
+        try:
+            async with self._heavy, self.read() as connection:
+                yield connection
+        finally:
+            self._heavy_waiting -= 1
 
     async def look(self, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
         """Many reads of one consistent state. On SQLite they run in one thread: a busy event loop delays them once."""
@@ -80,7 +102,7 @@ class Store:
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """A transaction: committed when the block ends, rolled back when it raises."""
-        async with self._writing, self.engine.connect() as connection:
+        async with self._writing, self._write_engine.connect() as connection:
             if self.sqlite:
                 await connection.execution_options(foreshock_write=True)
             async with connection.begin():
@@ -143,6 +165,7 @@ class Store:
         """Close every connection."""
         if self._look_engine is not None:
             self._look_engine.dispose()
+        await self._write_engine.dispose()
         await self.engine.dispose()
 
 

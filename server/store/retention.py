@@ -1,29 +1,56 @@
-"""Runs that have been silent for long enough are deleted, a little at a time, while ingest goes on."""
+"""Runs that have been silent for long enough are deleted, a little at a time, while ingest goes on.
 
+A clock may jump, so one look at it deletes nothing: a run must be found too old again and again, over an hour of the
+monotonic clock (a tenth of a shorter retention). A live run is heard from within it, and stays.
+"""
+
+import time
 from typing import Final
 
+import structlog
 from sqlalchemy import delete, select
 
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import runs, samples
 
+log = structlog.get_logger()
 _SAMPLES_AT_ONCE: Final = 2000
+_RUNS_AT_ONCE: Final = 10
+_CONFIRMED_SECONDS: Final = 3600.0
 
 
-async def delete_old_runs(store: Store, retention_seconds: float | None, now: float) -> int:
-    """Delete runs last heard from more than `retention_seconds` ago; how many. None keeps everything."""
-    if retention_seconds is None:
-        return 0
-    old = runs.c.last_seen < now - retention_seconds
-    async with store.read() as connection:
-        ids = (await connection.execute(select(runs.c.id).where(old))).scalars().all()
-    deleted = 0
-    for run_id in ids:
+class Retention:
+    """Deletes runs last heard from more than `seconds` ago; None keeps everything."""
+
+    def __init__(self, store: Store, seconds: float | None) -> None:
+        self._store, self._seconds = store, seconds
+        self._old_since: dict[int, float] = {}
+        """By run id, the monotonic time since which every sweep has found the run too old."""
+
+    async def sweep(self, now: float | None = None, monotonic: float | None = None) -> int:
+        """Delete at most ten runs that have been too old for long enough; how many."""
+        if self._seconds is None:
+            return 0
+        now, monotonic = now or time.time(), time.monotonic() if monotonic is None else monotonic
+        query = select(runs.c.id, runs.c.name, runs.c.last_seen).where(runs.c.last_seen < now - self._seconds)
+        async with self._store.read() as connection:
+            found = {row.id: row for row in await connection.execute(query)}
+        self._old_since = {run_id: self._old_since.get(run_id, monotonic) for run_id in found}
+        confirmed = min(_CONFIRMED_SECONDS, self._seconds / 10)
+        due = [run_id for run_id, since in self._old_since.items() if monotonic - since >= confirmed][:_RUNS_AT_ONCE]
+        deleted = [run_id for run_id in due if await self._delete(run_id, now - self._seconds)]
+        if deleted:
+            names = [found[run_id].name for run_id in deleted]
+            log.info("old runs deleted", runs=names, waiting=len(found) - len(deleted), silent_seconds=self._seconds)
+        return len(deleted)
+
+    async def _delete(self, run_id: int, before: float) -> bool:
         some = select(samples.c.id).where(samples.c.run_id == run_id).limit(_SAMPLES_AT_ONCE)
+        old = runs.c.id == run_id, runs.c.last_seen < before
         while True:
-            async with store.write() as connection:
+            async with self._store.write() as connection:
+                await self._store.lock_runs(connection, [run_id])
+                if (await connection.execute(select(runs.c.id).where(*old))).first() is None:
+                    return False  # it was heard from meanwhile, and stays
                 if (await connection.execute(delete(samples).where(samples.c.id.in_(some)))).rowcount == 0:
-                    # A run that was heard from meanwhile stays.
-                    deleted += (await connection.execute(delete(runs).where(runs.c.id == run_id, old))).rowcount
-                    break
-    return deleted
+                    return bool((await connection.execute(delete(runs).where(*old))).rowcount)

@@ -17,7 +17,8 @@ from tests.server import version_0_1_0 as old
 from foreshock.contract import version_0_1_0, wire
 from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, fitted, identity_row, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-from foreshock.lab.recording.trace import TraceWriter, read_trace
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.server.testing import FakeRank
 
 NEW = [Slot(13), Slot(14), Slot(15)]

@@ -10,11 +10,13 @@ from hypothesis.extra import numpy as hnp
 from foreshock.contract.slots import (
     COUNT_SLOTS,
     MAX_SLOTS,
+    OLDEST_SLOT_COUNT,
     SLOT_COUNT,
     SLOTS,
     SUM_SLOTS,
     Slot,
     Words,
+    fitted,
     identity_row,
     merge_words,
     slot_values,
@@ -89,3 +91,52 @@ def test_a_nan_stays_a_nan() -> None:
 def test_merging_nothing_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match="give at least one"):
         merge_words([])
+
+
+@st.composite
+def exact_states(draw: st.DrawFn, heads: int = 2) -> Words:
+    """States whose floats are multiples of 1/8 of moderate size: their sums are exact, whatever the order."""
+    words = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(0, 2**40)))
+    eighths = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(-(2**40), 2**40)))
+    floats = [*SUM_SLOTS, *MAX_SLOTS]
+    words.view(np.float64)[:, floats] = eighths[:, floats] / 8
+    return words
+
+
+def by_hand(parts: list[Words], head: int, slot: Slot) -> float:
+    """One slot of one head, merged in plain Python by what SLOTS says of it."""
+    values = [float(column(part, slot)[head]) for part in parts]
+    return max(values) if SLOTS[slot].merge == "max" else sum(values)
+
+
+@given(st.lists(exact_states(), min_size=1, max_size=5))
+def test_every_slot_is_merged_as_it_says_and_by_itself(parts: list[Words]) -> None:
+    merged = merge_words(parts)
+    for slot in Slot:
+        assert [column(merged, slot)[head] for head in range(2)] == [by_hand(parts, head, slot) for head in range(2)]
+
+
+@given(exact_states(), exact_states(), exact_states())
+def test_merging_is_associative_and_commutative_to_the_bit_where_sums_are_exact(a: Words, b: Words, c: Words) -> None:
+    together = merge_words([a, b, c]).tolist()
+    assert merge_words([merge_words([a, b]), c]).tolist() == together
+    assert merge_words([a, merge_words([b, c])]).tolist() == together
+    assert merge_words([c, a, b]).tolist() == together
+
+
+@given(exact_states(), exact_states(), st.integers(OLDEST_SLOT_COUNT, SLOT_COUNT))
+def test_rows_of_an_older_version_are_merged_as_if_they_had_counted_nothing_in_later_slots(
+    mine: Words, theirs: Words, slots: int
+) -> None:
+    blank = theirs.copy()
+    blank[:, slots:] = identity_row()[slots:]
+    merged = merge_words([mine, fitted(theirs[:, :slots])])
+    assert merged.tolist() == merge_words([mine, blank]).tolist()
+    assert merged[:, slots:].tolist() == mine[:, slots:].tolist()
+
+
+@given(exact_states(), st.integers(0, 5))
+def test_of_rows_of_a_newer_version_the_known_slots_are_read(words: Words, more: int) -> None:
+    longer = np.concatenate([words, words[:, :more]], axis=1)
+    assert fitted(longer).tolist() == words.tolist()
+    assert fitted(longer[None]).shape == (1, 2, SLOT_COUNT)

@@ -13,7 +13,7 @@ from foreshock.cli.main import app
 from foreshock.contract.slots import Floats
 from foreshock.lab.diagnosis.claims import CLAIMS, Run, evaluate, gather, markdown
 from foreshock.lab.recording.history import READ, History
-from foreshock.lab.recording.trace import TraceWriter
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
-from foreshock.lab.recording.trace import TraceWriter, read_trace
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.cure import as_json, cured_runs, fisher, table
 from foreshock.lab.training.arm import RESCUED
 

@@ -12,7 +12,7 @@ from foreshock.kernels.flash_attention import flash_attention
 from foreshock.lab.training.arm import CONTROL, find_arm
 from foreshock.lab.training.capture import Capture
 from foreshock.lab.training.corpus import standard_library
-from foreshock.lab.training.model import CausalSelfAttention, ModelConfig
+from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.offset_removal import Removed, centred, remove_offset
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
@@ -194,18 +194,13 @@ def test_a_model_that_nobody_watches_is_refused() -> None:
         remove_offset(Separate(), lambda: torch.zeros(()))
 
 
-def test_a_model_with_centred_keys_computes_what_one_without_does(drifted: Training) -> None:
-    plain, before = offsets(drifted), drifted.peek_loss().item()
-    for module in drifted.model.modules():
-        if isinstance(module, CausalSelfAttention):
-            module.centred_keys = True
+def test_a_mode_that_centres_keys_moves_no_probability(drifted: Training) -> None:
+    assert offsets(drifted).abs().max() > 1
+    before = drifted.peek_loss().item()
+    drifted.agent.set_mode(drifted.agent.modes(), "centred_keys", reason="test")
     assert drifted.peek_loss().item() == pytest.approx(before, rel=1e-5)
-    assert plain.abs().max() > 1
-    torch.testing.assert_close(offsets(drifted), torch.zeros(2, 2), rtol=0, atol=1e-4)
 
 
-def test_an_arm_with_centred_keys_shapes_such_a_model_and_counts_as_cured() -> None:
-    assert TINY.shaped(find_arm("paper-centred")).centred_keys
-    assert TINY.truth_of(find_arm("paper-centred")) == "healthy"
-    assert not TINY.shaped(find_arm("paper")).centred_keys
+def test_an_arm_of_a_mode_counts_as_cured() -> None:
+    assert TINY.truth_of(find_arm("paper-centred-keys")) == "healthy"
     assert TINY.truth_of(find_arm("paper")) == "rounding"

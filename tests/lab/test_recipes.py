@@ -11,6 +11,7 @@ import typer.main
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
+from foreshock.contract.modes import MODE_NAMES, mode_name, served_modes
 from foreshock.contract.slots import Slot
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -237,3 +238,13 @@ def test_the_help_of_run_set_names_every_set() -> None:
     """Written out there, since a help text shall not wait for PyTorch."""
     said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
     assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said)) - {"or"} == set(published())
+
+
+@pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union
+def test_every_mode_trains_as_an_arm_of_its_name(mode: str, corpus: Corpus) -> None:
+    arm = find_arm(mode.replace("_", "-"))
+    training = Training(TINY, arm, 1, corpus=corpus)
+    with training.agent:
+        treated = [float(training.advance()) for _ in range(4)]
+        assert set(training.agent.modes().values()) == {mode}
+    assert treated == pytest.approx(losses(TINY, corpus, 4), rel=1e-3)

@@ -10,7 +10,8 @@ import pytest
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Slot, Words, identity_row
-from foreshock.lab.recording.trace import Steps, TraceWriter, read_trace
+from foreshock.lab.recording.trace import Steps, read_trace
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
 from foreshock.lab.scoring.report import lab_score

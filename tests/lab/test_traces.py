@@ -14,7 +14,8 @@ import pytest
 from foreshock.contract import catalog, wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
 from foreshock.lab.recording.replay import replay, verdicts
-from foreshock.lab.recording.trace import TraceWriter, read_trace, readings
+from foreshock.lab.recording.trace import read_trace, readings
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
 from foreshock.monitor.detect.detectors import Detectors

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foreshock.contract.wire import Grams, Layer
 from foreshock.monitor.model.adapters import adapted
-from foreshock.monitor.model.layers import find_projection
+from foreshock.monitor.model.layers import find_projection, why_unmeasured
 from foreshock.monitor.model.sharding import part_of, tensor_parallel_dims
 from foreshock.monitor.sampling.norms import ModelNorms
 from foreshock.monitor.sampling.sample import GramsDraft
@@ -133,6 +133,23 @@ def test_weights_are_read_as_they_are_now() -> None:
     assert projection is not None
     module.c_attn.weight.data.mul_(2)  # type: ignore[operator,union-attr]
     assert torch.equal(projection.query.read().weights.flatten(0, 1), module.c_attn.weight[:WIDTH])  # type: ignore[index,union-attr]
+
+
+def test_a_weight_that_is_kept_in_integers_and_scaled_elsewhere_is_not_measured_and_the_reason_is_told() -> None:
+    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+    assert find_projection(module, HEADS, HEADS, DIM) is not None
+    key: nn.Linear = module.k_proj  # type: ignore[assignment]
+    key.weight = nn.Parameter(key.weight.detach().mul(127).to(torch.int8), requires_grad=False)
+    assert find_projection(module, HEADS, HEADS, DIM) is None
+    assert why_unmeasured(module) == "the weight of k_proj is kept as int8 and scaled elsewhere"
+
+
+def test_a_module_that_normalises_its_heads_says_that_the_norms_are_of_the_weights_alone() -> None:
+    module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
+    module.q_norm = nn.RMSNorm(DIM)
+    projection = find_projection(module, HEADS, HEADS, DIM)
+    assert projection is not None
+    assert projection.layout == "separate (q_proj, k_proj), norms of the weights alone: heads are normalised"
 
 
 def test_a_module_without_projections_is_not_measured_and_the_others_are() -> None:

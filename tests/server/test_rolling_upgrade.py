@@ -248,3 +248,24 @@ def test_the_state_that_an_old_agent_saved_is_taken_up() -> None:
     again = detectors.state_dict()
     assert again["step"] == state["detectors"]["step"] == 4
     assert math.isfinite(float(np.nansum(detectors.risk)))
+
+
+@pytest.mark.parametrize("scope", ["head", "model", "of_tomorrow", None])
+def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(play: Any, scope: str | None) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started().model_copy(update={"switch_scope": scope}))
+        assert (await service.get("/v1/runs/run-1"))["switch_scope"] == scope
+
+    play(story)
+    with pytest.raises(ValidationError):
+        wire.Started.model_validate({**FakeRank().started().model_dump(), "switch_scope": "a head!"})
+
+
+def test_an_old_service_is_told_no_scope() -> None:
+    rank = FakeRank()
+    started = rank.started().model_copy(update={"switch_scope": "model"})
+    written = version_0_1_0.batch(rank.batch(started).model_dump_json().encode())
+    assert written is not None
+    assert "switch_scope" not in json.loads(written)["events"][0]
+    old.reader().Batch.model_validate_json(written)

@@ -39,6 +39,9 @@ def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_short_token_and_two_of_one_name_are_refused() -> None:
     with pytest.raises(ValidationError, match="16"):
         Settings(token="short")  # type: ignore[arg-type]
+    for blank in (" " * 20, "a" * 15 + " ", "\t" * 16):
+        with pytest.raises(ValidationError, match="16"):
+            Settings(host="0.0.0.0", token=blank)  # type: ignore[arg-type]
     twice = [{"name": "a", "sha256": "0" * 64, "scopes": ["read"]}] * 2
     with pytest.raises(ValidationError, match="same name"):
         Settings(tokens=twice)  # type: ignore[arg-type]

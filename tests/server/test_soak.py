@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from foreshock.server.curves import rollups
-from foreshock.server.store.retention import delete_old_runs
+from foreshock.server.store.retention import Retention
 from foreshock.server.testing import FakeRank, LiveService
 
 STEPS_A_SECOND = 10
@@ -67,7 +67,8 @@ def test_roll_ups_of_a_run_that_was_deleted_meanwhile_are_let_go(play: Any) -> N
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(1))
         store = service.app.state.store
-        assert await delete_old_runs(store, 0.0, time.time() + 1) == 1
+        retention = Retention(store, 1.0)
+        assert [await retention.sweep(now=time.time() + 10, monotonic=at) for at in (0.0, 1.0)] == [0, 1]
         assert await rollups.build(store, 1, 0)
 
     play(story)

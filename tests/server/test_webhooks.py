@@ -185,3 +185,27 @@ def test_without_a_secret_grafanas_route_is_closed(play: Any) -> None:
         assert answer.status_code == 403
 
     play(story)
+
+
+@pytest.mark.promise("S9")
+def test_a_signed_delivery_that_failed_is_taken_when_it_comes_again(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(service: Any) -> None:
+        await start(service, "auto")
+        body = json.dumps(delivery()).encode()
+        headers = {"content-type": "application/json", **sign(body, stamp=str(int(time.time())))}
+
+        async def send() -> int:
+            answer = await service.client.post("/v1/webhooks/grafana", content=body, headers=headers)
+            return int(answer.status_code)
+
+        with monkeypatch.context() as broken:
+
+            async def fails(*_: Any) -> str:
+                raise OSError("the disk is full")
+
+            broken.setattr("foreshock.server.http.webhooks._act", fails)
+            assert await send() >= 500
+        assert [await send(), await send()] == [200, 409]
+        assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
+
+    play(story, grafana_hmac_secret=SECRET)

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tests.zoo import transformers_zoo
+from tests.zoo import libraries, transformers_zoo
 from tests.zoo.judge import Entry
 from tests.zoo.running import train
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -16,15 +16,26 @@ KNOWN_WRONG: Final[dict[str, list[str]]] = json.loads((_FOLDER / "known_wrong.js
 """Entries that foreshock gets wrong today: "way, case" of each finding."""
 
 
+VARIANTS: Final[dict[str, list[dict[str, Any]]]] = json.loads((_FOLDER / "variants.json").read_text())
+"""Other configurations of a model type that write its attention or its weights otherwise."""
+
+
+def entries() -> dict[str, Entry]:
+    """Every entry by its name."""
+    types = [model_type for model_type in sorted(CONFIG_MAPPING_NAMES) if model_type not in UNBUILT]
+    pairs = [(model_type, changes) for model_type in types for changes in (None, *VARIANTS.get(model_type, ()))]
+    made = [transformers_zoo.entry(model_type, changes) for model_type, changes in pairs] + libraries.entries()
+    return {entry.name: entry for entry in made}
+
+
 def names() -> list[str]:
     """Every entry."""
-    return [f"transformers {t}" for t in sorted(CONFIG_MAPPING_NAMES) if t not in UNBUILT]
+    return list(entries())
 
 
 def entry(name: str) -> Entry:
     """The entry of this name."""
-    _, _, model_type = name.partition(" ")
-    return transformers_zoo.entry(model_type)
+    return entries()[name]
 
 
 def run_once(model_type: str) -> None:

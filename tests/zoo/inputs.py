@@ -13,6 +13,10 @@ WORDS: Final = 70
 """Ids are drawn from [FIRST_WORD, WORDS): special tokens lie outside."""
 
 
+_MAIN: Final = ("pixel_values", "input_features", "input_values", "inputs_embeds", "hidden_states")
+"""What a model without words may take, the likeliest first."""
+
+
 def forward_arguments(model: nn.Module) -> list[str]:
     """The names that forward takes."""
     return list(inspect.signature(model.forward).parameters)
@@ -29,6 +33,8 @@ def inputs_of(model: Any, *, length: int = LENGTH, seed: int = 7) -> dict[str, A
     if "decoder_input_ids" in names and ("input_ids" in names or model.main_input_name != "input_ids"):
         given["decoder_input_ids"] = torch.randint(FIRST_WORD, WORDS, (ROWS, length), generator=random)
     main = model.main_input_name
+    if main not in names:
+        main = next((name for name in _MAIN if name in names), main)
     if "grid_thw" in names:
         return {
             "hidden_states": torch.randn(16, _patch_width(config), generator=random),
@@ -72,7 +78,7 @@ def _senses(main: str, names: list[str], config: Any, random: torch.Generator) -
         size = number("image_size", "img_size", default=32)
         height, width = (size, size) if isinstance(size, int) else tuple(size)
         channels = number("num_channels", "in_channels", "in_chans", default=3)
-        if main == "pixel_values_videos" or ("num_frames" in vars(config) and "video" in str(config.model_type)):
+        if main == "pixel_values_videos" or ("num_frames" in vars(config)):
             return {main: draw(ROWS, number("num_frames", "frames_per_clip", default=4), channels, height, width)}
         return {main: draw(ROWS, channels, height, width)}
     if main == "input_values" and "num_mel_bins" not in vars(config):

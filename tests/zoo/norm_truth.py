@@ -8,12 +8,15 @@ row i of its W_Q, however the module stores it. Needs nothing of foreshock but t
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-NORMS = ("query_norm", "key_norm", "query_key_norm")
+_INTERFACE: Final = "norm_truth"
+NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 
 
 class NoTruthError(Exception):
@@ -24,53 +27,103 @@ def true_norms(
     model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module]
 ) -> dict[str, Tensor]:
     """Norms [H] by name of one attention layer of a model that takes `given`; `holders` hold its weights."""
+    if isinstance(layer, nn.MultiheadAttention):
+        raise NoTruthError("its projections are no modules")
+    if getattr(layer, "add_q_proj", None) is not None:
+        raise NoTruthError("tokens of two kinds have projections of their own")
     width = _inputs(holders[0])
     units = torch.cat([torch.zeros(1, width), torch.eye(width)])
-    queries, keys = [], []
-    first = 0
-    while first < len(units):
-        recorded = _record(model, given, layer, holders, units, first)
-        if recorded is None:
-            raise NoTruthError("its forward did not come to scaled_dot_product_attention")
-        query, key = recorded
-        queries.append(query)
-        keys.append(key)
-        first += query.shape[1]
-    query, key = torch.cat(queries, 1)[:, : len(units)], torch.cat(keys, 1)[:, : len(units)]
-    query, key = (x[:, 1:] - x[:, :1] for x in (query.double(), key.double()))  # [H, E, D], without the bias
+    given = one_token(given, len(units))
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    while any(sum(x.shape[1] for x in part) < len(units) for part in parts):
+        done = [sum(x.shape[1] for x in part) for part in parts]
+        recorded = _record(model, given, layer, holders, units, done)
+        for part, value in zip(parts, recorded, strict=True):
+            part.append(value)
+    query, key = (torch.cat(part, 1)[:, : len(units)].double() for part in parts)
+    query, key = query[:, 1:] - query[:, :1], key[:, 1:] - key[:, :1]  # [H, E, D], without the bias
     key = key.repeat_interleave(len(query) // len(key), 0)
     norms = (torch.linalg.matrix_norm(x, 2) for x in (query, key, query @ key.mT))
     return dict(zip(NORMS, norms, strict=True))
 
 
 def _inputs(holder: nn.Module) -> int:
-    weight: Any = getattr(holder, "weight", None)
-    weight = holder.in_proj_weight if weight is None else weight
+    weight: Any = holder.weight
     return int(weight.shape[0 if type(holder).__name__ == "Conv1D" else 1])
 
 
+def one_token(given: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The same inputs, where they are words alone, as rows of one token: no position turns it."""
+    if all(
+        isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2)
+        for v in given.values()
+    ):
+        return {n: v[:1, :1].repeat(rows, 1) if isinstance(v, Tensor) else v for n, v in given.items()}
+    return given
+
+
 def _record(
-    model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module], units: Tensor, first: int
+    model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module], units: Tensor, done: list[int]
+) -> tuple[Tensor, Tensor]:
+    """As its own attention is called, or, where that comes to no function known here, as transformers dispatches."""
+    for through_interface in (False, True):
+        recorded = _record_through(through_interface, model, given, layer, holders, units, done)
+        if recorded is not None:
+            return recorded
+    raise NoTruthError("its forward does not come to an attention function with these inputs")
+
+
+def _record_through(
+    through_interface: bool,
+    model: nn.Module,
+    given: dict[str, Any],
+    layer: nn.Module,
+    holders: list[nn.Module],
+    units: Tensor,
+    done: list[int],
 ) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys [H, rows, D] of the rows of `units` from `first` on, as many as a call has tokens."""
+    """Queries and keys [H, tokens, D] of rows of `units`, from those on that are done; as many as a call has tokens."""
     recorded: list[tuple[Tensor, Tensor]] = []
     depth = [0]
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def recorder(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def note(query: Tensor, key: Tensor, scale: float | None) -> None:
         if depth[0] and not recorded and query.dim() == 4:
-            # heads first, then the tokens of all rows of the batch one after the other
             # some layers multiply their queries by the scale themselves
-            scaled = getattr(layer, "scaling", 1.0) if kwargs.get("scale") == 1.0 else 1.0
-            recorded.append(tuple(x.detach().transpose(0, 1).flatten(1, 2) for x in (query / scaled, key)))  # type: ignore[arg-type]
+            scaled = float(getattr(layer, "scaling", 1.0)) if scale == 1.0 else 1.0
+            query, key = (x.detach().transpose(0, 1).flatten(1, 2) for x in (query / scaled, key))
+            recorded.append((query, key))
+
+    def recorder(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        note(query, key, kwargs.get("scale"))
         out: Tensor = original(query, key, value, *args, **kwargs)
         return out
 
-    def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = args[0]
-        count = x.numel() // x.shape[-1]
-        rows = units[torch.arange(first, first + count) % len(units)]
-        return (rows.view(x.shape).to(x.dtype), *args[1:])
+    def interface(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any = None,
+        *_: Any,
+        scaling: Any = None,
+        **__: Any,
+    ) -> Any:
+        note(query, key, scaling)
+        groups = query.shape[1] // value.shape[1]
+        value = value.repeat_interleave(groups, 1).mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
+        return value.transpose(1, 2).contiguous(), None
+
+    def replace(start: int) -> Any:
+        def replaced(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = args[0]
+            count = x.numel() // x.shape[-1]
+            if x.shape[-1] != units.shape[1]:
+                raise NoTruthError("its queries and keys have inputs of two widths")
+            rows = units[torch.arange(start, start + count) % len(units)]
+            return (rows.view(x.shape).to(x.dtype), *args[1:])
+
+        return replaced
 
     def enter(*_: Any) -> None:
         depth[0] += 1
@@ -80,15 +133,24 @@ def _record(
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         hooks = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-        hooks += [holder.register_forward_pre_hook(replace) for holder in {id(h): h for h in holders}.values()]
+        first_of = {
+            id(holder): (holder, start) for holder, start in zip(reversed(holders), reversed(done), strict=True)
+        }
+        hooks += [holder.register_forward_pre_hook(replace(start)) for holder, start in first_of.values()]
         for name, module in model.named_modules():
             if re.search(r"rotary|rope|rot_?emb", f"{name} {type(module).__name__}", re.IGNORECASE):
                 hooks.append(module.register_forward_hook(_no_rotation))
+            config: Any = getattr(module, "config", None)
+            if through_interface and getattr(config, "_attn_implementation", None) in ("eager", "sdpa"):
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = _INTERFACE
         for name, module in layer.named_modules():
             if is_head_norm(name):
                 hooks.append(module.register_forward_hook(lambda _, args, __: args[0]))
         for hook in hooks:
             stack.callback(hook.remove)
+        AttentionInterface.register(_INTERFACE, interface)
+        AttentionMaskInterface.register(_INTERFACE, sdpa_mask)
         torch.nn.functional.scaled_dot_product_attention = recorder
         stack.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", original)
         model(**given)

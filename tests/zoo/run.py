@@ -18,7 +18,7 @@ from tests.zoo import census
 from tests.zoo.judge import Record, examine
 from tests.zoo.running import at_most
 
-PROCESSES: Final = 2
+PROCESSES: Final = 3
 SECONDS: Final = 120
 """No model takes longer, or it counts as wrong."""
 
@@ -37,6 +37,11 @@ def look_at(name: str) -> dict[str, Any]:
     return dataclasses.asdict(record)
 
 
+def _write(target: Path, records: list[dict[str, Any]]) -> None:
+    ordered = sorted(records, key=lambda record: str(record["name"]))
+    target.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
 def _start() -> None:
     import torch
 
@@ -51,10 +56,11 @@ def main(arguments: list[str]) -> int:
         records = []
         for number, record in enumerate(pool.imap_unordered(look_at, names)):
             records.append(record)
+            if number % 20 == 0:
+                _write(target, records)
             if record["wrong"]:
                 print(f"{number + 1}/{len(names)} {record['name']}: {record['wrong'][0]}", flush=True)
-    records.sort(key=lambda record: str(record["name"]))
-    target.write_text(json.dumps(records, indent=1) + "\n")
+    _write(target, records)
     print(f"{sum(bool(r['wrong']) for r in records)} of {len(records)} are wrong")
     return 0
 

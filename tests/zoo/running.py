@@ -56,6 +56,8 @@ def without_dropout(model: nn.Module) -> None:
         for name in ("layerdrop", "layer_drop", "activation_dropout"):
             if isinstance(getattr(getattr(module, "config", None), name, None), float):
                 setattr(module.config, name, 0.0)
+        if hasattr(getattr(module, "config", None), "apply_spec_augment"):
+            module.config.apply_spec_augment = False  # type: ignore[union-attr]
 
 
 def train(model: nn.Module, case: Case, *, after_step: Callable[[Tensor], None] | None = None) -> Course:

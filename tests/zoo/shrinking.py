@@ -30,6 +30,7 @@ _RULES: Final[tuple[tuple[str, int], ...]] = (
     (r"num_kv_shared_layers|num_buckets|relative_attention_num_buckets", 0),
     (r"(num_\w*layers|n_layers?|\w*_layers|num_blocks|\w*_depth|depth|num_\w*_blocks|layers)", 2),
     (r"num_\w*key_value_heads|num_\w*kv_heads|n_kv_heads?|num_\w*kv_head", 2),
+    (r"\w*d_head|dim_head", WIDTH // HEADS),
     (r"(num_|n_)?(\w*_)?(heads?|nhead)", HEADS),
     (r"(\w*_)?(qk_nope_head_dim)", 16),
     (r"(\w*_)?(qk_rope_head_dim|index_head_dim)", 8),
@@ -57,6 +58,8 @@ _KEPT: Final = re.compile(
     r"num_channels|in_channels|\w*in_chans|(\w*_)?kernel_size\w*|\w*stride\w*|\w*_ratio|\w*groups?|type_vocab_size|"
     r"\w*batch_size|\w*merge_size|temporal_patch_size|\w*_factor|scale\w*|\w*chunk_size\w*|\w*kernel\w*|num_hash\w*"
 )
+_NEEDED: Final = {"head_dim": WIDTH // HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4, "prediction_length": 4}
+"""Fields that some models cannot do without, though they are None by default."""
 _LISTS: Final[tuple[tuple[str, int], ...]] = (
     (r"depths|num_blocks|layers|\w*_layers|num_\w*layers|\w*depths", 1),
     (r"\w*hidden_sizes|\w*embed_dims?|channels|\w*_channels|dims|\w*_dims?|conv_dim|\w*hidden_size", 64),
@@ -65,9 +68,9 @@ _LISTS: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def small_config(model_type: str) -> PreTrainedConfig:
-    """The small configuration of a model type. Raises what its class raises for sizes it cannot take."""
-    return _shrunk(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}))
+def small_config(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The small configuration of a model type, with `changes`. Raises what its class raises for what it cannot take."""
+    return _shrunk(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}) | (changes or {}))
 
 
 def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -85,7 +88,9 @@ def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict
     for name, value in values.items():
         if name in overrides and not isinstance(overrides[name], dict):
             continue
-        if isinstance(value, PreTrainedConfig):
+        if value is None and name in _NEEDED:
+            small[name] = _NEEDED[name]
+        elif isinstance(value, PreTrainedConfig):
             inner = overrides.get(name, {})
             model_type = inner.get("model_type")
             sub = type(value)
@@ -109,7 +114,19 @@ def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict
         if n in {f.name for f in dataclasses.fields(kind)} and n not in small:
             value = vars(default).get(n)
             small[n] = None if value is None else {"pad": 0, "bos": 1, "eos": 2, "dec": 1}[n[:3]]
-    return kind(**{**given, **small})
+    config = kind(**{**given, **small})
+    _fit_sections(config)
+    return config
+
+
+def _fit_sections(config: Any) -> None:
+    """Give the rotary sections of images the room that a small head has, where the model reads them unasked."""
+    settings = vars(config).get("rope_parameters")
+    if isinstance(settings, dict) and "rope_theta" in settings and "mrope_section" not in settings:
+        if not re.search("vl|glm|vision|omni|image|colqwen|v_", str(config.model_type)):
+            return
+        turned = int(vars(config).get("head_dim") or WIDTH // HEADS) * settings.get("partial_rotary_factor", 1.0)
+        settings["mrope_section"] = [2, 3, 3] if turned == 16 else [2, 1, 1]
 
 
 def _special(value: PreTrainedConfig) -> dict[str, Any]:
@@ -137,6 +154,8 @@ def _number(name: str, value: int, few_keys: bool) -> int | None:
         if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             return None
         return VOCABULARY - 1 - sum(map(ord, name)) % 20
+    if name in ("n_group", "topk_group"):
+        return 1
     if _KEPT.fullmatch(name) or value <= 1:
         return None
     for pattern, size in _RULES:
@@ -157,5 +176,5 @@ def _list(name: str, value: list[int]) -> list[int] | None:
         return None
     for pattern, size in _LISTS:
         if re.fullmatch(pattern, name):
-            return [min(v, size) for v in value]
+            return [size if v == 3 else min(v, size) for v in value]  # three heads divide no width here
     return None

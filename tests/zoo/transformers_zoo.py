@@ -10,11 +10,9 @@ from tests.zoo.running import Case, draw_weights, without_dropout
 from tests.zoo.shrinking import small_config
 
 
-def build(model_type: str, implementation: str | None = None) -> Any:
-    """The small random model of a type, with the attention of this name, or its own default."""
-    config = small_config(model_type)
-    if implementation is not None:
-        config._attn_implementation = implementation
+def build(model_type: str, changes: dict[str, Any] | None = None) -> Any:
+    """The small random model of a type; `changes` are fields of its configuration."""
+    config = small_config(model_type, changes)
     torch.manual_seed(0)
     kind = class_of(model_type)
     if kind is None:
@@ -42,7 +40,11 @@ def cases(model: Any) -> list[Case]:
     return all_cases
 
 
-def entry(model_type: str, implementation: str | None = None) -> Entry:
+def entry(model_type: str, changes: dict[str, Any] | None = None) -> Entry:
     """The entry of a model type."""
-    label = f"transformers {model_type}" + (f" ({implementation})" if implementation else "")
-    return Entry(label, model_type, lambda: build(model_type, implementation), cases)
+    return Entry(name_of(model_type, changes), model_type, lambda: build(model_type, changes), cases)
+
+
+def name_of(model_type: str, changes: dict[str, Any] | None = None) -> str:
+    """transformers TYPE, and what is changed in its configuration."""
+    return ", ".join((f"transformers {model_type}", *(f"{field}={value}" for field, value in (changes or {}).items())))

@@ -305,6 +305,8 @@ export interface RunDetail {
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
+  /** what a warning switches under approve and auto: head, layer or model */
+  switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
   ranks: number;
@@ -357,6 +359,8 @@ export interface RunSummary {
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
+  /** what a warning switches under approve and auto: head, layer or model */
+  switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
   ranks: number;
