@@ -13,6 +13,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
+ZOO: Final = ROOT / "benchmarks" / "results" / "zoo.json"
 PAGE: Final = ROOT / "docs" / "models.md"
 MODELS: Final = (
     "GPT-2",
@@ -56,6 +57,17 @@ them (tests/monitor/tiny_models.py). What attach cannot serve is listed in [agen
 ```
 """
 
+ZOO_INTRODUCTION: Final = """## The zoo
+
+Small random models that the code was not written for ([tests/zoo](../tests/zoo/README.md)), {examined} of them in the
+record so far. Each trains three steps with foreshock and without, padded in several places, and fills a cache where it
+can. Measured: modules that compute attention, told by what they execute, whose rows were counted, by foreshock's
+kernels or by the probe beside the model's own attention. Wrong: models of which anything differs, is left behind or
+goes unseen. The command: `python -P -m tests.zoo.run benchmarks/results/zoo.json`.
+
+| family | models | modules with attention | measured with auto | measured with kernels | unmeasured, why | wrong |
+| --- | --- | --- | --- | --- | --- | --- |"""
+
 Entry = dict[str, Any]
 
 
@@ -94,7 +106,7 @@ def page() -> str:
         if unknown:
             raise SystemExit(f"execution marks name {unknown}; models are {MODELS}, modes are {tuple(MODES)}")
         counts[place] = Counter(pairs)
-    return "\n".join((NOTE, INTRODUCTION, *_table(counts), "", *_proofs(results)))
+    return "\n".join((NOTE, INTRODUCTION, *_table(counts), "", *_zoo(), "", *_proofs(results)))
 
 
 def _table(counts: dict[str, Counter[tuple[str, str]]]) -> Iterator[str]:
@@ -119,6 +131,36 @@ def _proofs(results: dict[str, Entry]) -> Iterator[str]:
         cases = Counter(test.partition("[")[0] for test in run["tests"])
         yield from (f"- `{test}`" + (f" x {count}" if count > 1 else "") for test, count in sorted(cases.items()))
         yield ""
+
+
+def _zoo() -> Iterator[str]:
+    """The lines of that part."""
+    records: list[dict[str, Any]] = json.loads(ZOO.read_text())
+    families: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        families.setdefault(record["family"], []).append(record)
+    yield ZOO_INTRODUCTION.format(examined=len(records))
+    for family, members in sorted(families.items()):
+        auto, kernels = (
+            [how for record in members for how in record["layers"].get(way, {}).values()] for way in ("auto", "kernels")
+        )
+        reasons = Counter(_reason(how) for how in (*auto, *kernels) if how != "counted")
+        cells = (
+            family,
+            len(members),
+            max(len(auto), len(kernels)),
+            auto.count("counted"),
+            kernels.count("counted"),
+            "; ".join(sorted(reasons)),
+            sum(bool(record["wrong"]) for record in members),
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _reason(how: str) -> str:
+    """The reason in what foreshock said of a module, without the module's name."""
+    reason = how.rpartition("not watched: ")[2].rpartition("cannot be watched: ")[2].partition(";")[0]
+    return reason.rpartition(": ")[2] if "counted nothing" in reason else reason
 
 
 def main(arguments: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Who lives in the zoo: every entry by name, and the model types that cannot be built, with the reason."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ VARIANTS: Final[dict[str, list[dict[str, Any]]]] = json.loads((_FOLDER / "varian
 """Other configurations of a model type that write its attention or its weights otherwise."""
 
 
+@functools.cache
 def entries() -> dict[str, Entry]:
     """Every entry by its name."""
     types = [model_type for model_type in sorted(CONFIG_MAPPING_NAMES) if model_type not in UNBUILT]
