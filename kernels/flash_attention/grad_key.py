@@ -128,9 +128,9 @@ def grad_key_kernel(
             rows = tl.cast(plane, tl.int64) * total_q + start_q
             query_rows = query
             grad_rows = grad_out
-            fold_rows = folded
-            if not TMA and FOLD:
-                fold_rows = folded + rows * 16
+            fold_rows = deltas  # in place of None, which no tuple in a loop may hold
+            if FOLD:
+                fold_rows = folded if TMA else folded + rows * 16
             if not TMA:
                 query_rows = query + tl.cast(head, tl.int64) * stride_qh
                 grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh

@@ -41,13 +41,15 @@ def launch_means(
     call: Call, rows: Tensor, flag: Mode, modes: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     """The mean of `rows` [B, Hkv, Sk, D] over each sequence, fp32 [planes, D], written where a head asks by `flag`;
-    None without modes, and where nobody may ask (centring.refusal).
+    None without modes; empty where nobody may ask (centring.refusal), so that what reads it compiles all the same.
 
     Launched whatever the modes are, which the device alone knows: where no head asks, its programs end at once.
     """
     spec = call.spec
-    if modes is None or (spec.softcap > 0 if flag == Mode.CENTRED_KEYS else spec.dropout_p > 0):
+    if modes is None:
         return None
+    if spec.softcap > 0 if flag == Mode.CENTRED_KEYS else spec.dropout_p > 0:
+        return torch.empty((0, call.dim), dtype=torch.float32, device=rows.device)
     planes, columns = call.sequences * call.kv_heads, min(32, call.block_d)
     means = torch.empty((planes, call.dim), dtype=torch.float32, device=rows.device)
     launch(
