@@ -389,8 +389,8 @@ class Sender:
         if status != self._said_status:
             self._said_status = status
             logger.warning(
-                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404) and "
-                "the largest body (413); batches are kept and tried again about once a minute",
+                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404) "
+                "and the largest body (413); batches are kept and tried again about once a minute",
                 status,
             )
 
@@ -428,7 +428,7 @@ def _as_0_1_0(payload: bytes) -> bytes | None:
 
 
 def _words_of(payload: bytes) -> bytes | None:
-    """The batch without what was measured, for a proxy that takes no such body: empty if that was all, None if nothing."""
+    """The batch without what was measured, for a proxy with a limit: empty if it held no more, None if it held none."""
     batch = json.loads(payload)
     words = [event for event in batch["events"] if event["kind"] not in ("sample", "grams")]
     if len(words) == len(batch["events"]):
