@@ -90,7 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller = roller
-    app.state.readiness = Readiness(store, settings, writer)
+    app.state.readiness = Readiness(store, settings)
     app.state.buckets = Buckets(settings.run_batches_per_second)
     app.state.refusals = Buckets(1 / 60)
     app.state.exposer = Exposer(store, settings, counters)

@@ -7,7 +7,6 @@ from typing import Final
 
 from sqlalchemy import delete
 
-from foreshock.server.ingest.batches import Writer
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.schema import service_state
@@ -20,27 +19,26 @@ _KEY: Final = "readiness"
 class Readiness:
     """Tries the store, at most once a second however many ask."""
 
-    def __init__(self, store: Store, settings: Settings, writer: Writer) -> None:
-        self._store, self._settings, self._writer = store, settings, writer
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store, self._room = store, settings.max_body_bytes
         self._asking = asyncio.Lock()
         self._found = "never tried"
         self._found_at = -float("inf")
 
-    async def checks(self) -> dict[str, str]:
-        """What was looked at, and "ok" or what is wrong with it."""
-        full = self._writer.depth >= self._settings.ingest_queue_batches
+    async def of_store(self) -> str:
+        """ "ok", or what is wrong with the store."""
         async with self._asking:
             if time.monotonic() - self._found_at >= _SAME_ANSWER_SECONDS:
                 self._found = await self._tried()
                 self._found_at = time.monotonic()
-        return {"ingest queue": "full" if full else "ok", "store": self._found}
+        return self._found
 
     async def _tried(self) -> str:
         path = self._store.path
         try:
             if path is not None and not path.exists():
                 return "its file is gone"
-            if path is not None and shutil.disk_usage(path.parent).free < self._settings.max_body_bytes:
+            if path is not None and shutil.disk_usage(path.parent).free < self._room:
                 return "its disk is full"
             async with asyncio.timeout(DEADLINE_SECONDS):
                 await self._write()

@@ -299,7 +299,9 @@ async def get_healthz() -> Health:
 @router.get("/readyz")
 async def get_readyz(request: Request, _: Reader) -> Any:
     """The service can store a batch: it has just written something."""
-    checks = await request.app.state.readiness.checks()
+    state = request.app.state
+    checks = {"ingest queue": "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"}
+    checks["store"] = await state.readiness.of_store()
     good = all(value == "ok" for value in checks.values())
     health = Health(status="ok" if good else "degraded", checks=checks)
     return JSONResponse(health.model_dump(), 200 if good else 503)
