@@ -37,7 +37,7 @@ class Token(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. A variable that is nearly a setting is refused; those of an agent may stand beside."""
+    """Everything that can be set. A variable that is nearly a setting is refused, those of agents may be there."""
 
     model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True)
 
