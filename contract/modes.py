@@ -84,14 +84,14 @@ MODES: Final = (
     ),
     ModeInfo(
         flag=Mode.CENTRED_KEYS,
-        does="The mean key of each sequence leaves the scores, in forward and backward.",
-        cures="The part of the scores that all keys share, also where it has grown already.",
+        does="The mean key of each sequence leaves dQ's rounding errors, and the scores that statistics speak of.",
+        cures="What rounding adds to dQ along the part that all keys share; given after harm it saved no run.",
         ends_rounding_growth=True,
         escalates_to=Mode.ROW_CORRECTED,
     ),
     ModeInfo(
         flag=Mode.CENTRED_VALUES,
-        does="The mean value of each sequence is subtracted before P V and added back to O.",
+        does="O gets back what rounding P takes from it along the mean value; delta is that of O before its rounding.",
         cures="The rounding of O where values share a large part.",
         excludes=Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX,
         escalates_to=Mode.ROW_CORRECTED,
