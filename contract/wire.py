@@ -40,6 +40,8 @@ MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
 MAX_BATCH_BYTES: Final = 32 * 2**20
+MAX_ACK_BYTES: Final = 2**20
+"""Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 MAX_GRAM_DIM: Final = 256
 """Widest head whose Gram matrices travel."""
 

@@ -30,6 +30,7 @@ from foreshock.server.curves.rollups import Roller
 from foreshock.server.http import catalog, routes, stream, webhooks
 from foreshock.server.http.connections import Room, bounded
 from foreshock.server.http.exposition import Exposer
+from foreshock.server.http.readiness import Readiness
 from foreshock.server.ingest import batches as ingest
 from foreshock.server.ingest import grams
 from foreshock.server.ingest.batches import Writer
@@ -89,6 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller = roller
+    app.state.readiness = Readiness(store, settings)
     app.state.buckets = Buckets(settings.run_batches_per_second)
     app.state.refusals = Buckets(1 / 60)
     app.state.exposer = Exposer(store, settings, counters)

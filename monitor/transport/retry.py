@@ -11,8 +11,13 @@ LONGEST_DELAY_SECONDS: Final = 60.0
 
 
 def is_retryable(status: int) -> bool:
-    """408, 429 and every 5xx; no other answer changes by asking again."""
+    """408, 429 and every 5xx: trouble that passes by itself."""
     return status in (408, 429) or 500 <= status < 600
+
+
+def is_final(status: int) -> bool:
+    """400 and 422 speak of the batch itself; all else (a redirect, a token, an address, a limit) someone can mend."""
+    return status in (400, 422)
 
 
 def retry_delay(failures: int, retry_after: str | None, random_unit: float | None = None) -> float:

@@ -5,6 +5,7 @@ included. The thread runs an event loop, whose timeouts are total deadlines on t
 """
 
 import asyncio
+import json
 import logging
 import socket
 import threading
@@ -21,17 +22,19 @@ from foreshock.contract import version_0_1_0, wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
-from foreshock.monitor.transport.retry import is_retryable, retry_delay
+from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
 from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
 from foreshock.monitor.transport.stores import MemoryStore, Store
 
 logger: Final = logging.getLogger("foreshock")
 
-MAX_REPLY_BYTES: Final = 2**20
-"""Most bytes of an answer that are read: an acknowledgement carries commands, which may name many heads."""
 MAX_BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 4 * 2**20
 MAX_COMMANDS: Final = 1024
+SLOW_FAILURES: Final = 8
+"""Where an answer waits for somebody to mend something, the back-off begins as after so many failures: a minute."""
+MAX_TRIES_TOO_LARGE: Final = 60
+"""Tries of a batch that is too large without its samples; then it goes, for those behind it."""
 EVENT_BYTES: Final = 1024
 """What an event without arrays counts for in the queue."""
 
@@ -60,6 +63,8 @@ class Sender:
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
         self._failures = 0
+        self._too_large = 0
+        self._said_status = 0
         self._all_cut = False
         self._oldest_unsent_at: float | None = None
         self._last_batch_at = time.monotonic()
@@ -301,26 +306,49 @@ class Sender:
     async def _deliver(self, client: httpx.AsyncClient, store: Store, sequence: int, payload: bytes) -> bool:
         """Post one batch; True when it is done with: stored, or refused for good."""
         self._retry_after = None
+        words_only = False
         try:
             async with asyncio.timeout(self._config.request_seconds):
                 status, retry_after, body = await _post(client, payload)
                 if status == 422 and (older := _as_0_1_0(payload)) is not None:
                     status, retry_after, body = await _post(client, older)
+                if status == 413 and (smaller := _words_of(payload)) is not None:
+                    words_only = True
+                    status, retry_after, body = await _post(client, smaller) if smaller else (422, None, None)
         except (TimeoutError, httpx.HTTPError, OSError):
             self._failures += 1
             return False
         if 200 <= status < 300 and self._acknowledged(store, sequence, body):
-            self._failures = 0
+            self._failures = self._too_large = self._said_status = 0
+            if words_only:
+                self.dropped["refused_413"] += 1
             store.pop()
             return True
         if 200 <= status < 300 or is_retryable(status):
             self._failures += 1
             self._retry_after = retry_after
             return False
+        self._too_large += status == 413
+        if not is_final(status) and self._too_large < MAX_TRIES_TOO_LARGE:
+            self._failures = max(self._failures + 1, SLOW_FAILURES)
+            self._retry_after = retry_after
+            self._say_kept(status)
+            return False
+        self._too_large = 0
+        status = 413 if words_only else status
         self.dropped[f"refused_{status}"] += 1
         logger.warning("foreshock: the service refused batch %d for good with status %d", sequence, status)
         store.pop()
         return True
+
+    def _say_kept(self, status: int) -> None:
+        if status != self._said_status:
+            self._said_status = status
+            logger.warning(
+                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404) "
+                "and the largest body (413); batches are kept and tried again about once a minute",
+                status,
+            )
 
     def _acknowledged(self, store: Store, sequence: int, body: bytes | None) -> bool:
         """Whether the answer acknowledges this batch; its commands are taken if it does."""
@@ -337,12 +365,12 @@ class Sender:
 
 
 async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | None, bytes | None]:
-    """(status, Retry-After, body); the body is None when it is longer than MAX_REPLY_BYTES."""
+    """(status, Retry-After, body); the body is None when it is longer than wire.MAX_ACK_BYTES."""
     async with client.stream("POST", "/v1/batches", content=payload) as response:
         body = bytearray()
         async for chunk in response.aiter_raw():
             body += chunk
-            if len(body) > MAX_REPLY_BYTES:
+            if len(body) > wire.MAX_ACK_BYTES:
                 return response.status_code, response.headers.get("retry-after"), None
         return response.status_code, response.headers.get("retry-after"), bytes(body)
 
@@ -353,6 +381,15 @@ def _as_0_1_0(payload: bytes) -> bytes | None:
         return version_0_1_0.batch(payload)
     except (ValueError, LookupError, TypeError, AttributeError):
         return None  # no batch, or a malformed one: it is refused for that
+
+
+def _words_of(payload: bytes) -> bytes | None:
+    """The batch without what was measured, for a proxy with a limit: empty if it held no more, None if it held none."""
+    batch = json.loads(payload)
+    words = [event for event in batch["events"] if event["kind"] not in ("sample", "grams")]
+    if len(words) == len(batch["events"]):
+        return None
+    return json.dumps({**batch, "events": words}).encode() if words else b""
 
 
 def _size(event: wire.Event | Draft) -> int:

@@ -5,10 +5,12 @@ is readable once its write returned: it survives SIGKILL, not a power cut (nothi
 damaged record is skipped, whatever stands before and after it is kept.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import struct
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ _MAGIC: Final = b"FSK1"
 _HEADER: Final = struct.Struct("<4sIIQ")
 _CHUNK: Final = 1 << 16
 _pwrite: Final = os.pwrite
+_LOCK_SECONDS: Final = 2.0
+"""How long a boot waits for its own spool, which a process that starts at the same moment may be looking into."""
 
 
 class Record(NamedTuple):
@@ -45,10 +49,10 @@ class Spool:
     The file is locked while a process holds it, so that only the batches of dead processes are replayed by others.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, *, of_a_dead_boot: bool = False) -> None:
         self.path: Final = path
         self._max_bytes = max_bytes
-        self._fd = _open_locked(path)
+        self._fd = _open_locked(path, 0.0, 0) if of_a_dead_boot else _open_locked(path, _LOCK_SECONDS, os.O_CREAT)
         self._records = deque(_scan(self._fd))
         self._end = self._records[-1].offset + _HEADER.size + self._records[-1].size if self._records else 0
         os.ftruncate(self._fd, self._end)  # a torn tail is cut
@@ -143,7 +147,7 @@ def leftovers(directory: Path, run: str, max_bytes: int) -> tuple[list[Spool], i
     total = removed = 0
     for path in sorted(_folder(directory, run).glob("*.spool"), reverse=True):
         try:
-            spool = Spool(path, max_bytes)
+            spool = Spool(path, max_bytes, of_a_dead_boot=True)
         except OSError:
             continue  # a living process holds it, or it is gone
         total += spool.size_bytes
@@ -161,14 +165,24 @@ def _folder(directory: Path, run: str) -> Path:
     return directory / hashlib.sha256(run.encode()).hexdigest()[:32]  # a name that people give never becomes a path
 
 
-def _open_locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+def _open_locked(path: Path, seconds: float, create: int) -> int:
+    """Open and lock the file at this path, trying for `seconds`; between the two another process may remove it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+            raise FileNotFoundError(errno.ENOENT, "another process removed it", str(path))
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            if time.monotonic() >= deadline:
+                raise
+        except OSError:
+            os.close(fd)
+            raise
+        time.sleep(0.005)
 
 
 def _scan(fd: int) -> Iterator[Record]:

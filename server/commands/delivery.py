@@ -5,7 +5,7 @@ command has expired.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
-from foreshock.contract.wire import Batch, Command, Switched
+from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, tell, tracks_of
 from foreshock.server.commands.local_switches import pass_on
@@ -28,6 +28,8 @@ from foreshock.server.store.schema import command_ranks, commands, runs
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
+_ACK_BYTES: Final = MAX_ACK_BYTES - 4096
+"""What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
 
 
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
@@ -68,6 +70,7 @@ async def exchange(
     held = await holdings(connection, {row.run_id for row in rows})
     tracks = await tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
+    sizes: Counter[tuple[str, int, str]] = Counter()
     now = time.time()
     for row in rows:
         ranks = held.get(row.run_id, {})
@@ -86,6 +89,9 @@ async def exchange(
             if not batch.revision and not {row.mode, row.expect or row.mode} <= version_0_1_0.MODES:
                 await _answer(store, connection, row.run_id, batch, _unknown_to(batch, row))
             elif len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
+                sizes[boot_key] += len(order.model_dump_json().encode()) + 1
+                if sizes[boot_key] > _ACK_BYTES:
+                    continue  # it goes out with a later ack, when those before it are answered
                 orders[boot_key].append(order)
                 await _delivered(store, connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}

@@ -61,6 +61,11 @@ def sample(step: int) -> wire.Sample:
     return wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss=float(step))
 
 
+SWITCHED = wire.Switched(
+    id="s", step=1, outcome="applied", heads=((0, 1),), before=("plain",), after=("row_corrected",), reason="auto"
+)
+
+
 def send(to: Sender, *steps: int) -> None:
     for step in steps:
         to.put(sample(step))
@@ -171,7 +176,7 @@ MALFORMED = {
         b'{"boot":"boot-1","acknowledged":1,"commands":[{"id":"c","mode":"","reason":"","issued_by":""}]}',
         (),
     ),
-    "more than may be read": (b" " * (sender.MAX_REPLY_BYTES + 1), ()),
+    "more than may be read": (b" " * (wire.MAX_ACK_BYTES + 1), ()),
 }
 
 
@@ -193,7 +198,7 @@ def test_a_malformed_answer_acknowledges_nothing_and_raises_nothing(name: str, q
 
 
 @pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 301, 307])
+@pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
     with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
         to = started_sender(server.url)
@@ -206,6 +211,72 @@ def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
         assert to.dropped == {f"refused_{status}": 1}
         # 422 may mean that the service is of 0.1.0: the batch is asked for once more, in that version's form
         assert server.sequences() == ([1, 1, 2] if status == 422 else [1, 2])
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [301, 307, 308, 401, 403, 404, 409, 415])
+def test_what_somebody_can_mend_loses_nothing_and_is_said_once(
+    status: int, quick_retries: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        to.put(SWITCHED)
+        eventually("tries", lambda: len(server.batches) >= 4)
+        server.behaviour = acknowledge  # the token is back
+        eventually("it is stored", lambda: not len(to._own))
+        to.close(2)
+    assert to.dropped == {}
+    assert server.events("switched")
+    assert [r.message for r in caplog.records if f"answers {status}" in r.message] == [caplog.records[0].message]
+
+
+@pytest.mark.promise("A3")
+def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_all(tmp_path: Path) -> None:
+    with hostile_server(answer(401)) as server:
+        to = started_sender(server.url, tmp_path, boot="boot-1")
+        to.put(SWITCHED)
+        eventually("the first try", lambda: server.batches)
+        time.sleep(1.5)
+        assert len(server.batches) == 1
+        to.close(1)
+        server.behaviour = acknowledge
+        again = started_sender(server.url, tmp_path, boot="boot-2")
+        eventually("the words of the first boot", lambda: server.sequences("boot-1") == [1, 1])
+        again.close(2)
+    assert (to.dropped, again.dropped) == ({}, {})
+
+
+@pytest.mark.promise("A3")
+def test_a_body_too_large_for_a_proxy_costs_its_samples_and_never_a_word() -> None:
+    def small(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        reply(connection, 413, b"{}") if len(body) > 2000 else acknowledge(server, connection, body)
+
+    with hostile_server(small) as server:
+        to = started_sender(server.url)
+        large = sample(1).model_copy(update={"states": wire.Array.of(np.zeros((300, 16)))})
+        to.put(large)
+        to.put(SWITCHED)
+        eventually("the words", lambda: any([e["kind"] for e in b["events"]] == ["switched"] for b in server.batches))
+        to.put(large)
+        eventually("the samples are given up", lambda: to.dropped["refused_413"] == 2)
+        send(to, 3)
+        eventually("what comes after it", lambda: 3 in steps_at(server))
+        to.close(2)
+    assert to.dropped == {"refused_413": 2}
+
+
+@pytest.mark.promise("A3")
+def test_words_that_no_proxy_takes_are_tried_a_bounded_number_of_times(
+    quick_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_TRIES_TOO_LARGE", 5)
+    with hostile_server(answer(413)) as server:
+        to = started_sender(server.url)
+        to.put(SWITCHED)
+        eventually("it is given up", lambda: to.dropped)
+        to.close(2)
+    assert (to.dropped, len(server.batches)) == ({"refused_413": 1}, 5)
 
 
 def old_service(server: HostileServer, connection: socket.socket, body: bytes) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,65 @@ def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Pa
         for old in found:
             old.close()
     assert leftovers(tmp_path, "mine", 2**20)[0][0].boot == "0004"
+
+
+STARTS = """
+import os, sys
+from pathlib import Path
+from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
+folder, name = Path(sys.argv[1]), sys.argv[2]
+held, kept = [], []
+sys.stdin.readline()
+for n in range(30):
+    path = spool_path(folder, "mine", f"{n:04}-{name}")
+    kept += leftovers(folder, "mine", 2**20)[0]
+    held.append(Spool(path, 2**20))
+there = [s.path.exists() and os.path.samestat(s.path.stat(), os.fstat(s._fd)) for s in held]
+print(there.count(False), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.promise("A8")
+def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one_another(tmp_path: Path) -> None:
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS, str(tmp_path), str(name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in range(4)
+    ]
+    for process in starts:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    unlinked = [process.stdout.readline() for process in starts if process.stdout is not None]
+    for process in starts:
+        process.communicate("end\n")
+    assert unlinked == ["0\n"] * 4  # an empty line: the process failed, it could not lock its own spool
+
+
+@pytest.mark.promise("A8")
+def test_a_spool_that_another_process_removes_between_opening_and_locking_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "late.spool", os.open
+    open_once = [True]
+
+    def open_and_lose(name: Any, *rest: Any) -> int:
+        fd = opened(name, *rest)
+        if Path(name) == path and open_once:
+            open_once.clear()
+            path.unlink()
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    with Spool(path, 2**20) as spool:
+        spool.append(7, b"kept")
+        with path.open("rb") as file:
+            assert file.read() == frame(7, b"kept")
 
 
 def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:

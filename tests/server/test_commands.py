@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from foreshock.contract.wire import Command, Finished, Policy, Switched
+from foreshock.contract.wire import MAX_ACK_BYTES, Ack, Command, Finished, Policy, Switched
 from foreshock.server.testing import FakeRank
 
 ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
@@ -85,6 +85,27 @@ def test_a_command_ends_as_its_ranks_say(play: Any, outcomes: Any, state: str) -
             await service.store(rank, rank.answer(command, 11, outcome))
         [shown] = (await service.get("/v1/runs/run-1/commands"))["commands"]
         assert shown["state"] == state
+
+    play(story)
+
+
+def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_another(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(layers=40, heads=range(100))
+        await start(service, rank)
+        heads = [[layer, head] for layer in range(40) for head in range(100)]
+        wanted = [(await order(service, heads=heads, reason="é" * 400)).json()["id"] for _ in range(40)]
+        obeyed: list[str] = []
+        for step in range(20):
+            answer = await service.post(rank.batch(rank.sample(step + 10)))
+            assert len(answer.content) <= MAX_ACK_BYTES
+            orders = Ack.model_validate_json(answer.content).commands
+            for sent in orders:
+                await service.store(rank, rank.answer(sent, step + 10))
+            obeyed += [sent.id for sent in orders]
+            if not orders:
+                break
+        assert obeyed == wanted
 
     play(story)
 

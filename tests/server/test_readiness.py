@@ -1,0 +1,78 @@
+"""/readyz says whether a batch can be stored now, and says so in time."""
+
+import asyncio
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreshock.server.http import readiness
+
+Usage = namedtuple("Usage", "total used free")
+
+
+async def asked(service: Any) -> tuple[int, str]:
+    answer = await service.client.get("/readyz")
+    return answer.status_code, answer.json()["checks"]["store"]
+
+
+@pytest.fixture(autouse=True)
+def each_answer_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 0.0)
+
+
+def test_a_service_that_can_store_is_ready_again_and_again(play: Any) -> None:
+    async def story(service: Any) -> None:
+        assert [await asked(service) for _ in range(3)] == [(200, "ok")] * 3
+
+    play(story)
+
+
+def test_a_database_file_that_is_gone_is_not_ready(play: Any, tmp_path: Path) -> None:
+    async def story(service: Any) -> None:
+        (tmp_path / "foreshock.db").rename(tmp_path / "elsewhere.db")
+        assert await asked(service) == (503, "its file is gone")
+
+    play(story)
+
+
+def test_a_disk_with_no_room_for_a_batch_is_not_ready(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(service: Any) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 2**40, 4096))
+        assert await asked(service) == (503, "its disk is full")
+        monkeypatch.undo()
+        monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 0.0)
+        assert await asked(service) == (200, "ok")
+
+    play(story)
+
+
+def test_a_store_that_reads_but_takes_no_write_is_not_ready(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async with service.app.state.store.write() as connection:
+            await connection.exec_driver_sql(
+                "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
+            )
+        status, said = await asked(service)
+        assert (status, said) == (503, "IntegrityError")
+
+    play(story)
+
+
+def test_a_writer_that_hangs_is_said_within_the_deadline_and_not_for_ever(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "DEADLINE_SECONDS", 0.3)
+
+    async def story(service: Any) -> None:
+        async with service.app.state.store.write():
+            began = time.monotonic()
+            assert (await asked(service))[0] == 503
+            assert time.monotonic() - began < 3
+        await asyncio.sleep(0)
+        assert await asked(service) == (200, "ok")
+
+    play(story)
