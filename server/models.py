@@ -4,9 +4,9 @@ Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` 
 are Unix seconds by the service's clock unless a field says otherwise.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foreshock.contract.wire import (
     MAX_LAYERS,
@@ -27,6 +27,16 @@ Verification = Literal["verified", "not arrested", "unknown"]
 CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
 Number = float | None
+
+
+def _without_nul(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("holds a NUL character, which cannot be stored; leave it out")
+    return text
+
+
+Storable = Annotated[str, AfterValidator(_without_nul)]
+"""What people write and every store takes: PostgreSQL has no NUL."""
 
 
 class Response(BaseModel):
@@ -208,8 +218,8 @@ class CommandRequest(BaseModel):
     """An order to switch heads."""
 
     model_config = ConfigDict(extra="forbid")
-    who: str = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
-    reason: str = Field(min_length=1, max_length=500)
+    who: Storable = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
+    reason: Storable = Field(min_length=1, max_length=500)
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
@@ -224,16 +234,16 @@ class Decision(BaseModel):
     """Approval or rejection of a proposed command."""
 
     model_config = ConfigDict(extra="forbid")
-    who: str = Field(min_length=1, max_length=128)
-    reason: str = Field(min_length=1, max_length=500)
+    who: Storable = Field(min_length=1, max_length=128)
+    reason: Storable = Field(min_length=1, max_length=500)
 
 
 class Undo(BaseModel):
     """An order to take a switch back."""
 
     model_config = ConfigDict(extra="forbid")
-    who: str = Field(min_length=1, max_length=128)
-    reason: str = Field(min_length=1, max_length=480)
+    who: Storable = Field(min_length=1, max_length=128)
+    reason: Storable = Field(min_length=1, max_length=480)
     dry_run: bool = False
 
 

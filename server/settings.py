@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,8 @@ from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "admin"]
 _TOKEN_CHARACTERS = 16
+_NEARLY = 0.92
+"""How alike two variables are that are taken for one, of 1; an agent's settings are less like the service's."""
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
 
 
@@ -34,7 +37,7 @@ class Token(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Everything that can be set. Unknown names are refused."""
+    """Everything that can be set. A variable that is nearly a setting is refused, those of agents may be there."""
 
     model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True)
 
@@ -124,6 +127,15 @@ class Settings(BaseSettings):
             raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_misspelt(self) -> Self:
+        plain = [f"FORESHOCK_{name.upper()}" for name in type(self).model_fields]
+        known = [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SecretFiles.NAMES)]
+        for given in sorted(name for name in os.environ if name.startswith("FORESHOCK_") and name not in known):
+            if meant := get_close_matches(given, known, n=1, cutoff=_NEARLY):
+                raise ValueError(f"{given} is no setting of the service; did you mean {meant[0]}?")
+        return self
+
     @property
     def loopback(self) -> bool:
         """True when only this machine can reach the address."""
@@ -156,7 +168,7 @@ class Settings(BaseSettings):
 class _SecretFiles(PydanticBaseSettingsSource):
     """FORESHOCK_TOKEN_FILE=/run/secrets/token and the like, as container engines hand over secrets."""
 
-    _NAMES = (
+    NAMES = (
         "token",
         "tokens",
         "grafana_hmac_secret",
@@ -167,7 +179,7 @@ class _SecretFiles(PydanticBaseSettingsSource):
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         path = os.environ.get(f"FORESHOCK_{field_name.upper()}_FILE")
-        if field_name not in self._NAMES or path is None:
+        if field_name not in self.NAMES or path is None:
             return None, field_name, False
         try:
             return Path(path).read_text("utf-8").strip(), field_name, field_name == "tokens"

@@ -102,6 +102,8 @@ class Gate:
         headers = Headers(scope=scope)
         method, path = scope["method"], scope["path"]
         self._check_host(headers)
+        if "\x00" in path or b"%00" in scope["query_string"]:
+            raise ProblemError(422, "The address holds a NUL character, which names nothing here; leave it out.")
         if headers.get("content-encoding", "identity") != "identity":
             raise ProblemError(415, "Bodies are taken uncompressed; leave out Content-Encoding.")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers

@@ -23,7 +23,7 @@ from foreshock.server.access.problems import ProblemError, items
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.heads_by_rank import holdings
-from foreshock.server.models import Problem, WebhookResult
+from foreshock.server.models import Problem, Storable, WebhookResult
 from foreshock.server.runs.listing import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
@@ -37,7 +37,7 @@ SIGNATURE: Final = "x-grafana-alerting-signature"
 TIMESTAMP: Final = "x-grafana-alerting-signature-timestamp"
 _REMEMBERED_SECONDS: Final = 7 * 86_400.0
 
-Text = Annotated[str, Field(max_length=1024)]
+Text = Annotated[Storable, Field(max_length=1024)]
 
 
 class Alert(BaseModel):

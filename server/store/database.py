@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from foreshock.server.store.schema import runs
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
+_MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
 _HEAVY_READS: Final = 4
 """Large reads at work at once; each may hold a few hundred MiB."""
 _HEAVY_WAITING: Final = 64
@@ -207,6 +208,8 @@ def _alembic_config(connection: Connection | None) -> Config:
 
 
 def _upgrade(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":  # replicas that start at once migrate one after another
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
     command.upgrade(_alembic_config(connection), "head")
 
 

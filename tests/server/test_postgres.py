@@ -1,5 +1,7 @@
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -254,3 +256,35 @@ def test_a_newer_database_is_refused_with_a_sentence(postgres_for_replicas: str)
         await store.close()
 
     asyncio.run(look())
+
+
+MIGRATE = """
+import asyncio, sys
+from foreshock.server.store.database import Store
+async def migrate():
+    store = Store(sys.argv[1])
+    sys.stdin.readline()
+    await store.migrate()
+    await store.check_schema()
+    await store.close()
+asyncio.run(migrate())
+"""
+
+
+def test_replicas_that_migrate_at_once_wait_for_one_another(postgres_for_replicas: str) -> None:
+    replicas = [
+        subprocess.Popen(
+            [sys.executable, "-c", MIGRATE, postgres_for_replicas],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(6)
+    ]
+    time.sleep(3)
+    for replica in replicas:
+        assert replica.stdin is not None
+        replica.stdin.write("go\n")
+        replica.stdin.flush()
+    said = [replica.communicate()[1][-300:] for replica in replicas]
+    assert [replica.returncode for replica in replicas] == [0] * 6, said

@@ -108,3 +108,27 @@ def test_guesses_of_many_addresses_together_are_limited(play: Any) -> None:
         assert statuses.count(429) >= 1000 - allowed - 1
 
     play(story, token=SECRET, trusted_proxies=("127.0.0.1",))
+
+
+NUL_REQUESTS = [
+    ("GET", "/v1/runs/a%00b", None),
+    ("GET", "/v1/commands/a%00b", None),
+    ("GET", "/v1/runs?cursor=%00", None),
+    ("POST", "/v1/runs/run-1/commands", {"who": "a\x00", "reason": "r", "mode": "exact_delta"}),
+    ("POST", "/v1/runs/run-1/commands", {"who": "ann", "reason": "r\x00", "mode": "exact_delta"}),
+    ("POST", "/v1/commands/c/approve", {"who": "a\x00", "reason": "r"}),
+    ("POST", "/v1/commands/c/undo", {"who": "ann", "reason": "\x00"}),
+    ("POST", "/v1/webhooks/alertmanager", {"alerts": [{"status": "firing", "labels": {"alertname": "a\x00"}}]}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), NUL_REQUESTS)
+def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
+    play: Any, method: str, path: str, body: object
+) -> None:
+    async def story(service: Any) -> None:
+        answer = await service.client.request(method, path, json=body)
+        assert answer.status_code == 422, answer.text
+        assert "NUL" in answer.text
+
+    play(story)
