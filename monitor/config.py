@@ -60,7 +60,7 @@ class AgentConfig(BaseSettings):
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
     mitigation: ModeName = DEFAULT_MITIGATION
     """The mode that a head is switched to."""
-    switch_scope: SwitchScope = "head"
+    switch_scope: SwitchScope = "model"
     """What a warning switches under approve and auto: the head that it names, its layer, or all heads of this process.
     In the laboratory (lab/README.md) one head alone held a run for as long as each later warning switched the next one;
     all heads at the first warning left less drift behind."""

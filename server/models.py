@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from foreshock.contract.metric import Scale
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -63,48 +62,6 @@ class Problem(Response):
     status: int
     detail: str
     errors: list[ProblemItem] = Field(default_factory=list, description="up to ten of them")
-
-
-class MetricLevels(Response):
-    """From where on a value is marked; with `below`, small values are the bad ones."""
-
-    alarm: float
-    watch: float | None
-    below: bool
-
-
-class MetricInfo(Response):
-    """A metric of the catalogue: all that is needed to draw it."""
-
-    key: str
-    title: str
-    help: str
-    bad: str
-    unit: str
-    per_head: bool
-    signed: bool = Field(description="either sign may be bad; the worst head is the largest in size")
-    scale: Scale = Field(description="of its axis; symlog is linear between -1 and 1 and logarithmic beyond")
-    percent: bool = Field(description="a share, read in percent")
-    levels: MetricLevels | None
-    chart: Literal["first", "more"] | None = Field(description="drawn at once, on demand, or in no chart of its own")
-
-
-class ModeChoice(Response):
-    """A mode that a head may be switched to, alone or with others."""
-
-    name: str
-    does: str
-    cures: str
-    excludes: list[str] = Field(description="modes that cannot be joined with it")
-
-
-class Catalog(Response):
-    """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
-
-    metrics: list[MetricInfo]
-    modes: list[ModeChoice]
-    silent_seconds: float = Field(description="an active run that is not heard of for longer has fallen silent")
-    default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
 
 
 class Session(Response):

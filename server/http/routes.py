@@ -1,6 +1,5 @@
 """The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
 
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -8,9 +7,6 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
-from foreshock.contract.catalog import METRICS, SILENT_SECONDS
-from foreshock.contract.metric import MORE_CHARTS
-from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
@@ -19,7 +15,6 @@ from foreshock.server.curves.series import curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
     AuditPage,
-    Catalog,
     CommandList,
     CommandRequest,
     CommandStatus,
@@ -29,9 +24,6 @@ from foreshock.server.models import (
     Health,
     Login,
     Matrix,
-    MetricInfo,
-    MetricLevels,
-    ModeChoice,
     Problem,
     RunDetail,
     RunList,
@@ -56,42 +48,6 @@ Cursor = Annotated[int | None, Query(ge=1, le=2**62)]
 def _store(request: Request) -> Store:
     store: Store = request.app.state.store
     return store
-
-
-@router.get("/v1/catalog")
-async def get_catalog(_: Reader) -> Catalog:
-    """Every metric that can be drawn, and every mode that can be ordered."""
-    return Catalog(
-        metrics=[
-            MetricInfo(
-                key=m.key,
-                title=m.title,
-                help=m.help,
-                bad=m.bad,
-                unit=m.unit,
-                per_head=m.head is not None,
-                signed=m.signed,
-                scale=m.scale,
-                percent=m.percent,
-                levels=None if m.levels is None else MetricLevels(**asdict(m.levels)),
-                chart=None if m.chart is None else "first" if m.chart < MORE_CHARTS else "more",
-            )
-            for m in sorted(METRICS, key=lambda m: MORE_CHARTS if m.chart is None else m.chart)
-            if m.has_series
-        ],
-        modes=[
-            ModeChoice(
-                name=mode.name,
-                does=mode.does,
-                cures=mode.cures,
-                excludes=[other.name for other in MODES if other.flag & mode.excludes],
-            )
-            for mode in MODES
-            if mode.served
-        ],
-        silent_seconds=SILENT_SECONDS,
-        default_mode=DEFAULT_MITIGATION,
-    )
 
 
 @router.get("/v1/runs")

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from foreshock.contract.catalog import METRICS
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.dashboards.provisioning import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
@@ -281,7 +282,8 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         "summary": "Run a: layer 0 head 2 is on its way to a loss explosion (rounding)",
         "description": "The signal score_offset tripped. Score offset 7.25, largest score 62. "
         "Largest |score| reaches 512 in about 1.8k steps.",
-        "action": "Switch the head to exact_delta, or let policy auto do it, and watch its offset stop growing.",
+        "action": f"Switch the head to {DEFAULT_MITIGATION}, or let policy auto do it, "
+        "and watch its offset stop growing.",
         "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
         "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
         "page_url": "http://127.0.0.1:8765/?runs=a",

@@ -150,7 +150,7 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
         return [r for r in rows if r["actor"] == "alertmanager" and r["details"].get("head", about[0]) == about[0]]
 
     eventually("Alertmanager's webhook arrives", delivered)
-    proposals = [c for c in stack.get("/v1/runs/untreated/commands")["commands"] if c["heads"] == [[layer, head]]]
+    proposals = [c for c in stack.get("/v1/runs/untreated/commands")["commands"] if [layer, head] in c["heads"]]
     assert [c["state"] for c in proposals] == ["proposed"]
     command = proposals[0]
     assert head_mode(stack, layer, head) == "plain"
@@ -161,8 +161,8 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
     answered = eventually(
         "the agent answers", lambda: (c := stack.get(f"/v1/commands/{command['id']}"))["state"] == "applied" and c
     )
-    assert answered["ranks"][0]["before"] == ["plain"]
-    assert answered["ranks"][0]["after"] == [command["mode"]]
+    assert set(answered["ranks"][0]["before"]) == {"plain"}  # of every head: the shipped scope
+    assert set(answered["ranks"][0]["after"]) == {command["mode"]}
     eventually("the samples show the new mode", lambda: head_mode(stack, layer, head) == command["mode"])
     eventually("Prometheus shows the new mode", lambda: prometheus_mode(stack, layer, head) > 0)
 

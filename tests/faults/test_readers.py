@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
-from foreshock.monitor.transport.sender import MemoryStore, Sender
+from foreshock.monitor.transport.sender import Sender
+from foreshock.monitor.transport.stores import MemoryStore
 
 COMMAND = b'{"id":"c1","mode":"exact_delta","reason":"asked","issued_by":"ada","heads":[[0,1]]}'
 ACK = b'{"boot":"boot-1","acknowledged":1,"commands":[' + COMMAND + b"]}"

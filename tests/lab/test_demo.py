@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from foreshock.contract import wire
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
 from foreshock.lab.picture import draw
@@ -143,7 +144,7 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
         arm["steps"] = 13
     said = demo.comparison(told)
     assert "untreated +9.00, control +0.25, rescued +2.50 nats" in said
-    assert "switched to exact_delta at step 4, at +2.00" in said
+    assert f"switched to {DEFAULT_MITIGATION} at step 4, at +2.00" in said
     assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
     assert "time ran out" not in said
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})

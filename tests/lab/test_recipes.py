@@ -152,10 +152,10 @@ def test_the_published_sets_hold_three_seeds_of_every_arm_that_fails_and_no_run_
 @pytest.mark.parametrize(
     ("name", "numerics", "mode", "policy", "mitigation", "scope"),
     [
-        ("stable-softmax+exact-delta", "kernel", "stable_softmax+exact_delta", "observe", None, "head"),
-        ("paper-exact-delta", "paper", "exact_delta", "observe", None, "head"),
-        ("paper-softmax", "kernel", "paper_softmax", "observe", None, "head"),
-        ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "head"),
+        ("stable-softmax+exact-delta", "kernel", "stable_softmax+exact_delta", "observe", None, "model"),
+        ("paper-exact-delta", "paper", "exact_delta", "observe", None, "model"),
+        ("paper-softmax", "kernel", "paper_softmax", "observe", None, "model"),
+        ("paper-paper-softmax", "paper", "paper_softmax", "observe", None, "model"),
         ("rescued-stable-softmax", "kernel", "plain", "auto", "stable_softmax", "head"),
         ("paper-rescued-all-centred-keys", "paper", "plain", "auto", "centred_keys", "model"),
     ],

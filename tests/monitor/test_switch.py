@@ -10,7 +10,7 @@ from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
 
 from foreshock.contract import wire
-from foreshock.contract.modes import Mode, with_mode
+from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, with_mode
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.policy import decide
@@ -68,17 +68,17 @@ def test_observe_only_warns() -> None:
 
 
 def test_approve_proposes_and_changes_nothing() -> None:
-    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="approve")
+    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="approve", switch_scope="head")
     agent.close()
     (switched,) = listener.of(wire.Switched)
-    assert (switched.outcome, switched.before, switched.after) == ("proposed", ("plain",), ("exact_delta",))
+    assert (switched.outcome, switched.before, switched.after) == ("proposed", ("plain",), (DEFAULT_MITIGATION,))
     assert switched.verdict == "verdict-1-0"
     assert set(agent.modes().values()) == {"plain"}
 
 
 def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_it() -> None:
     model = tiny_gpt()
-    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto")
+    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", switch_scope="head", mitigation="exact_delta")
     (switched,) = listener.of(wire.Switched)
     assert (switched.step, switched.outcome, switched.heads) == (3, "applied", ((1, 0),))
     assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): "exact_delta", (1, 1): "plain"}
@@ -95,7 +95,7 @@ def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_
     first.close()
     saved["switch"]["held"] = [[1, 0]]
     script = {3: [verdict(1, 0, state="updated"), verdict(0, 1, state="updated")], 5: [verdict(1, 0)]}
-    agent, listener = run(tiny_gpt(), script, 6, saved, policy="auto")
+    agent, listener = run(tiny_gpt(), script, 6, saved, policy="auto", switch_scope="head")
     agent.close()
     switched = listener.of(wire.Switched)
     assert [each.heads for each in switched] == [((0, 1),), ((1, 0),)]
@@ -147,12 +147,12 @@ def test_heads_of_other_modes_keep_them_beside_the_mitigation_of_the_model() -> 
     assert (stable.heads, stable.mode) == (((0, 1),), Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX)
 
 
-def test_auto_switches_all_heads_at_the_first_warning_where_the_scope_is_the_model() -> None:
-    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)], 3: [verdict(0, 1)]}, 5, policy="auto", switch_scope="model")
+def test_auto_switches_all_heads_at_the_first_warning_unless_told_otherwise() -> None:
+    agent, listener = run(tiny_gpt(), {2: [verdict(1, 0)], 3: [verdict(0, 1)]}, 5, policy="auto")
     agent.close()
     (switched,) = listener.of(wire.Switched)
     assert switched.heads == tuple(HEADS)
-    assert set(agent.modes().values()) == {"exact_delta"}
+    assert set(agent.modes().values()) == {DEFAULT_MITIGATION}
 
 
 def test_a_mitigation_keeps_other_flags_and_replaces_a_softmax_rule() -> None:

@@ -17,7 +17,7 @@ from foreshock.server.store.retention import Retention
 from foreshock.server.testing import FakeRank, LiveService
 
 STEPS_A_SECOND = 10
-SINCE, STEP, SEQUENCE = 900_000_000_001, 900_000_000_002, 900_000_000_003
+SINCE, STEP, SEQUENCE = 90_000_000_001, 90_000_000_002, 90_000_000_003
 RUN_SECONDS = 20.0
 """A rank goes over to a new run after so long, and the old one is old enough to be deleted soon after."""
 

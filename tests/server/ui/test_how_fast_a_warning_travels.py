@@ -160,7 +160,7 @@ WATCH = """
 window.seen = {};
 new MutationObserver(() => {
   const said = document.querySelector("section[aria-label=Warnings]")?.textContent ?? "";
-  for (const [, name] of said.matchAll(/layer (\\d head \\d) drifts/g)) window.seen[name] ??= Date.now() / 1000;
+  for (const [, name] of said.matchAll(/layer (\\d head \\d)/gi)) window.seen[name] ??= Date.now() / 1000;
 }).observe(document.body, { childList: true, subtree: true, characterData: true });
 """
 

@@ -1,0 +1,8 @@
+from typing import Final
+
+from foreshock.monitor import Agent as Agent
+from foreshock.monitor import AgentConfig as AgentConfig
+from foreshock.monitor import attach as attach
+from foreshock.monitor import detach as detach
+
+__version__: Final[str]
