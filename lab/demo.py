@@ -26,7 +26,7 @@ from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm
 from foreshock.lab.training.recipes import Recipe, find_recipe
-from foreshock.lab.training.workers import Branched, Order, Progressed, Told, Workers, in_seconds
+from foreshock.lab.training.workers import ArmOrder, Branched, Progressed, Told, Workers, in_seconds
 
 SEEDS = {"key-bias-small": 8, "shared-values": 2}
 """What is shown unless a seed is named: 8 was not used for tuning, 2 is the one whose loss explodes."""
@@ -102,8 +102,8 @@ def main(
         console.print(f"{recipe.summary}\n\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
         branch, deadline = directory / "branch.pt", in_seconds(seconds)
 
-        def order(arm: Arm) -> Order:
-            return Order(
+        def order(arm: Arm) -> ArmOrder:
+            return ArmOrder(
                 recipe=recipe,
                 arm=arm,
                 seed=seed,
@@ -139,7 +139,7 @@ def _default_recipe() -> Recipe:
     return find_recipe("shared-values" if torch.cuda.is_available() else "key-bias-small")
 
 
-def _train(order: Callable[[Arm], Order], console: Console) -> _Story:
+def _train(order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
     """Untreated and control side by side, and the rescued arm from the warning on."""
     workers, story = Workers(), _Story(console)
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -17,7 +17,7 @@ from foreshock.kernels.flash_attention.grad_key import launch_grad_key
 from foreshock.kernels.flash_attention.grad_query import launch_grad_query
 from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.means import launch_means
-from foreshock.kernels.flash_attention.passes import Rows, Tensors, tiles_of
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, tiles_of
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.ties import slow_ties_kernel
 from foreshock.kernels.flash_attention.tuning import Configs, configs
@@ -74,7 +74,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Te
         launch_count(call, given, rows, given.state)
 
 
-def launch_rows(call: Call, given: Tensors) -> Rows:
+def launch_rows(call: Call, given: Tensors) -> RowVectors:
     """delta, and what the other passes need of every row."""
     grid = (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1)
     lse, switches = given.lse, call.switches
@@ -134,14 +134,14 @@ def launch_rows(call: Call, given: Tensors) -> Rows:
         },
         {"num_warps": 4},
     )
-    return Rows(log2_lse, delta, bias, common, factors, large, codes, folded)
+    return RowVectors(log2_lse, delta, bias, common, factors, large, codes, folded)
 
 
 _COUNT_ROWS = 1024
 """Rows a program of the counting kernel."""
 
 
-def launch_count(call: Call, given: Tensors, rows: Rows, state: Tensor) -> None:
+def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
     """Every statistic of every row, added to the state."""
     query, key = given.query, given.key
     switches = {name: value for name, value in call.switches.items() if name not in ("BLOCK_D", "DROPOUT")}

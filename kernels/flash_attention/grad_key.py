@@ -18,7 +18,7 @@ from foreshock.kernels.flash_attention.blocks import (
     visible,
 )
 from foreshock.kernels.flash_attention.launch import Call, launch
-from foreshock.kernels.flash_attention.passes import Rows, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, Tiles, tiles_of
 from foreshock.kernels.flash_attention.tuning import Config
 
 
@@ -158,7 +158,7 @@ def launch_grad_key(
     call: Call,
     config: Config,
     given: Tensors,
-    rows: Rows,
+    rows: RowVectors,
     grad_key: Tensor,
     grad_value: Tensor,
     tiles: Tiles | None = None,

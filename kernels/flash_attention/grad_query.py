@@ -23,7 +23,7 @@ from foreshock.kernels.flash_attention.blocks import (
 )
 from foreshock.kernels.flash_attention.counting import fold
 from foreshock.kernels.flash_attention.launch import Call, launch
-from foreshock.kernels.flash_attention.passes import Rows, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, Tiles, tiles_of
 from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.tuning import Config
 
@@ -234,7 +234,7 @@ def grad_query_kernel(
 
 
 def launch_grad_query(
-    call: Call, config: Config, given: Tensors, rows: Rows, grad_query: Tensor, tiles: Tiles | None = None
+    call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor, tiles: Tiles | None = None
 ) -> None:
     """dQ, and the flags of every row."""
     grad_out, query, key, value = given[:4]

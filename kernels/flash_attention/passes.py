@@ -29,7 +29,7 @@ class Tensors(NamedTuple):
     """The mean key of each plane (means.py), where a head asks; None without modes."""
 
 
-class Rows(NamedTuple):
+class RowVectors(NamedTuple):
     """What one pass leaves for the others, of every row [B, H, Sq]."""
 
     log2_lse: Tensor

@@ -22,7 +22,7 @@ _STEPS_OF_A_MESSAGE = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ArmOrder:
     """What one worker trains. `url` None: nothing is sent."""
 
     recipe: Recipe
@@ -77,7 +77,7 @@ class Workers:
         self._queue: Any = self._context.Queue()
         self._running: dict[str, BaseProcess] = {}
 
-    def start(self, order: Order) -> None:
+    def start(self, order: ArmOrder) -> None:
         """Start one order. Its messages come out of `messages`."""
         process = self._context.Process(target=_work, args=(order, self._queue), daemon=True)
         process.start()
@@ -115,7 +115,7 @@ class Workers:
         self._queue.close()
 
 
-def _work(order: Order, queue: Any) -> None:
+def _work(order: ArmOrder, queue: Any) -> None:
     name = order.arm.name
     try:
         _train(order, queue)
@@ -127,7 +127,7 @@ def _work(order: Order, queue: Any) -> None:
         queue.put(("done", name, None))
 
 
-def _train(order: Order, queue: Any) -> None:
+def _train(order: ArmOrder, queue: Any) -> None:
     import torch
 
     from foreshock.lab.recording.trace_writer import TraceWriter
@@ -166,5 +166,5 @@ def _train(order: Order, queue: Any) -> None:
 
 
 def in_seconds(seconds: float) -> float:
-    """A deadline for `Order`, so many seconds from now."""
+    """A deadline for `ArmOrder`, so many seconds from now."""
     return time.monotonic() + seconds

@@ -20,7 +20,7 @@ from foreshock.contract.modes import ROUNDING_ENDS
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.forecast import forecast, sentence, who
-from foreshock.monitor.detect.growth import Growth, History, array
+from foreshock.monitor.detect.growth import Growth, HeadPasts, array
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.signals import (
     DANGEROUS_SCORE,
@@ -85,7 +85,7 @@ class Detectors:
 
     def _forget(self) -> None:
         count = len(self.heads)
-        self._history = History(count, self.config.window_steps, self.config.block_steps)
+        self._history = HeadPasts(count, self.config.window_steps, self.config.block_steps)
         self._recent = np.zeros((self.config.persist_blocks, len(SIGNALS), count))
         self._pressure = np.zeros((len(SIGNALS), count))
         self._bias = np.zeros((2, count))

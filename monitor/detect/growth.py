@@ -67,7 +67,7 @@ class Growth:
         return sigmas
 
 
-class History:
+class HeadPasts:
     """A ring of blocks. A block is closed by the first sample that makes it long enough for the run's age."""
 
     def __init__(self, heads: int, window_steps: int, block_steps: int) -> None:

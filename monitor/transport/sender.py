@@ -7,13 +7,12 @@ included. The thread runs an event loop, whose timeouts are total deadlines on t
 import asyncio
 import json
 import logging
-import socket
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from foreshock.contract import version_0_1_0, wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
+from foreshock.monitor.transport.posting import ResolvingLoop, post
 from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
 from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
 from foreshock.monitor.transport.stores import MemoryStore, Store
@@ -119,7 +119,7 @@ class Sender:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _thread_main(self) -> None:
-        with self._guard, asyncio.Runner(loop_factory=_Loop) as runner:
+        with self._guard, asyncio.Runner(loop_factory=ResolvingLoop) as runner:
             runner.run(self._main())
 
     async def _main(self) -> None:
@@ -309,12 +309,12 @@ class Sender:
         words_only = False
         try:
             async with asyncio.timeout(self._config.request_seconds):
-                status, retry_after, body = await _post(client, payload)
+                status, retry_after, body = await post(client, payload)
                 if status == 422 and (older := _as_0_1_0(payload)) is not None:
-                    status, retry_after, body = await _post(client, older)
+                    status, retry_after, body = await post(client, older)
                 if status == 413 and (smaller := _words_of(payload)) is not None:
                     words_only = True
-                    status, retry_after, body = await _post(client, smaller) if smaller else (422, None, None)
+                    status, retry_after, body = await post(client, smaller) if smaller else (422, None, None)
         except (TimeoutError, httpx.HTTPError, OSError):
             self._failures += 1
             return False
@@ -364,17 +364,6 @@ class Sender:
         return True
 
 
-async def _post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | None, bytes | None]:
-    """(status, Retry-After, body); the body is None when it is longer than wire.MAX_ACK_BYTES."""
-    async with client.stream("POST", "/v1/batches", content=payload) as response:
-        body = bytearray()
-        async for chunk in response.aiter_raw():
-            body += chunk
-            if len(body) > wire.MAX_ACK_BYTES:
-                return response.status_code, response.headers.get("retry-after"), None
-        return response.status_code, response.headers.get("retry-after"), bytes(body)
-
-
 def _as_0_1_0(payload: bytes) -> bytes | None:
     """The batch in the form of 0.1.0, whose service refuses a whole batch for one word that it does not know."""
     try:
@@ -401,32 +390,3 @@ def _size(event: wire.Event | Draft) -> int:
         return EVENT_BYTES
     arrays = (event.states, event.modes, event.query_norm, event.key_norm, event.query_key_norm, event.risk)
     return EVENT_BYTES + sum(len(array.data) for array in arrays if array is not None)
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """Resolves names in daemon threads: the executor's threads would be waited for when the interpreter exits."""
-
-    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
-        """As the base class."""
-        future: asyncio.Future[Any] = self.create_future()
-
-        def resolve() -> None:
-            try:
-                found, error = socket.getaddrinfo(host, port, **options), None
-            except OSError as failure:
-                found, error = None, failure
-            try:
-                self.call_soon_threadsafe(settle, found, error)
-            except RuntimeError:
-                return  # the loop is closed; nobody waits any more
-
-        def settle(found: Any, error: OSError | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(found)
-
-        threading.Thread(target=resolve, name="foreshock-resolver", daemon=True).start()
-        return await future

@@ -45,7 +45,7 @@ _LIVING_SECONDS: Final = 86_400.0
 
 
 @dataclass(frozen=True)
-class Growth:
+class SignalGrowth:
     """Logarithm of a signal's growth over the window before a switch and over the one after it."""
 
     signal: str
@@ -70,7 +70,7 @@ class Due:
     row: Row[Any]
     at: int
     heads: list[HeadRef]
-    growths: dict[HeadRef, list[Growth]]
+    growths: dict[HeadRef, list[SignalGrowth]]
 
 
 async def verify(store: Store, settings: Settings, roller: Roller) -> None:
@@ -181,7 +181,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
 
 async def growth_of(
     connection: AsyncConnection, roller: Roller, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
-) -> dict[HeadRef, list[Growth]]:
+) -> dict[HeadRef, list[SignalGrowth]]:
     """For each head whose signals were sampled often enough on both sides of step `at`: how they grew."""
     axis = await axis_of(connection, run_id)
     curves = [Curve(BY_KEY[key], layer, head) for layer, head in heads for key in SIGNALS]
@@ -189,10 +189,10 @@ async def growth_of(
     for first, last in ((max(0, at - steps), at), (at + 1, at + steps)):
         window = Window(run_id, first, last, _POINTS, (first, last))
         sides.append([_growth(line) for line in await draw(connection, roller, axis, curves, window)])
-    found: dict[HeadRef, list[Growth]] = {}
+    found: dict[HeadRef, list[SignalGrowth]] = {}
     for curve, before, after in zip(curves, *sides, strict=True):
         if before is not None and after is not None and curve.layer is not None and curve.head is not None:
-            signal = Growth(SIGNALS[curve.metric.key], before, after)
+            signal = SignalGrowth(SIGNALS[curve.metric.key], before, after)
             found.setdefault((curve.layer, curve.head), []).append(signal)
     return found
 

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
-from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, arrays_of, merge, stream_chunks
+from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, arrays_of, merge, stream_chunks
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
 from foreshock.server.curves.spans import Spans
 from foreshock.server.models import Line
@@ -123,7 +123,7 @@ class Drawing:
         self._take_readings(readings)
         return readings.steps
 
-    def _take_readings(self, readings: Readings) -> None:
+    def _take_readings(self, readings: MergedSteps) -> None:
         for (key, layer), spans in self.spans.items():
             metric = BY_KEY[key]
             if metric.head is not None:

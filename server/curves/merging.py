@@ -92,7 +92,7 @@ LIVE_SAMPLES: Final[Select[Any]] = (
 
 
 @dataclass
-class Readings:
+class MergedSteps:
     """Some steps of a run, ranks merged. Heads stand in the order of the axis; NaN where nothing was counted."""
 
     steps: npt.NDArray[np.int64]
@@ -134,7 +134,7 @@ class Readings:
         return found
 
 
-def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> Readings:
+def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = None) -> MergedSteps:
     """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
     by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
     shape = len(by_step), len(axis.heads)
@@ -165,7 +165,7 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True
-    return Readings(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
+    return MergedSteps(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
-from foreshock.server.curves.merging import Axis, Readings, merge
+from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_samples, status_of
 from foreshock.server.store.schema import boots, events, warnings
@@ -82,7 +82,7 @@ def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
     return series
 
 
-def _add_urgent(series: RunSeries, rows: RunRows, reading: Readings | None) -> None:
+def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
     name = rows.name
     first = [(BY_KEY["run.active"].name, (name,), float(not series.finished))]
     if reading is not None:
@@ -100,7 +100,7 @@ def _add_urgent(series: RunSeries, rows: RunRows, reading: Readings | None) -> N
     series.urgent = [first + (shown[0] if shown else []), *shown[1:]]
 
 
-def _add_whole(series: RunSeries, rows: RunRows, reading: Readings | None) -> None:
+def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
     def add(key: str, value: float | None, *labels: str) -> None:
         if value is not None:
             series.whole.append((BY_KEY[key].name, (rows.name, *labels), value))
@@ -132,7 +132,7 @@ def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
     return found
 
 
-def _add_heads(series: RunSeries, run: str, axis: Axis, reading: Readings, worst_heads: int) -> None:
+def _add_heads(series: RunSeries, run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> None:
     values = {metric: reading.head_values(metric)[-1] for metric in HEAD_METRICS}
     layers = np.array([layer for layer, _ in axis.heads])
     for metric, of_heads in values.items():

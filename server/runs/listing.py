@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Started, Verdict
-from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, Readings, axes_of, axis_of, merge
+from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, axes_of, axis_of, merge
 from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
 from foreshock.server.store.reading import read_back
@@ -36,7 +36,7 @@ async def list_runs(connection: AsyncConnection, prefix: str, cursor: str | None
 
 async def summaries(
     connection: AsyncConnection, rows: Sequence[Row[Any]]
-) -> list[tuple[dict[str, Any], Readings | None]]:
+) -> list[tuple[dict[str, Any], MergedSteps | None]]:
     """The fields of RunSummary for each run, with its newest reading."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
@@ -113,7 +113,7 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     }
 
 
-async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, Readings]]:
+async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, MergedSteps]]:
     """The heads of each run that has a sample, and its newest reading."""
     rows = await newest_samples(connection, run_ids)
     return {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in rows.items()}
@@ -194,7 +194,7 @@ def health_totals(rows: Sequence[Row[Any]]) -> tuple[dict[str, int], dict[str, i
 
 
 async def _layers(
-    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: Readings | None, run_id: int
+    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: MergedSteps | None, run_id: int
 ) -> list[LayerState]:
     hashes = {row.topology for row in rows if row.topology}
     known: dict[int, Layer] = {}

@@ -19,7 +19,7 @@ from foreshock.lab.recording.record import Record
 from foreshock.lab.training.arm import UNTREATED
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.workers import Order, Workers, in_seconds
+from foreshock.lab.training.workers import ArmOrder, Workers, in_seconds
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
@@ -152,7 +152,7 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
 
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
     workers = Workers()
-    order = Order(
+    order = ArmOrder(
         recipe=TINY,
         arm=UNTREATED,
         seed=1,

@@ -1,0 +1,50 @@
+"""A POST of a batch that no slow name server and no endless answer holds up."""
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import httpx
+
+from foreshock.contract import wire
+
+
+async def post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | None, bytes | None]:
+    """(status, Retry-After, body); the body is None when it is longer than wire.MAX_ACK_BYTES."""
+    async with client.stream("POST", "/v1/batches", content=payload) as response:
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > wire.MAX_ACK_BYTES:
+                return response.status_code, response.headers.get("retry-after"), None
+        return response.status_code, response.headers.get("retry-after"), bytes(body)
+
+
+class ResolvingLoop(asyncio.SelectorEventLoop):
+    """Resolves names in daemon threads: the executor's threads would be waited for when the interpreter exits."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        """As the base class."""
+        future: asyncio.Future[Any] = self.create_future()
+
+        def resolve() -> None:
+            try:
+                found, error = socket.getaddrinfo(host, port, **options), None
+            except OSError as failure:
+                found, error = None, failure
+            try:
+                self.call_soon_threadsafe(settle, found, error)
+            except RuntimeError:
+                return  # the loop is closed; nobody waits any more
+
+        def settle(found: Any, error: OSError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+        threading.Thread(target=resolve, name="foreshock-resolver", daemon=True).start()
+        return await future
