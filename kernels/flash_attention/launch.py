@@ -155,6 +155,8 @@ class Call:
 
 _CALLS: Final[dict[Any, Call]] = {}
 _COMPILED: Final[dict[Any, Any]] = {}
+_MOST_PLANES: Final = 65_535
+"""What CUDA allows in the second dimension of a grid."""
 _MOST_KNOWN: Final = 4096
 """Shapes, and launches, that are remembered; past so many all are forgotten, as lengths may differ at every step."""
 
@@ -195,6 +197,11 @@ def _new_call(
     total_k = key.shape[2]
     if dim % 8 or dim > 256:
         raise ValueError(f"head dim {dim} is not served by the kernels; use a multiple of 8 up to 256")
+    if sequences * heads > _MOST_PLANES:
+        raise ValueError(
+            f"{sequences} sequences of {heads} heads are {sequences * heads} planes; a launch serves {_MOST_PLANES}: "
+            "split the batch"
+        )
     return Call(
         heads=heads,
         kv_heads=key.shape[1],

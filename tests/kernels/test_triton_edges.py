@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import new_state, op
+from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 
 pytestmark = [
@@ -52,6 +53,13 @@ def test_a_softcap_is_as_exact_near_its_knee_as_without_one(attention: object, s
     spec = scaled(32, softcap=softcap)
     given, exact = attention(inputs, spec), truth(inputs, spec)  # type: ignore[operator]
     assert largest_error(given.lse, exact.lse) < 2e-6 * (1 + softcap)
+
+
+def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
+    many = torch.empty(8192, 8, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"8192 sequences of 8 heads are 65536 planes; .* split the batch"):
+        call_of(many, many, many, None, 1, 1, scaled(16))
+    assert call_of(many[1:], many[1:], many[1:], None, 1, 1, scaled(16)).sequences == 8191
 
 
 FAR = 2**31 - 1
