@@ -44,10 +44,11 @@ def test_an_alert_with_a_thousand_labels_is_refused_and_switches_nothing(play: A
         for labels in ({**named, **{f"l{i}": "x" for i in range(1000)}}, {**named, "cause": "x" * 1025}):
             answer = await service.client.post("/v1/webhooks/alertmanager", json=alert(labels))
             assert answer.status_code == 422
-        hostile = {**named, "cause": "<img src=x onerror=alert(1)>\n\x00", "signal": "{{ . }}"}
+        nul = await service.client.post("/v1/webhooks/alertmanager", json=alert({**named, "cause": "rounding\x00"}))
+        assert nul.status_code == 422  # which PostgreSQL cannot keep
+        hostile = {**named, "cause": "<img src=x onerror=alert(1)>\n", "signal": "{{ . }}"}
         assert (await service.client.post("/v1/webhooks/alertmanager", json=alert(hostile))).status_code == 200
         [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
         assert "\n" not in command["reason"]
-        assert "\x00" not in command["reason"]
 
     play(story)

@@ -98,7 +98,7 @@ def asked(url: str, target: str) -> tuple[int, bytes]:
 def test_no_spelling_of_a_path_leads_to_a_file(live_service: LiveService) -> None:
     for target in WAYS:
         status, answer = asked(live_service.url, target)
-        assert status in (400, 404), target
+        assert status in (400, 404, 422), target  # 422: a NUL in it
         assert b"root:" not in answer
         assert b"create_app" not in answer
 

@@ -212,7 +212,9 @@ def test_a_finished_run_offers_no_approval(chromium: Chrome, service: Service, f
     assert "The run has ended" in text(chromium, "section[aria-label=Approvals]")
 
 
-def test_people_who_may_only_read_see_no_switch_and_everybody_can_log_out(chromium: Chrome, tmp_path: Path) -> None:
+def test_people_who_may_only_read_see_no_switch_and_everybody_can_log_out(
+    chromium: Chrome, tmp_path: Path, complaints: Any
+) -> None:
     reader = Token.of("watcher", "watcher-of-many-runs", ("read",))
     service = Service(tmp_path, token="agent-and-operator", tokens=f"[{reader.model_dump_json()}]")
     try:
@@ -229,6 +231,7 @@ def test_people_who_may_only_read_see_no_switch_and_everybody_can_log_out(chromi
             assert bool(chromium.find_elements(By.XPATH, switches)) == found
             button(chromium, "Log out").click()
             wait("it asks for a token again", lambda: chromium.find_element(By.NAME, "token"))
+        assert all("401" in complaint for complaint in complaints())  # of what was asked when the session ended
     finally:
         service.close()
 
