@@ -41,7 +41,7 @@ class RowVectors(NamedTuple):
     factors: Tensor | None
     """fp32 [B, H, Sq, 2]: what finds ties (ties.py); None where nothing is counted, as the next two."""
     large: Tensor | None
-    """int8 [planes, blocks]: blocks of rows, a few of whose scores are too large for `factors`."""
+    """int8 [planes, blocks]: blocks of rows, some of whose maxima are too large or too small for `factors`."""
     codes: Tensor | None
     """int16, from the dQ pass: how many scores tie (ties.py); 2^14 more where the paper's rule shifted."""
     folded: Tensor | None
