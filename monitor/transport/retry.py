@@ -8,6 +8,7 @@ from typing import Final
 
 FIRST_DELAY_SECONDS: Final = 1.0
 LONGEST_DELAY_SECONDS: Final = 60.0
+_SPREAD: Final = random.SystemRandom()  # of its own: the trained program's generator is not touched
 
 
 def is_retryable(status: int) -> bool:
@@ -25,7 +26,7 @@ def retry_delay(failures: int, retry_after: str | None, random_unit: float | Non
 
     A valid Retry-After lengthens the wait, up to the longest; it never shortens it.
     """
-    unit = random.random() if random_unit is None else random_unit  # noqa: S311 - spreads load, guards nothing
+    unit = _SPREAD.random() if random_unit is None else random_unit
     ceiling = min(FIRST_DELAY_SECONDS * float(2 ** min(failures - 1, 16)), LONGEST_DELAY_SECONDS)
     own = max(FIRST_DELAY_SECONDS, ceiling * (0.5 + 0.5 * unit))
     asked = retry_after_seconds(retry_after)

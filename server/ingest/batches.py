@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
+_SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
 RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
@@ -177,7 +178,7 @@ async def post_batch(request: Request) -> Response:
     try:
         state.writer.refuse_when_full()  # before the batch is read: a refusal is cheap
     except ProblemError:
-        await asyncio.sleep(random.uniform(0.5, 1.0))  # noqa: S311 - clients that hammer wait here, and cost little
+        await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
         raise
     body = await request.body()
     try:

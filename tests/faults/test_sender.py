@@ -4,6 +4,7 @@ import ast
 import email.utils
 import json
 import logging
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +118,12 @@ def test_retry_after_is_read_in_both_forms_and_ignored_when_senseless(header: st
 
 def test_clients_released_by_one_retry_after_do_not_return_together() -> None:
     assert len({retry_delay(1, "20") for _ in range(100)}) > 90
+
+
+def test_waiting_draws_nothing_from_the_generator_that_shuffles_the_training_data() -> None:
+    before = random.getstate()
+    retry_delay(3, None)
+    assert random.getstate() == before
 
 
 # ---- servers --------------------------------------------------------------------------------------------------------
