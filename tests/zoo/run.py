@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--processes", type=int, default=3)
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     records = _right(asked.record)
     done = {record["name"] for record in records}
     names = [n for n in census.names() if n not in done and (not asked.names or any(w in n for w in asked.names))]
