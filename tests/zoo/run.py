@@ -9,6 +9,7 @@ goes on. Names limit the run to entries that contain one of them.
 import argparse
 import dataclasses
 import json
+import logging
 import multiprocessing
 import sys
 import traceback
@@ -47,6 +48,7 @@ def _start() -> None:
     import torch
 
     torch.set_num_threads(1)
+    logging.getLogger("foreshock").propagate = False  # what it says of each model stands in the record
 
 
 def _right(target: Path) -> list[dict[str, Any]]:
