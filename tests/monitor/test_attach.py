@@ -314,6 +314,23 @@ def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "fused Q, K, V (c_attn, Linear)" in table
 
 
+def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
+    alike = [CausalSelfAttention(16, 2) for _ in range(9)]
+    agent = attach(
+        tiny_gpt(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], SilentAttention(), SilentAttention()), **EVERY_STEP
+    )
+    agent.close()
+    lines = [" ".join(line.split()) for line in agent.report().splitlines()]
+    assert [line.split(" fused")[0] for line in lines if "blocks" in line][:2] == [
+        "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
+        "3 blocks.3 4 4 4",
+    ]
+    assert [line.split(" norms")[0] for line in lines if "NOTHING" in line] == ["- 2 x blocks.10, blocks.11 ? ? ?"]
+    longer = attach(tiny_gpt(*alike), **EVERY_STEP)
+    longer.close()
+    assert "0 to 8" in longer.report()
+
+
 def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
     _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
     layers = listener.of(wire.Started)[0].layers
