@@ -13,6 +13,7 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.catalog import read
 from foreshock.contract.metric import ratio
+from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.proof import Proof
@@ -58,6 +59,7 @@ class Keeper:
         self._steps_to_prove = _PROOF_STEPS if prove else 0
         self._modes: npt.NDArray[np.int32] = np.zeros(state.shape[0], dtype=np.int32)
         self._attention: Final = settings.attention
+        self._mitigation: Final = settings.mitigation
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
@@ -111,6 +113,23 @@ class Keeper:
                 "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
                 "it again to let this switch take effect (torch.compile does so by itself)"
             )
+
+    def refusal(self, row: int, mode: int) -> str | None:
+        """Why the layer that holds head `row` of all cannot be given `mode`, as its calls are; None where it can."""
+        for layer in self.layers:
+            if row < layer.state.shape[0]:
+                return layer.refusal(mode)
+            row -= layer.state.shape[0]
+        return None
+
+    def refused_mitigation(self) -> list[str]:
+        """What a switch would meet, in lines: the run's own mitigation, where a layer cannot have it."""
+        whys = [layer.refusal(parse_mode(self._mitigation)) for layer in self.layers]
+        return [
+            f"mitigation {self._mitigation} will be refused in {count} of {len(whys)} layers: {why}"
+            for why, count in Counter(whys).items()
+            if why is not None
+        ]
 
     def with_errors(
         self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]

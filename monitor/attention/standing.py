@@ -89,4 +89,5 @@ class Standing:
             groups.setdefault(how, []).append(layer.name)
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) + self._unwatched
+        lines += self._keeper.refused_mitigation()
         return "\n".join([*lines, f"watched {int(self._counted.sum())} of {every} attention layers"])
