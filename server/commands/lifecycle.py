@@ -11,12 +11,12 @@ different steps (house decision 5).
 import hashlib
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Row, desc, func, or_, select, update
+from sqlalchemy import Alias, ColumnElement, Row, Table, and_, desc, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import is_mode
@@ -334,3 +334,28 @@ async def pending_by_run(connection: AsyncConnection) -> dict[int, int]:
     """How many commands of each run wait for an answer."""
     query = select(commands.c.run_id, func.count()).where(or_(*(commands.c.state == s for s in OPEN)))
     return {row.run_id: row[1] for row in await connection.execute(query.group_by(commands.c.run_id))}
+
+
+async def not_arrested_by_run(connection: AsyncConnection) -> dict[int, int]:
+    """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
+    failed = commands.alias()
+    later = select(commands.c.run_id, commands.c.number, commands.c.heads, commands.c.undoes)
+    later = later.where(
+        commands.c.state == "applied", commands.c.run_id.in_(select(failed.c.run_id).where(_loose(failed)))
+    )
+    applied = (await connection.execute(later)).all()
+    found: Counter[int] = Counter()
+    for row in await connection.execute(select(failed).where(_loose(failed))):
+        since = [other for other in applied if other.run_id == row.run_id and other.number > row.number]
+        if not any(other.undoes == row.id or _share_heads(other.heads, row.heads) for other in since):
+            found[row.run_id] += 1
+    return found
+
+
+def _loose(table: Table | Alias) -> ColumnElement[bool]:
+    return and_(table.c.state == "applied", table.c.verification == "not arrested")
+
+
+def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> bool:
+    """None stands for every head."""
+    return one is None or other is None or any(ref in other for ref in one)
