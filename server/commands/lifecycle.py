@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Alias, ColumnElement, Row, Table, and_, desc, func, or_, select, update
+from sqlalchemy import Row, desc, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import is_mode
@@ -338,22 +338,17 @@ async def pending_by_run(connection: AsyncConnection) -> dict[int, int]:
 
 async def not_arrested_by_run(connection: AsyncConnection) -> dict[int, int]:
     """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
-    failed = commands.alias()
-    later = select(commands.c.run_id, commands.c.number, commands.c.heads, commands.c.undoes)
-    later = later.where(
-        commands.c.state == "applied", commands.c.run_id.in_(select(failed.c.run_id).where(_loose(failed)))
-    )
-    applied = (await connection.execute(later)).all()
+    applied = select(commands).where(commands.c.state == "applied")
+    failed = (await connection.execute(applied.where(commands.c.verification == "not arrested"))).all()
+    if not failed:
+        return {}
+    rows = (await connection.execute(applied.where(commands.c.run_id.in_({row.run_id for row in failed})))).all()
     found: Counter[int] = Counter()
-    for row in await connection.execute(select(failed).where(_loose(failed))):
-        since = [other for other in applied if other.run_id == row.run_id and other.number > row.number]
+    for row in failed:
+        since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]
         if not any(other.undoes == row.id or _share_heads(other.heads, row.heads) for other in since):
             found[row.run_id] += 1
     return found
-
-
-def _loose(table: Table | Alias) -> ColumnElement[bool]:
-    return and_(table.c.state == "applied", table.c.verification == "not arrested")
 
 
 def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> bool:
