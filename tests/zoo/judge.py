@@ -153,7 +153,7 @@ def _watched(
     return course, rows
 
 
-def _quietly_watched(model: nn.Module, case: Case, *, way: str) -> Course:
+def _quietly_watched(model: nn.Module, case: Case, *, way: Served) -> Course:
     with attach(model, url=None, quiet=True, attention=way, norms_every_steps=10**6):
         return generate(model, case) if case.generates else train(model, case)
 
