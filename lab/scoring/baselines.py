@@ -158,7 +158,7 @@ BASELINES: Final = (
     Baseline(
         "loss spike of llm-foundry",
         2.0,
-        "llm-foundry KillLossSpike: five losses in a row of more than twice the mean of the last 100; assumed: the mean "
+        "llm-foundry KillLossSpike: five losses in a row of over twice the mean of the last 100; assumed: the mean "
         "goes on while they come, and the cap of 10 on the loss is left out",
         _spike(100, 5),
     ),
@@ -177,7 +177,7 @@ BASELINES: Final = (
     Baseline(
         "largest score of a head, beside its peers",
         None,
-        "per-head largest score, as users ask for it (flash-attention issue 1876); assumed: over the median of all heads",
+        "per-head largest score (asked for in flash-attention issue 1876); assumed: over the median of all heads",
         _score_beside_peers,
     ),
     Baseline(

@@ -238,12 +238,17 @@ TRACES = Path(__file__).parents[2] / "lab" / "traces"
     st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 9.0, math.inf, math.nan]), min_size=12, max_size=60),
     st.integers(0, 2**31),
 )
-def test_the_loss_spikes_of_other_tools_equal_their_definition_taken_step_by_step(
-    drawn: list[float], seed: int
-) -> None:
+def test_the_loss_spikes_of_other_tools_equal_their_definition_step_by_step(drawn: list[float], seed: int) -> None:
     loss = np.concatenate((np.random.default_rng(seed).uniform(1, 3, 110), drawn))
     made = Steps(np.arange(1, len(loss) + 1), loss, np.full(len(loss), math.nan), np.ones(len(loss), dtype=np.int64))
-    run = Trace(Path("made-up"), {}, wire.Started(step=0, unix_seconds=0.0, layers=(), policy="observe"), [], made, [])
+    run = Trace(
+        Path("made-up"),
+        {},
+        wire.Started(step=0, unix_seconds=0.0, layers=(), policy="observe", numerics="kernel"),
+        [],
+        made,
+        [],
+    )
     for name, window, in_a_row in (("Lightning", 10, 1), ("llm-foundry", 100, 5)):
         signal = {each.name: each for each in BASELINES}[f"loss spike of {name}"].signal(run)
         assert signal is not None
