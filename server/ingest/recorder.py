@@ -16,8 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
-from foreshock.server.ingest.arrivals import UNTOLD, Arrival
+from foreshock.server.ingest.arrivals import Arrival
 from foreshock.server.ingest.grams import Part, add_up
+from foreshock.server.ingest.placing import place, starts_of, supersede
 from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
@@ -26,8 +27,6 @@ from foreshock.server.store.schema import batches, boots, events, runs, samples,
 from foreshock.server.store.topology import heads_of_layers
 
 BootKey = tuple[str, int, str]
-Ranks = dict[tuple[int, int], list[Row[Any]]]
-"""By (run id, rank)."""
 WarningKey = tuple[int, int, str]
 """(run id, rank, the agent's own name of it)."""
 _MERGED = (
@@ -43,6 +42,8 @@ _MERGED = (
     "finished_status",
     "began",
     "replayed",
+    "newest_step",
+    "stepped",
 )
 
 
@@ -91,7 +92,8 @@ async def record(
     rows = {row.id: row for row in known}
     await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
-    placed = await _place(connection, done, rows, arrivals, now)
+    told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
+    placed = await place(connection, rows, told, now)
     await _merge_boots(store, connection, done, rows, placed, now)
     await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
@@ -193,40 +195,6 @@ async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorde
         done.stepped |= await add_up(store, connection, parts, started, now)
 
 
-async def _of_ranks(connection: AsyncConnection, ranks: Collection[tuple[int, int]]) -> Ranks:
-    """Every process start of each (run id, rank)."""
-    query = select(boots).where(
-        boots.c.run_id.in_({run_id for run_id, _ in ranks}), boots.c.rank.in_({rank for _, rank in ranks})
-    )
-    found: Ranks = {of: [] for of in ranks}
-    for row in await connection.execute(query):
-        if (row.run_id, row.rank) in found:
-            found[row.run_id, row.rank].append(row)
-    return found
-
-
-async def _place(
-    connection: AsyncConnection,
-    done: Recorded,
-    rows: dict[int, Row[Any]],
-    arrivals: Mapping[BootKey, Arrival],
-    now: float,
-) -> dict[int, dict[str, Any]]:
-    """When those process starts began that tell it for the first time, or for themselves for the first time."""
-    told = {done.boot_ids[key_of(batch)]: arrivals.get(key_of(batch), UNTOLD) for batch in done.new}
-    new = {i for i, arrival in told.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
-    new = {i for i in new if told[i] != UNTOLD}
-    ranks = await _of_ranks(connection, {(rows[i].run_id, rows[i].rank) for i in new}) if new else {}
-    placed: dict[int, dict[str, Any]] = {}
-    for i in sorted(new):
-        age, replayed = told[i]
-        first_heard = rows[i].last_sequence == 0
-        others = [row for row in ranks[rows[i].run_id, rows[i].rank] if row.id not in new]
-        began = rows[i].began if age is None else now - age if replayed else process_starts.began_at(now, age, others)
-        placed[i] = {"began": began, "replayed": replayed and (rows[i].replayed or first_heard)}
-    return placed
-
-
 async def _merge_boots(
     store: Store,
     connection: AsyncConnection,
@@ -244,6 +212,10 @@ async def _merge_boots(
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
         boot["last_seen"] = now
         for event in batch.events:
+            if isinstance(event, Started | Sample | AgentHealth) and (
+                boot["stepped"] is None or event.step > boot["newest_step"]
+            ):
+                boot |= {"newest_step": event.step, "stepped": now}
             if isinstance(event, Started):
                 boot["topology"] = _topology(event.layers, layers_by_hash)
                 boot["description"] = event.model_dump_json(exclude={"layers"})
@@ -268,7 +240,7 @@ async def _merge_boots(
         [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())],
     )
     if moved:
-        await _supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
+        await supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
     await forget_runs(connection, reshaped)
 
@@ -278,21 +250,6 @@ def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()
     seen[digest] = text
     return digest
-
-
-async def _supersede(connection: AsyncConnection, ranks: set[tuple[int, int]]) -> None:
-    """The samples of a process start count up to the step at which a later one of the same rank took over."""
-    cut: set[int] = set()
-    for rows in (await _of_ranks(connection, ranks)).values():
-        until: int | None = None
-        for row in reversed(process_starts.in_order(rows)):
-            if row.until_step != until:
-                await connection.execute(update(boots).where(boots.c.id == row.id).values(until_step=until))
-                cut.add(row.run_id)
-            first = row.started_step if row.started_step is not None else row.earliest_step
-            if first is not None:
-                until = first if until is None else min(until, first)
-    await forget_runs(connection, cut)
 
 
 async def _write_events(
@@ -348,8 +305,8 @@ async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
     before = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in await connection.execute(query)}
     told_by = {old["boot_id"] for old in before.values()} | {done.boot_ids[key_of(batch)] for batch, _, _ in verdicts}
     ranks = {(done.run_ids[batch.run], batch.rank) for batch, _, _ in verdicts} if len(told_by) > 1 else set()
-    starts = [process_starts.in_order(rows) for rows in (await _of_ranks(connection, ranks)).values()] if ranks else []
-    place = {row.id: i for own in starts for i, row in enumerate(own)}
+    starts = [process_starts.in_order(rows) for rows in (await starts_of(connection, ranks)).values()] if ranks else []
+    places = {row.id: i for own in starts for i, row in enumerate(own)}
     for batch, position, verdict in verdicts:
         key = done.run_ids[batch.run], batch.rank, verdict.id
         old = newest.get(key) or before.get(key)
@@ -368,15 +325,15 @@ async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
         }
         if old is not None:
             raised = min(old["raised_step"], verdict.step)
-            if _newness(old, place) > _newness(row, place):
+            if _newness(old, places) > _newness(row, places):
                 row = old
             row = {**row, "raised_step": raised}
         newest[key] = row
     await _write_warnings(connection, newest, before.keys())
 
 
-def _newness(row: dict[str, Any], place: dict[int, int]) -> tuple[int, int, int]:
-    return place.get(row["boot_id"], 0), row["sequence"], row["position"]
+def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int]:
+    return places.get(row["boot_id"], 0), row["sequence"], row["position"]
 
 
 async def _write_warnings(
