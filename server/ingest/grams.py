@@ -100,7 +100,7 @@ async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool
         .order_by(grams.c.first_input)
     )
     sums: dict[tuple[Any, ...], dict[tuple[int, int], Row[Any]]] = defaultdict(dict)
-    found = (await connection.execute(query)).all()
+    found: Sequence[Any] = (await connection.execute(query)).all()
     age = {
         row.id: i for i, row in enumerate(reversed(process_starts.in_order({row.id: row for row in found}.values())))
     }
