@@ -219,10 +219,10 @@ class _Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    cu_queries: Tensor | None
+    mask: Tensor | None = None
+    cu_queries: Tensor | None = None
     """Where packed sequences begin, as cu_keys; None where none are packed."""
-    cu_keys: Tensor | None
+    cu_keys: Tensor | None = None
 
 
 def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 _DEPTH: Final = 3
 """How many helpers deep a call is followed."""
 _PRODUCT: Final = re.compile("matmul|bmm|einsum", re.IGNORECASE)
-_SOFTMAX: Final = re.compile("softmax", re.IGNORECASE)
-"""Also in the name of a wrapper: XSoftmax.apply, self.matmul_qkv."""
+_SOFTMAX: Final = re.compile("softmax|logsumexp", re.IGNORECASE)
+"""Also in the name of a wrapper (XSoftmax.apply, self.matmul_qkv), or by hand (exp of scores less their logsumexp)."""
 _OF_OTHERS: Final = ("torch", "transformers", "foreshock", "builtins", "functools", "contextlib", "typing")
 """Packages whose helpers are not looked into: those of transformers build masks for every kind of attention."""
 _BASES: Final = ("torch.nn.modules.module", "transformers.modeling_utils")

@@ -83,6 +83,14 @@ class ByHandThroughWrappers(Attention):
         return cast(Tensor, self.matmul_qkv(XSoftmax.apply(x, -1)))  # type: ignore[no-untyped-call]
 
 
+class ByHandWithLogSumExp(Attention):
+    """As Reformer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.matmul(x, x.mT)
+        return torch.matmul(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)), x)
+
+
 class ThroughPyTorchsFunction(Attention):
     """As WavLM's: nn.MultiheadAttention's function without its module."""
 
@@ -117,7 +125,7 @@ def test_attention_is_found_through_whatever_calls_it(module: nn.Module) -> None
     assert (found.name, found.heads, found.head_dim) == ("1", 2, 3)
 
 
-@pytest.mark.parametrize("kind", [ByHand, ByHandThroughWrappers])
+@pytest.mark.parametrize("kind", [ByHand, ByHandThroughWrappers, ByHandWithLogSumExp])
 def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not(kind: type[Attention]) -> None:
     (found,) = find_attention(nn.Sequential(kind(), nn.Softmax(-1), nn.Linear(6, 6)), {})
     assert found.name == "0"
