@@ -11,7 +11,7 @@ from foreshock.cli.errors import CommandError
 from foreshock.cli.service_client import ServiceClient
 from foreshock.contract.modes import parse_mode
 
-_FINAL_STATES: Final = {"applied", "refused", "expired", "dry_run", "rejected"}
+_FINAL_STATES: Final = {"applied", "refused", "expired", "dry_run", "rejected", "cancelled"}
 
 
 def list_runs(client: ServiceClient, console: Console) -> None:
@@ -137,6 +137,24 @@ def undo(
     )
     answers = [_await(client, console, run, one, wait_seconds) for one in ordered["commands"]]
     return all(answers)
+
+
+def cancel(client: ServiceClient, console: Console, *, run: str, command: str, reason: str) -> None:
+    """Stop an order that is under way, and say which ranks had it. `command` is an id, or `last` for the run's newest.
+
+    Raises CommandError when no order of the run is under way.
+    """
+    if command == "last":
+        known = client.get(f"/v1/runs/{run}/commands")["commands"]
+        command = next((c["id"] for c in known if c["state"] in ("pending", "delivered")), "")
+        if not command:
+            raise CommandError(f"run {run} has no order under way; `foreshock runs {run}` shows its modes")
+    stopped = client.post(f"/v1/commands/{command}/cancel", {"who": getpass.getuser(), "reason": reason})
+    console.print(f"command {stopped['id']}: {stopped['state']}")
+    for had in stopped["ranks"]:
+        console.print(f"  rank {had['rank']} had it: {had['outcome'] or 'no answer yet'}")
+    if stopped["ranks"]:
+        console.print(f"`foreshock switch {run} --undo {stopped['id']}` takes back what was applied.")
 
 
 def _await(client: ServiceClient, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
