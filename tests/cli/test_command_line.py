@@ -124,7 +124,7 @@ def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
         (["run-1"], "give --mode"),
-        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo alone"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo or --cancel alone"),
         (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
         (["run-1", "--undo", "last", "--cancel", "last"], "give --undo or --cancel alone"),
         (["run-1", "--cancel", "last", "--layer", "0"], "give --undo or --cancel alone"),
