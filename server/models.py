@@ -25,8 +25,8 @@ from foreshock.contract.wire import (
 RunStatus = Literal["active", "completed", "failed", "stopped"]
 Verification = Literal["verified", "not arrested", "unknown"]
 CommandState = Literal[
-    *("proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled")
-]
+    "proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled"
+]  # fmt: skip
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
 
 What is pending or delivered may be cancelled: it goes to no further rank.
