@@ -32,6 +32,10 @@ _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
 """What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
 
 
+Orders = dict[tuple[str, int, str], tuple[Command, ...]]
+"""What each boot, by run, rank and boot, is ordered to do."""
+
+
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
     """The ranks that have to answer a command."""
     heads = None if row.heads is None else {(layer, head) for layer, head in row.heads}
@@ -48,7 +52,7 @@ async def exchange(
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
-) -> dict[tuple[str, int, str], tuple[Command, ...]]:
+) -> Orders:
     """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
 
     The caller holds the runs (`Store.lock_runs`).
