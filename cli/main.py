@@ -82,10 +82,10 @@ def serve(
 ) -> None:
     """Run the service: ingest, API, /metrics, the live page. Settings come from FORESHOCK_* too: docs/service.md."""
     from foreshock.server.app import serve as serve_app
-    from foreshock.server.settings import Settings
+    from foreshock.server.settings import settings_of
 
     given: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
-    serve_app(Settings(**{name: value for name, value in given.items() if value is not None}))
+    serve_app(settings_of(**{name: value for name, value in given.items() if value is not None}))
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
@@ -146,6 +147,11 @@ class AgentConfig(BaseSettings):
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value
+
+    @model_validator(mode="after")
+    def _nothing_misspelt(self) -> Self:
+        refuse_misspelt()
+        return self
 
     @model_validator(mode="after")
     def _ranks_agree(self) -> Self:
