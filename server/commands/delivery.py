@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
-from sqlalchemy import Row, and_, select, update
+from sqlalchemy import Row, and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
@@ -25,6 +25,12 @@ from foreshock.server.store.database import Store
 from foreshock.server.store.reading import passed_over
 from foreshock.server.store.schema import command_ranks, commands, runs
 
+_OPEN_ORDERS: Final = (
+    select(commands, runs.c.name.label("run"))
+    .join(runs)
+    .where(commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN))
+    .order_by(commands.c.number)
+)
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
@@ -62,13 +68,7 @@ async def exchange(
             await _answer(store, connection, run_ids[batch.run], batch, answer)
         else:
             await pass_on(store, connection, run_ids[batch.run], batch, answer)
-    query = (
-        select(commands, runs.c.name.label("run"))
-        .join(runs)
-        .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
-        .order_by(commands.c.number)
-    )
-    rows = (await connection.execute(query)).all()
+    rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}
     held = await holdings(connection, {row.run_id for row in rows})

@@ -36,6 +36,9 @@ _PAUSE_SECONDS: Final = 1.0
 _WAITING: Final = 100_000
 
 
+_FORGET: Final = delete(rollup_spans).where(
+    rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
+)
 RUN_LEVEL: Final = -1
 """In the place of a layer, for a metric of the run."""
 
@@ -147,9 +150,8 @@ async def _delete(connection: AsyncConnection, axis: Axis, run_id: int, span: in
 
 async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) -> None:
     """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
-    same = rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
     rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
-    await connection.execute(delete(rollup_spans).where(*same), rows)
+    await connection.execute(_FORGET, rows)
 
 
 async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:

@@ -7,6 +7,7 @@ by URL and may be shared by several replicas of the service.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -34,6 +35,8 @@ _HEAVY_WAITING: Final = 64
 """Large reads that wait or work; beyond, they are told to come back."""
 _CACHE_KIB: Final = 8192
 """Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
+_WAL_PAGES: Final = 4000
+"""Pages of 4 KiB after which the log is copied into the file: rarely, since the commit that does it waits."""
 
 
 T = TypeVar("T")
@@ -204,8 +207,12 @@ class Store:
 
 def insert_or_ignore(store: Store, table: Table) -> Any:
     """An INSERT that leaves rows alone which are there already."""
-    insert = sqlite.insert(table) if store.sqlite else postgresql.insert(table)
-    return insert.on_conflict_do_nothing()
+    return _insert_or_ignore(store.sqlite, table)
+
+
+@cache
+def _insert_or_ignore(in_sqlite: bool, table: Table) -> Any:
+    return (sqlite.insert(table) if in_sqlite else postgresql.insert(table)).on_conflict_do_nothing()
 
 
 def _alembic_config(connection: Connection | None) -> Config:
@@ -231,8 +238,8 @@ def _prepare(engine: Engine) -> Engine:
 def _sqlite_connect(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # transactions begin where `_sqlite_begin` says, not where the driver guesses
     cursor = connection.cursor()
-    cache = f"cache_size=-{_CACHE_KIB}"
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON", cache):
+    own = f"cache_size=-{_CACHE_KIB}", f"wal_autocheckpoint={_WAL_PAGES}"
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON", *own):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
