@@ -1,6 +1,7 @@
 """How long the event loop is held: processor seconds of its thread, so that other processes change nothing."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +17,17 @@ class Held:
 
 @contextmanager
 def watched_loop() -> Iterator[Held]:
-    """Watch every callback of the loops that run within this block, other threads' too. Not for uvloop."""
+    """Watch every callback of this thread's loop within the block. Not for uvloop."""
     held = Held()
     plain = asyncio.events.Handle._run
 
     def timed(self: asyncio.events.Handle) -> None:
-        if self._loop is not loop:
-            return plain(self)
         began = time.thread_time()
         plain(self)
-        held.longest_seconds = max(held.longest_seconds, time.thread_time() - began)
+        if threading.current_thread() is own:
+            held.longest_seconds = max(held.longest_seconds, time.thread_time() - began)
 
-    loop = asyncio.get_running_loop()
+    own = threading.current_thread()
     asyncio.events.Handle._run = timed  # type: ignore[method-assign]
     try:
         yield held

@@ -112,7 +112,7 @@ def test_sigterm_ends_the_service_in_order_while_many_read_and_many_send(tmp_pat
                         break
 
             path = "/v1/runs/run-1/series?metric=head.score_max"
-            tasks = [asyncio.create_task(client.get(path)) for _ in range(readers)]
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(client.get(path)) for _ in range(readers)]
             tasks += [asyncio.create_task(send(number)) for number in range(8)]
             await asyncio.sleep(0.5)
             status = await asyncio.to_thread(service.stop, 25.0)
