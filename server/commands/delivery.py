@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
-from sqlalchemy import Row, and_, select, update
+from sqlalchemy import Row, and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
@@ -26,11 +26,21 @@ from foreshock.server.store.database import Store
 from foreshock.server.store.reading import passed_over
 from foreshock.server.store.schema import command_ranks, commands, runs
 
+_OPEN_ORDERS: Final = (
+    select(commands, runs.c.name.label("run"))
+    .join(runs)
+    .where(commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN))
+    .order_by(commands.c.number)
+)
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
 _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
 """What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
+
+
+Orders = dict[tuple[str, int, str], tuple[Command, ...]]
+"""What each boot, by run, rank and boot, is ordered to do."""
 
 
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
@@ -49,7 +59,7 @@ async def exchange(
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
-) -> dict[tuple[str, int, str], tuple[Command, ...]]:
+) -> Orders:
     """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
 
     The caller holds the runs (`Store.lock_runs`).
@@ -61,13 +71,7 @@ async def exchange(
             await _answer(store, connection, run_ids[batch.run], held, batch, answer)
         else:
             await pass_on(store, connection, run_ids[batch.run], batch, answer)
-    query = (
-        select(commands, runs.c.name.label("run"))
-        .join(runs)
-        .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
-        .order_by(commands.c.number)
-    )
-    rows = (await connection.execute(query)).all()
+    rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}
     held |= await holdings(connection, {row.run_id for row in rows} - answering)
