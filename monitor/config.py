@@ -19,6 +19,7 @@ from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
+Served = Literal["auto", "kernels", "keep"]
 
 
 def _default_spool_directory() -> Path:
@@ -70,7 +71,7 @@ class AgentConfig(BaseSettings):
     (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
     FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
-    attention: Literal["auto", "kernels", "keep"] = "auto"
+    attention: Served = "auto"
     """What serves the attention. keep: what serves it now (cuDNN, FlashAttention, ...), of which a sample is measured;
     a switch moves a layer onto foreshock's kernels. kernels: those, which count every row of every step, where they
     serve a call; other calls are kept. auto: keep on a CPU; on a GPU the first steps compare foreshock's kernels with

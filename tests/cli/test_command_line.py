@@ -124,8 +124,11 @@ def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
         (["run-1"], "give --mode"),
-        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo alone"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo or --cancel alone"),
         (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
+        (["run-1", "--undo", "last", "--cancel", "last"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last", "--layer", "0"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last"], "no order under way"),
     ],
 )
 def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
@@ -174,6 +177,19 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
     assert "layer 1 head 2: exact_delta -> plain" in undone.output
     assert again.exit_code == 1
     assert "run run-2 has no applied switch that stands" in again.stderr
+
+
+def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(service: LiveService) -> None:
+    rank = FakeRank(run="run-3")
+    post(service, rank.batch(rank.started(), rank.sample(1)))
+    order = ["--mode", "exact_delta", "--reason", "it drifts", "--wait", "0"]
+    assert foreshock("switch", "run-3", *order, "--url", service.url).exit_code == 1
+    assert len(post(service, rank.batch(rank.sample(2))).commands) == 1
+    stopped = foreshock("switch", "run-3", "--cancel", "last", "--reason", "the wrong run", "--url", service.url)
+    assert stopped.exit_code == 0, stopped.output
+    assert ": cancelled" in stopped.output
+    assert "rank 0 had it: no answer yet" in stopped.output
+    assert post(service, rank.batch(rank.sample(3))).commands == ()
 
 
 def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:
