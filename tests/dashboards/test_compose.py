@@ -273,7 +273,7 @@ def test_a_receiver_without_its_secret_is_refused_before_anything_is_made(
 ) -> None:
     if written:
         (tmp_path / "mail").write_text(written)
-    options = ["--email", tmp_path / "mail", tmp_path / "secrets"]
+    options: list[str | Path] = ["--email", tmp_path / "mail", tmp_path / "secrets"]
     said = subprocess.run([REPOSITORY / "scripts/compose-secrets", *options], capture_output=True, text=True)
     assert said.returncode == 2
     assert words in said.stderr

@@ -179,7 +179,7 @@ def test_a_dead_service_is_told_to_people_and_not_to_itself_and_holds_back_what_
 
         def state() -> str:
             found = httpx.get(f"{alertmanager}/api/v2/alerts", trust_env=False).json()
-            return next(a["status"]["state"] for a in found if a["labels"] == late)
+            return str(next(a["status"]["state"] for a in found if a["labels"] == late))
 
         wait_for("an alert of a run held back", lambda: state() == "suppressed")
     assert ("ForeshockServiceDown", "") not in world.alerts("/service")
