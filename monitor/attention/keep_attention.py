@@ -64,13 +64,13 @@ class Keeper:
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
         """The sampling error of the last sample that measured some rows, as a line for people."""
-        self._number = start_sampling(self._sampling)
+        self._key = start_sampling(self._sampling)
         self.proofs: Final[list[Proof]] = []
         """Of each layer; empty where nothing is to be proven."""
         for layer, tick in zip(self.layers, new_ticks(len(self.layers), state.device), strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
             torch._dynamo.mark_static_address(tick := tick.data, guard=False)
-            layer.tick, layer.sampling, layer.keeps = tick, self._number, settings.attention != "kernels"
+            layer.tick, layer.sampling, layer.keeps = tick, self._key, settings.attention != "kernels"
             layer.draws = settings.attention != "auto"
             if prove:
                 self.proofs.append(proof := Proof())
@@ -176,6 +176,6 @@ class Keeper:
 
     def stop(self) -> None:
         """Measure nothing any more."""
-        stop_sampling(self._number)
+        stop_sampling(self._key)
         for layer in self.layers:
             layer.tick = None

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import compute_dtype, operand_dtype
+from foreshock.kernels.flash_attention.spec import (
+    CausalAlignment,
+    Numerics,
+    compute_dtype,
+    constants,
+    operand_dtype,
+    spec_of,
+)
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
 from foreshock.kernels.flash_attention.visibility import place
 from foreshock.monitor.attention.proof import Proof
@@ -49,26 +56,26 @@ class Sampling:
     """By the layer's place among its agent's: whether our kernels were proven for it; empty when nothing is open."""
 
 
-_samplings: Final[dict[int, Sampling]] = {}
-"""By number: a compiled graph hands tensors and numbers to an operator, not objects."""
+_samplings: Final[dict[str, Sampling]] = {}
+"""By key: a compiled graph hands tensors and words to an operator, not objects. A number it might take for a length."""
 _numbers: Final = itertools.count(1)
 
 
-def start_sampling(sampling: Sampling) -> int:
-    """A number by which calls of `probe` find `sampling`."""
-    number = next(_numbers)
-    _samplings[number] = sampling
-    return number
+def start_sampling(sampling: Sampling) -> str:
+    """A key by which calls of `probe` find `sampling`."""
+    key = str(next(_numbers))
+    _samplings[key] = sampling
+    return key
 
 
-def stop_sampling(number: int) -> None:
-    """Calls that still carry `number` measure nothing."""
-    _samplings.pop(number, None)
+def stop_sampling(key: str) -> None:
+    """Calls that still carry `key` measure nothing."""
+    _samplings.pop(key, None)
 
 
-def refuse_twice(number: int, tick: Tensor) -> None:
+def refuse_twice(key: str, tick: Tensor) -> None:
     """A backward is differentiated itself, which our kernels' is not: the layer of `tick` is not proven any more."""
-    sampling = _samplings.get(number)
+    sampling = _samplings.get(key)
     if sampling is not None and (proof := _open_proof(sampling, tick)) is not None:
         proof.reason = "its gradient is differentiated again, which our kernels' is not"
 
@@ -86,15 +93,15 @@ def probe(
     value: Tensor,
     state: Tensor,
     tick: Tensor,
-    sampling: int,
+    sampling: str,
     *,
     mask: Tensor | None = None,
-    causal: str = "none",
+    causal: CausalAlignment = "none",
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    numerics: str = "kernel",
+    numerics: Numerics = "kernel",
     provable: bool = False,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -107,7 +114,8 @@ def probe(
     that are packed into one row (B = 1), each int32 [N + 1].
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    options = (sampling, scale, causal, *window, softcap, dropout_p, numerics, provable)
+    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
     packed = cu_seqlens or (None, None)
     return cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
 
@@ -146,8 +154,8 @@ class _Probed(torch.autograd.Function):
 _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-    "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, int sampling_number, float scale, "
-    "str causal, int window_left, int window_right, float softcap, float dropout_p, str numerics, bool provable) -> ()",
+    "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, str sampling_key, str spec_text, "
+    "bool provable) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -163,28 +171,22 @@ def probe_rows(
     cu_keys: Tensor | None,
     state: Tensor,
     tick: Tensor,
-    sampling_number: int,
-    scale: float,
-    causal: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    numerics: str,
+    sampling_key: str,
+    spec_text: str,
     provable: bool,
 ) -> None:
     """Counts the statistics of sampled rows into `state` where its agent samples this step. Never waits for the device.
 
     While a CUDA graph is captured every step is measured, since what is captured is what each replay does.
     """
-    sampling = _samplings.get(sampling_number)
+    sampling = _samplings.get(sampling_key)
     if sampling is None or sampling.fault or not query.numel() or not key.numel():
         return
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     sampling.captured |= capturing
     if not (sampling.due or capturing):
         return
-    spec = AttentionSpec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)  # type: ignore[arg-type]
+    spec = spec_of(spec_text)
     call = _Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):

@@ -19,8 +19,8 @@ _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
 
 
-def numerics_for(query: Tensor, asked: str) -> str:
-    """The numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
+def numerics_for(query: Tensor, asked: str) -> Any:
+    """The Numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
     if asked != "auto":
         return asked
     if query.dtype == torch.float64:
@@ -56,8 +56,8 @@ class WatchedLayer:
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
         """The probe's counter, int64 [1]; None before and after a Keeper looks after the layer."""
-        self.sampling = 0
-        """Number of the agent's sampling, for the probe."""
+        self.sampling = ""
+        """Key of the agent's sampling, for the probe."""
         self.keeps = False
         """The model's own attention serves the calls, and a sample of them is measured."""
         self.draws = True

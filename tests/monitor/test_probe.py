@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor.attention.keep_attention import sampling_errors
 from foreshock.monitor.attention.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
 
@@ -266,13 +266,7 @@ def test_the_operator_declares_what_it_does(bounds: Any) -> None:
                 state,
                 tick,
                 number,
-                0.25,
-                "top_left",
-                -1,
-                -1,
-                0.0,
-                0.0,
-                "float32",
+                AttentionSpec(0.25, "top_left", numerics="float32").text,
                 False,
             ),
         )
