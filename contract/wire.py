@@ -12,7 +12,9 @@ acknowledged can be read by everybody afterwards. Version 0.1.0 skipped nothing;
 import base64
 import math
 import re
+from binascii import a2b_base64
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
@@ -44,6 +46,10 @@ MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 MAX_GRAM_DIM: Final = 256
 """Widest head whose Gram matrices travel."""
+AGE_HEADER: Final = "foreshock-process-age"
+"""Beside a batch: how many seconds ago the process started that the batch is of, by a monotonic clock, when sent."""
+REPLAYED_HEADER: Final = "foreshock-replayed"
+"""Beside a batch that a successor sends from the spool of a dead process: `true`."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -97,10 +103,15 @@ class Array(Message):
         if len(self.data) % 4 or have != want:
             raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
         try:
-            base64.b64decode(self.data, validate=True)
+            self.raw  # noqa: B018  # decoded once, here
         except ValueError as error:
             raise ValueError(f"array data is not base64: {error}") from None
         return self
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
+        return a2b_base64(self.data, strict_mode=True)
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> Self:
@@ -111,7 +122,7 @@ class Array(Message):
 
     def numpy(self) -> npt.NDArray[Any]:
         """Decode into a new writable array."""
-        return np.frombuffer(bytearray(base64.b64decode(self.data)), dtype=self.dtype).reshape(self.shape)
+        return np.frombuffer(bytearray(self.raw), dtype=self.dtype).reshape(self.shape)
 
 
 class Layer(Message):
@@ -343,7 +354,7 @@ class Batch(Message):
     revision: int = Field(default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as 0.1.0 does")
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
-    boot: Identifier = Field(description="new at every process start of a rank; sorts by start time")
+    boot: Identifier = Field(description="new at every process start of a rank")
     sequence: int = Field(ge=1, le=2**53)
     events: tuple[Event, ...] = Field(min_length=1, max_length=MAX_EVENTS)
 
@@ -392,6 +403,9 @@ class Ack(Message):
     boot: Identifier
     acknowledged: int = Field(ge=0, description="the batch sequence that is now stored")
     commands: tuple[Command, ...] = Field(default=(), max_length=256)
+    send_started: bool = Field(
+        default=False, description="the service does not know what this boot watches; send its `started` again"
+    )
 
 
 def head_refs(layers: Sequence[Layer]) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """The service put together, and served."""
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -40,6 +41,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.retention import Retention
 
 log = structlog.get_logger()
@@ -136,6 +138,8 @@ async def _chores(
             await grams.expire(store, time.time())
             await retention.sweep()
             broadcaster.wake()
+        except ClosingError:
+            return
         except Exception:
             log.exception("a chore failed; it is tried again")
 
@@ -160,9 +164,10 @@ async def _make_ready(store: Store, settings: Settings) -> None:
 def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens.
 
-    Raises StoreError when the store cannot be used as it is.
+    Raises StoreError when the store cannot be used as it is, AddressError when the address cannot be listened on.
     """
     configure_logs(settings.log_level)
+    _check_address(settings.host, settings.port)
     asyncio.run(_open_once(settings))
     config = uvicorn.Config(
         create_app(settings),
@@ -182,8 +187,27 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
         raise SystemExit(1)
 
 
+class AddressError(OSError):
+    """The service cannot listen where it was told to."""
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises AddressError where nothing can listen; uvicorn would say so in its log, and end the process."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family):
+            pass
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if taken else f"cannot be listened on ({error.strerror or error})"
+        raise AddressError(
+            f"port {port} of {host} {why}; name another address with --host and --port (FORESHOCK_HOST, "
+            "FORESHOCK_PORT), 0 for a free port"
+        ) from None
+
+
 class Server(uvicorn.Server):
-    """uvicorn that says where it listens, and ends open streams when told to stop."""
+    """uvicorn that says where it listens, and ends open streams and long reads when told to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -204,8 +228,9 @@ class Server(uvicorn.Server):
             self._ready(f"foreshock is listening on {self.address}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams first: they would never end by themselves."""
+        """End the streams first, which would never end by themselves, and what is still being read."""
         app = self.config.app
         if isinstance(app, FastAPI):
             app.state.broadcaster.close()
+            app.state.store.hurry()
         await super().shutdown(sockets)
