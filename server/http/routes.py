@@ -223,6 +223,18 @@ async def reject(request: Request, caller: Actor, command: str, decision: Decisi
     return await _decide(request, caller, command, decision, approved=False)
 
 
+@router.post("/v1/commands/{command}/cancel")
+async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
+    """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
+    state = request.app.state
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        await commands.cancel(state.store, connection, command, f"{decision.who} ({caller.name})", decision.reason)
+        [status] = await commands.status(connection, None, command, 1)
+    state.broadcaster.wake()
+    return status
+
+
 @router.post("/v1/commands/{command}/undo", status_code=201)
 async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
     """Order the modes back that a command changed; heads that have another mode by now refuse."""
