@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from foreshock.contract.decision import IncidentCause
+from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -80,6 +82,27 @@ class Login(BaseModel):
     token: str = Field(max_length=512)
 
 
+class IncidentChange(Response):
+    """An incident in short: in the list of runs, in the event log, in the stream."""
+
+    id: str
+    cause: IncidentCause
+    state: IncidentState
+    severity: Severity
+    opened_step: int
+    step: int
+    times: int = Field(description="how often it has opened in this run")
+    standing: int = Field(description="heads that are warned about now; the whole run counts as one")
+    steps_left: Number
+    sentence: str
+
+
+class IncidentList(Response):
+    """Every incident of a run, one for each cause, the most urgent first."""
+
+    incidents: list[Incident]
+
+
 class RunSummary(Response):
     """One row of the list of runs."""
 
@@ -101,6 +124,9 @@ class RunSummary(Response):
     active_warnings: int
     forecast_steps: Number = Field(
         default=None, description="the shortest forecast of them: steps until the largest |score| reaches 512"
+    )
+    incidents: list[IncidentChange] = Field(
+        default_factory=list, description="those that are not closed, the most urgent first"
     )
     labels: dict[str, str]
 
@@ -312,7 +338,7 @@ class RunEvent(Response):
 
     id: int
     run: str
-    kind: Literal["started", "verdict", "switched", "command", "finished"]
+    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]
     rank: int | None = Field(description="null for what the service did itself")
     step: int | None
     unix_seconds: float
@@ -320,6 +346,8 @@ class RunEvent(Response):
     verdict: Verdict | None = None
     switched: Switched | None = None
     command: CommandChange | None = None
+    incident: IncidentChange | None = None
+    acknowledged: Acknowledged | None = None
 
 
 class EventList(Response):

@@ -7,6 +7,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
+from foreshock.contract.incident import Incident
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
@@ -22,6 +23,7 @@ from foreshock.server.models import (
     Decision,
     EventList,
     Health,
+    IncidentList,
     Login,
     Matrix,
     Problem,
@@ -31,7 +33,8 @@ from foreshock.server.models import (
     Session,
     Undo,
 )
-from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
+from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import list_runs, run_detail
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
@@ -50,6 +53,11 @@ def _store(request: Request) -> Store:
     return store
 
 
+def _verify_steps(request: Request) -> int:
+    settings: Settings = request.app.state.settings
+    return settings.verify_steps
+
+
 @router.get("/v1/runs")
 async def get_runs(
     request: Request,
@@ -59,7 +67,7 @@ async def get_runs(
 ) -> RunList:
     """Runs, the one heard from last first."""
     async with _store(request).read() as connection:
-        return await list_runs(connection, caller.run_prefix, cursor, limit)
+        return await list_runs(connection, caller.run_prefix, cursor, limit, _verify_steps(request))
 
 
 @router.get("/v1/runs/{run:path}/series")
@@ -120,16 +128,43 @@ async def get_events(
     request: Request,
     _: Reader,
     run: str,
-    kind: Annotated[list[Literal["started", "verdict", "switched", "command", "finished"]], Query()] = [],  # noqa: B006
+    kind: Annotated[
+        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]], Query()
+    ] = [],  # noqa: B006
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first."""
+    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged) are told to those who
+    name them."""
     async with _store(request).read() as connection:
         await commands.run_id_of(connection, run)
-        found = await read_events(connection, run=run, kinds=tuple(kind), before=cursor, limit=limit + 1)
+        kinds = tuple(kind) or KINDS_OF_0_1_0
+        found = await read_events(connection, run=run, kinds=kinds, before=cursor, limit=limit + 1)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
+
+
+@router.get("/v1/runs/{run:path}/incidents")
+async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
+    """What all warnings of a run come to: one incident for each cause, the most urgent first, closed ones included."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        found = await incidents_of(connection, [run_id], _verify_steps(request))
+    return IncidentList(incidents=found.get(run_id, []))
+
+
+@router.post("/v1/runs/{run:path}/incidents/{incident}/acknowledge")
+async def post_acknowledge(request: Request, caller: Actor, run: str, incident: str, decision: Decision) -> Incident:
+    """Say that somebody takes care of an incident. It holds until the incident has closed."""
+    state = request.app.state
+    who = f"{decision.who} ({caller.name})"
+    async with state.store.write() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        await state.store.lock_runs(connection, [run_id])
+        steps = state.settings.verify_steps
+        found = await acknowledge(state.store, connection, (run_id, run), incident, who, decision.reason, steps)
+    state.broadcaster.wake()
+    return found
 
 
 @router.get("/v1/runs/{run:path}/commands")
@@ -169,7 +204,7 @@ async def get_run(request: Request, _: Reader, run: str) -> RunDetail:
         row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
         if row is None:
             raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
-        return await run_detail(connection, row)
+        return await run_detail(connection, row, _verify_steps(request))
 
 
 @router.get("/v1/commands/{command}")

@@ -15,7 +15,8 @@ from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIG
 from foreshock.contract.modes import is_mode
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
-from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_samples, status_of
+from foreshock.server.runs.listing import active_warnings, health_totals, status_of
+from foreshock.server.runs.newest import newest_boots, newest_samples
 from foreshock.server.store.schema import boots, events, warnings
 
 Labels = tuple[str, ...]

@@ -24,7 +24,7 @@ from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.heads_by_rank import holdings
 from foreshock.server.models import Problem, Storable, WebhookResult
-from foreshock.server.runs.listing import described
+from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store, insert_or_ignore

@@ -24,6 +24,7 @@ from foreshock.server.curves.rollups import Roller
 from foreshock.server.ingest.recorder import MisfitError, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
@@ -35,7 +36,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
@@ -135,6 +136,8 @@ class Writer:
         async with self._store.write() as connection:
             done = await record(self._store, connection, group)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            if done.told:
+                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:
