@@ -60,16 +60,16 @@ def decision(
     progress: Progress = "unswitched",
     switched: int = 0,
     heads: int = 0,
-    before_step: int = 0,
+    before_step: int | None = None,
     finite: bool = True,
 ) -> Decision:
     """What is done about an incident, and what is left to people.
 
-    heads: those that are warned about; switched: how many of them have a cure; before_step: where the incident began;
-    finite: False where numbers that are not finite were seen.
+    heads: those that are warned about, 0 where that is not known; switched: how many of them have a cure; before_step:
+    where the incident began, where that is known; finite: False where numbers that are not finite were seen.
     """
     act = act_on(cause, policy)
-    checkpoint = f"a checkpoint before step {before_step:,}"
+    checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
     if cause == "not finite":
         return Decision(
             act,
@@ -115,7 +115,7 @@ def decision(
 
 
 def _given(act: Act, mitigation: str, scope: str | None, switched: int, heads: int) -> str:
-    whose = _WHOSE.get(scope or "model", "every head")
+    whose = _WHOSE.get(scope or "head", "every head")  # agents of 0.1.0 tell no scope: they switch the head alone
     so_far = f" So far {switched} of {heads} are switched." if 0 < switched < heads else ""
     return {
         "switch": f"Policy auto: the agent switches {whose} to {mitigation} at the next step.{so_far}",
@@ -125,6 +125,6 @@ def _given(act: Act, mitigation: str, scope: str | None, switched: int, heads: i
 
 
 def _count(switched: int, heads: int) -> str:
-    if heads == 1:
-        return "The head is"
+    if heads < 2:
+        return "The head is" if heads else "The heads are"
     return f"All {heads} heads are" if switched >= heads else f"{switched} of {heads} heads are"

@@ -32,6 +32,10 @@ class Alert:
     description: str
     action: str = ""
     """What the person who is woken should do; becomes the runbook's first paragraph."""
+    done: str = ""
+    """A template: what was done already."""
+    to_do: str = ""
+    """A template: what to do in this case; without it, `action`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
