@@ -27,6 +27,7 @@ class Alert:
     name: str
     expr: str
     for_: str
+    """How long the expression must hold before the alert fires."""
     severity: Literal["info", "warning", "critical", "none"]
     summary: str
     description: str
@@ -36,6 +37,8 @@ class Alert:
     """A template: what was done already."""
     to_do: str = ""
     """A template: what to do in this case; without it, `action`."""
+    keep_firing_for: str = "0s"
+    """How long it goes on firing afterwards, so that what comes and goes is one alert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.listing import active_warnings, health_totals, status_of
-from foreshock.server.runs.newest import newest_boots, newest_samples
+from foreshock.server.runs.newest import newest_samples
+from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events, warnings
 
 Labels = tuple[str, ...]
@@ -60,11 +61,13 @@ async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verif
         found[boot.run_id].boots.append(boot)
     for run_id, raised in (await active_warnings(connection, list(found))).items():
         found[run_id].raised = raised
-    standing = [run_id for run_id, rows_ in found.items() if rows_.raised]
-    for run_id, made in (await incidents_of(connection, standing, verify_steps)).items():
-        found[run_id].incidents = [one for one in made if one.state != "closed"]
-    for run_id, newest in (await newest_samples(connection, list(found))).items():
-        found[run_id].newest = newest
+    newest = await newest_samples(connection, list(found))
+    for run_id, own in newest.items():
+        found[run_id].newest = own
+    starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
+    made = await incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
+    for run_id, incidents in made.items():
+        found[run_id].incidents = [one for one in incidents if one.state != "closed"]
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
     for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
@@ -137,8 +140,10 @@ def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) ->
         add("agent.dropped", float(count), reason)
     for component, count in _by_known({"sender": 0, **faults}, FAULT_COMPONENTS).items():
         add("agent.faults", float(count), component)
+    living = process_starts.newest(rows.boots).values()
+    add("run.last_heard", max((boot.last_seen for boot in living), default=None))
+    add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
     if reading is not None:
-        add("run.last_sample", max(boot.last_seen for boot in newest_boots(rows.boots)))
         for key, value in reading.latest().items():
             add(key, value)
     for cause, count in rows.causes.items():

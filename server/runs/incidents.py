@@ -7,7 +7,7 @@ of kind `incident` say how it went: what the stream hands on, and what people ar
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row, desc, select
@@ -26,26 +26,35 @@ from foreshock.server.store.database import Store
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
 
+Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
+"""Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
+
 
 async def incidents_of(
-    connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
+    connection: AsyncConnection,
+    run_ids: Collection[int],
+    verify_steps: int,
+    *,
+    starts: Mapping[int, Sequence[Row[Any]]] | None = None,
+    newest: Newest | None = None,
 ) -> dict[int, list[Incident]]:
     """The incidents of each of these runs that has any, the most urgent first.
 
     verify_steps: how long after a switch it is judged; it speaks of all warnings that were raised until then.
+    starts, newest: the runs' rows of `boots` and newest samples, where the caller has read them already.
     """
     warned = await _warned(connection, run_ids)
     if not warned:
         return {}
-    known: dict[int, list[Row[Any]]] = defaultdict(list)
-    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(warned))):
-        known[boot.run_id].append(boot)
-    modes, steps = await _modes(connection, warned)
+    known = starts or await _starts(connection, warned)
+    if newest is None:
+        newest = await newest_samples(connection, list(warned))
+    modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
     judged = await _judged(connection, warned, verify_steps)
     acknowledged = await _acknowledged(connection, warned)
     found = {}
     for run_id, own in warned.items():
-        said = described(known[run_id])
+        said = described(known.get(run_id, ()))
         made = incidents(
             own,
             modes=modes.get(run_id),
@@ -72,12 +81,17 @@ async def _warned(connection: AsyncConnection, run_ids: Collection[int]) -> dict
     return found
 
 
-async def _modes(
-    connection: AsyncConnection, run_ids: Iterable[int]
-) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
+async def _starts(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(run_ids))):
+        found[boot.run_id].append(boot)
+    return found
+
+
+def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
     """The mode of each head in the newest reading, where this version knows it, and the step of that reading."""
     modes, steps = {}, {}
-    for run_id, (axis, rows) in (await newest_samples(connection, list(run_ids))).items():
+    for run_id, (axis, rows) in newest.items():
         reading = merge(axis, rows, ARRAYS_OF_MODES)
         modes[run_id], steps[run_id] = modes_of(axis, reading), int(reading.steps[-1])
     return modes, steps

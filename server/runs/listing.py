@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Row, desc, select, tuple_
@@ -10,11 +10,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Verdict
-from foreshock.server.curves.merging import Axis, MergedSteps, axis_of, merge
+from foreshock.server.curves.merging import MergedSteps, axis_of, merge
 from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
 from foreshock.server.runs.incidents import change_of, incidents_of
-from foreshock.server.runs.newest import described, newest_boots, newest_samples
+from foreshock.server.runs.newest import described, newest_samples
+from foreshock.server.store import process_starts
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, topologies, warnings
 from foreshock.server.store.topology import layers_of
@@ -44,8 +45,9 @@ async def summaries(
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
         found[boot.run_id].append(boot)
     raised = await active_warnings(connection, [row.id for row in rows])
-    standing = await incidents_of(connection, list(raised), verify_steps)
-    newest = await newest_readings(connection, [row.id for row in rows])
+    samples = await newest_samples(connection, [row.id for row in rows])
+    standing = await incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
+    newest = {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in samples.items()}
     result = []
     for row in rows:
         reading = newest[row.id][1] if row.id in newest else None
@@ -75,8 +77,8 @@ def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
 
 
 def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
-    """A run has finished when the newest boot of every rank has; the worst ending names it."""
-    endings = {row.finished_status for row in newest_boots(rows)}
+    """A run has finished when the newest process start of every rank has; the worst ending names it."""
+    endings = {row.finished_status for row in process_starts.newest(rows).values()}
     if not endings or None in endings:
         return "active"
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
@@ -91,12 +93,6 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
         "labels": said.get("labels", {}),
         **{key: said.get(key) for key in keys},
     }
-
-
-async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, MergedSteps]]:
-    """The heads of each run that has a sample, and its newest reading."""
-    rows = await newest_samples(connection, run_ids)
-    return {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in rows.items()}
 
 
 async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:

@@ -1,4 +1,4 @@
-"""What the newest boots and samples of runs say: what a run is now."""
+"""What the newest process starts and samples of runs say: what a run is now."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -9,19 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Layer, Started
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, axes_of
+from foreshock.server.store import process_starts
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, samples
 
 _STEPS_LOOKED_AT = 16
-
-
-def newest_boots(rows: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """The newest boot of each rank, by rank."""
-    newest: dict[int, Row[Any]] = {}
-    for row in rows:
-        if row.rank not in newest or newest[row.rank].boot < row.boot:
-            newest[row.rank] = row
-    return [newest[rank] for rank in sorted(newest)]
 
 
 class _Description(Started):
@@ -31,8 +23,8 @@ class _Description(Started):
 
 
 def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
-    """What the newest boot said of itself when it started, without its layers; empty when none has yet."""
-    for row in sorted(rows, key=lambda row: (row.boot, -row.rank), reverse=True):
+    """What the newest process start said of itself, without its layers; empty when none has yet."""
+    for row in reversed(process_starts.in_order(rows)):
         said = read_back(_Description, row.description, "description of boot", row.id) if row.description else None
         if said is not None:
             return said.model_dump(exclude={"layers"})

@@ -6,6 +6,8 @@ export interface Ack {
   /** the batch sequence that is now stored */
   acknowledged: number;
   commands?: Command[];
+  /** the service does not know what this boot watches; send its `started` again */
+  send_started?: boolean;
 }
 
 /** Somebody has seen an incident and takes care of it. */
