@@ -11,7 +11,7 @@ import yaml
 
 from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.decision import CAUSES, Act, decision
-from foreshock.dashboards.provisioning import to_yaml
+from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]

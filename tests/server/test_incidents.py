@@ -95,8 +95,8 @@ def test_an_incident_is_acknowledged_switched_verified_and_closed(play: Any) -> 
         rank = FakeRank()
         await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
         assert [i["state"] for i in await incidents(service)] == ["open"]
-        path = f"{RUN}/incidents/rounding/acknowledge"
-        answer = await service.client.post(path, json={"who": "ann", "reason": "on it"})
+        care = {"who": "ann", "reason": "on it", "incident": "rounding"}
+        answer = await service.client.post(f"{RUN}/acknowledge", json=care)
         assert answer.status_code == 200, answer.text
         assert (answer.json()["state"], answer.json()["acknowledged"]["reason"]) == ("acknowledged", "on it")
         order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "row_corrected"}
@@ -118,9 +118,9 @@ def test_an_incident_is_acknowledged_switched_verified_and_closed(play: Any) -> 
             "closed",
         ]
         assert any(row["action"] == "acknowledged" for row in (await service.get("/v1/audit"))["rows"])
-        again = await service.client.post(path, json={"who": "ann", "reason": "late"})
+        again = await service.client.post(f"{RUN}/acknowledge", json=care)
         assert again.status_code == 409
-        unknown = await service.client.post(f"{RUN}/incidents/other/acknowledge", json={"who": "a", "reason": "b"})
+        unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
         assert unknown.status_code == 404
 
     play(story)
