@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Slot, Words, identity_row
-from foreshock.lab.recording.trace import Steps, read_trace
+from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
@@ -52,14 +54,24 @@ def test_an_excess_that_comes_back_is_harm_only_when_it_was_large() -> None:
         assert (harm is not None) == harmed
 
 
-def test_a_gradient_norm_that_doubles_is_harm_and_what_the_control_did_not_reach_is_not_judged() -> None:
+def test_a_gradient_norm_that_doubles_is_harm() -> None:
     control = noisy(2.0)
     norm = np.full(STEPS, 0.5)
     norm[4000:] = 1.2
     harm = first_harm(steps(control, norm), steps(control))
     assert harm is not None
     assert (harm.step, harm.by) == (4001, "gradient norm")
-    assert first_harm(steps(control, norm), steps(control[:4000])) is None
+
+
+def test_what_comes_after_the_end_of_the_control_is_judged_against_its_last_blocks() -> None:
+    control = noisy(2.0)
+    assert first_harm(steps(control), steps(control[:4000])) is None
+    ends = control.copy()
+    ends[5000:] += 0.12
+    harm = first_harm(steps(ends), steps(control[:4000]))
+    assert harm is not None
+    assert (harm.step, harm.by, harm.against) == (5001, "loss", "control")
+    assert first_harm(steps(control + 0.04 * (np.arange(STEPS) >= 5000)), steps(control[:4000])) is None  # within 5 %
 
 
 def test_a_loss_that_is_not_finite_is_harm_at_once() -> None:
@@ -220,6 +232,35 @@ def test_a_z_score_sees_a_spike_and_does_not_let_it_hide_the_next() -> None:
 
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 9.0, math.inf, math.nan]), min_size=12, max_size=60),
+    st.integers(0, 2**31),
+)
+def test_the_loss_spikes_of_other_tools_equal_their_definition_step_by_step(drawn: list[float], seed: int) -> None:
+    loss = np.concatenate((np.random.default_rng(seed).uniform(1, 3, 110), drawn))
+    made = Steps(np.arange(1, len(loss) + 1), loss, np.full(len(loss), math.nan), np.ones(len(loss), dtype=np.int64))
+    run = Trace(
+        Path("made-up"),
+        {},
+        wire.Started(step=0, unix_seconds=0.0, layers=(), policy="observe", numerics="kernel"),
+        [],
+        made,
+        [],
+    )
+    for name, window, in_a_row in (("Lightning", 10, 1), ("llm-foundry", 100, 5)):
+        signal = {each.name: each for each in BASELINES}[f"loss spike of {name}"].signal(run)
+        assert signal is not None
+        expected = {}
+        for last in range(window + in_a_row - 1, len(loss)):
+            ratios = []
+            for place in range(last - in_a_row + 1, last + 1):
+                past = [x for x in loss[place - window : place] if math.isfinite(x)]
+                ratios.append(loss[place] / (sum(past) / len(past)) if math.isfinite(loss[place]) else math.inf)
+            expected[last + 1] = min(ratios)
+        assert signal.step.tolist() == list(expected)
+        np.testing.assert_allclose(signal.value, list(expected.values()), rtol=1e-9)
 
 
 def test_a_picture_of_the_curves_is_drawn_and_refused_when_it_would_be_empty(tmp_path: Path) -> None:
