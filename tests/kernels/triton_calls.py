@@ -81,7 +81,7 @@ def attend(
     state = new_state(query.shape[1], query.device)
     saved = Saved(query, key, value, *outputs)
     grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given)
-    return Outputs(*outputs, grads[0], grads[1], grads[2], state)
+    return Outputs(*saved[3:], grads[0], grads[1], grads[2], state)
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
