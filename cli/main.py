@@ -149,8 +149,10 @@ def export(
     from foreshock.client import Service
 
     with Service(url, token) as client:
-        span = {"from_step": from_step, "to_step": to_step, "max_points": points}
-        text.csv_of_series(client.series(run, metric, layer=layer, head=head, **span))
+        span = client.series(
+            run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points
+        )
+        text.csv_of_series(span)
 
 
 @app.command()

@@ -51,8 +51,8 @@ def replay(
 ) -> str:
     """Play the trace at `path`, which is `trace` where it has been read; the name of the run it became.
 
-    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a file that is
-    no trace, and for a service that is not there or refuses.
+    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a file that
+    is no trace, and for a service that is not there or refuses.
     """
     trace = read_trace(path) if trace is None else trace
     name = run or f"replay-{path.name.removesuffix('.gz').removesuffix('.jsonl')}"

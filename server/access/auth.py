@@ -119,11 +119,10 @@ class Gate:
             if not hmac.compare_digest(given.encode(), caller.csrf_token.encode()):
                 raise ProblemError(403, "The session cookie alone cannot change anything; send X-CSRF-Token.")
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
-            given = "authorization" in headers
             raise ProblemError(
                 401,
                 "The token that was sent is none of this service's: it was misspelt, withdrawn, or belongs to another."
-                if given
+                if "authorization" in headers
                 else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},
             )
