@@ -22,6 +22,7 @@ import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
 from foreshock.server.access.limits import BodyLimit, Buckets
+from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
@@ -63,7 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in chores]
+        others = [asyncio.create_task(chore) for chore in (*chores, app.state.rotation.run(closing))]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -89,7 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
-    app.state.roller = roller
+    app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets = Buckets(settings.run_batches_per_second)
     app.state.refusals = Buckets(1 / 60)
