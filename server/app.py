@@ -22,6 +22,7 @@ import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
 from foreshock.server.access.limits import BodyLimit, Buckets
+from foreshock.server.access.quotas import Quotas
 from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
@@ -92,9 +93,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
-    app.state.buckets = Buckets(settings.run_batches_per_second)
+    app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
     app.state.refusals = Buckets(1 / 60)
-    app.state.exposer = Exposer(store, settings, counters)
+    app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
     for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):
         app.include_router(router)

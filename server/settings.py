@@ -5,7 +5,7 @@ import ipaddress
 import os
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -32,6 +32,9 @@ class Quota(BaseModel):
     series: int | None = Field(default=None, ge=1, description="series of its runs in /metrics")
 
 
+NO_QUOTA: Final = Quota()
+
+
 class Token(BaseModel):
     """Who may do what. Only the hash of the secret is kept."""
 
@@ -43,7 +46,7 @@ class Token(BaseModel):
     )
     scopes: tuple[Scope, ...] = Field(min_length=1, description="ingest, read, act (commands, webhooks), admin (all)")
     run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
-    quota: Quota = Field(default=Quota(), description="what it may take at most")
+    quota: Quota = Field(default=NO_QUOTA, description="what it may take at most")
 
     @classmethod
     def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "", **more: Any) -> Self:

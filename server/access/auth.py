@@ -22,7 +22,7 @@ from starlette.types import Scope as AsgiScope
 from foreshock.server.access.limits import Guesses
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
 from foreshock.server.access.sessions import Sessions
-from foreshock.server.settings import ALL_SCOPES, Quota, Scope, Settings, Token
+from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
 
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -52,7 +52,7 @@ class Caller:
     scopes: frozenset[str]
     run_prefix: str = ""
     csrf_token: str | None = None
-    quota: Quota = Quota()
+    quota: Quota = NO_QUOTA
 
     def may(self, scope: Scope) -> bool:
         """True when the caller holds the scope; admin holds all of them."""

@@ -24,6 +24,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.metric import Metric
+from foreshock.server.access.auth import Keyring
+from foreshock.server.access.quotas import owners
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
 from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
@@ -45,14 +47,21 @@ class Exposition:
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     dropped: int = 0
     used: int = 0
+    owners: dict[str, str] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    """By run its token, and by token the series that its quota leaves."""
 
     def add(self, name: str, labels: Labels, value: float | None) -> None:
         """Add one series, or count it as dropped. None and series that are there already are left out."""
         if value is None or labels in self.values.setdefault(name, {}):
             return
-        if self.used >= self.budget:
+        owner = self.owners.get(labels[0]) if labels else None
+        left = self.left.get(owner, 1) if owner is not None else 1
+        if self.used >= self.budget or left <= 0:
             self.dropped += 1
             return
+        if owner in self.left:
+            self.left[owner] = left - 1
         self.used += 1
         self.values[name][labels] = value
 
@@ -92,8 +101,8 @@ class _Snapshot(Collector):
 class Exposer:
     """Answers scrapes. A snapshot serves everybody who asks within `metrics_seconds`: many scrapers cost one."""
 
-    def __init__(self, store: Store, settings: Settings, counters: Counters) -> None:
-        self._store, self._settings, self._counters = store, settings, counters
+    def __init__(self, store: Store, settings: Settings, counters: Counters, keyring: Keyring) -> None:
+        self._store, self._settings, self._counters, self._keyring = store, settings, counters, keyring
         self._taken: dict[str, tuple[float, Exposition]] = {}
         self._made: dict[int, tuple[int, RunSeries]] = {}
         self._taking = asyncio.Lock()
@@ -119,6 +128,10 @@ class Exposer:
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
         shown.sort(key=lambda run: (run[1].finished, run[0].first_seen, run[0].id))  # newcomers displace nobody
+        quotas = {token.name: token.quota.series for token in self._keyring.tokens}
+        exposition.left = {name: series for name, series in quotas.items() if series is not None}
+        if exposition.left:
+            exposition.owners = await self._store.look(owners)
         rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
         exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
         name = BY_KEY["service.commands_pending"].name

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
-from foreshock.server.access.auth import Needs, check_run
+from foreshock.server.access import quotas
+from foreshock.server.access.auth import ANYONE, Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import exchange
@@ -43,6 +44,7 @@ RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
 class _Item:
     batch: Batch
     size: int
+    token: str
     done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -65,12 +67,15 @@ class Writer:
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
-    async def submit(self, batch: Batch, size: int) -> Ack:
-        """Store a batch; returns after the commit. Raises ProblemError 429 when the queue is full, 503 on a fault."""
+    async def submit(self, batch: Batch, size: int, token: str = "") -> Ack:
+        """Store a batch that this token sent; returns after the commit.
+
+        Raises ProblemError 429 when the queue is full, 503 on a fault.
+        """
         self.refuse_when_full(size)
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
-        item = _Item(batch, size)
+        item = _Item(batch, size, token)
         self._bytes += size
         self._waiting.put_nowait(item)
         try:
@@ -103,7 +108,7 @@ class Writer:
     async def _commit(self, group: list[_Item]) -> None:
         began = time.monotonic()
         try:
-            acks = await self._write([item.batch for item in group])
+            acks = await self._write(group)
         except Exception as error:
             if len(group) > 1:
                 for item in group:  # one batch that cannot be stored must not hold up the others
@@ -131,9 +136,13 @@ class Writer:
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
-    async def _write(self, group: list[Batch]) -> list[Ack]:
+    async def _write(self, sent: list[_Item]) -> list[Ack]:
+        group = [item.batch for item in sent]
         async with self._store.write() as connection:
             done = await record(self._store, connection, group)
+            new = {id(batch) for batch in done.new}
+            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in sent if i.token and id(i.batch) in new]
+            await quotas.count(self._store, connection, own)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
@@ -175,8 +184,9 @@ class Shortcut:
 async def post_batch(request: Request) -> Response:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
     caller, state = await _may_ingest(request), request.app.state
-    try:
-        state.writer.refuse_when_full()  # before the batch is read: a refusal is cheap
+    try:  # before the batch is read: a refusal is cheap
+        state.writer.refuse_when_full()
+        await state.quotas.admit(caller, request.headers)
     except ProblemError:
         await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
         raise
@@ -190,12 +200,13 @@ async def post_batch(request: Request) -> Response:
             log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
         raise
     check_run(caller, batch.run)
+    await state.quotas.admit_run(caller, batch.run)
     buckets: Buckets = state.buckets
     wait = buckets.take((caller.name, batch.run))
     if wait > 0:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    ack = await state.writer.submit(batch, len(body))
+    ack = await state.writer.submit(batch, len(body), "" if caller is ANYONE else caller.name)
     body = ack.model_dump_json().encode()
     return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
 

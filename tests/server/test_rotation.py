@@ -1,4 +1,4 @@
-"""Tokens are replaced while the service runs: the file is written anew, old and new secrets overlap, nothing restarts."""
+"""Tokens are replaced while the service runs: its files are written anew, old and new secrets overlap."""
 
 import hashlib
 import json
