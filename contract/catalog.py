@@ -22,6 +22,14 @@ from foreshock.contract.slots import Floats, Slot, Words
 
 SILENT_SECONDS: Final = 300.0
 """A run that claims to be active and was not heard of for longer has fallen silent."""
+HUNG_SECONDS: Final = 300.0
+HUNG_STEPS: Final = 20
+"""An active run that is heard of, and ended no step for so many of its own step times and seconds, hangs."""
+FIRST_STEP_SECONDS: Final = 1800.0
+"""What a run that has shown no step time yet may take: compilation and the first batches are slow."""
+JUMP_RATIO, JUMP_NATS = 1.5, 0.5
+"""By how much the loss has jumped when it is told: both, so that neither a small loss nor a noisy one does."""
+_LOWEST_LOSS: Final = "min_over_time(avg_over_time({m}[2m])[6h:2m])"
 HEAD_LABELS: Final = ("run", "layer", "head")
 
 HEAD_METRICS: Final = (
@@ -219,21 +227,48 @@ RUN_METRICS: Final = (
         board="overview",
     ),
     Metric(
-        key="run.last_sample",
-        title="Last sample",
-        help="When the service stored the run's last sample (Unix time).",
+        key="run.last_heard",
+        title="Last heard of",
+        help="When the service last heard of the run, be it a heartbeat (Unix time).",
         bad="Minutes ago while the run is active.",
         board="overview",
         unit="timestamp_seconds",
+        levels=Levels(alarm=SILENT_SECONDS),
         alerts=(
             Alert(
-                name="ForeshockRunStalled",
+                name="ForeshockRunUnreachable",
                 expr=f"time() - {{m}} > {SILENT_SECONDS:g} and on (run) foreshock_run_active == 1",
                 for_="1m",
+                keep_firing_for="2m",
                 severity="warning",
                 summary="Run {{ $labels.run }} has sent nothing for {{ $value | humanizeDuration }}",
-                description="The training process hangs, was killed, or cannot reach the service.",
+                description="Not even heartbeats come: the training process is gone, or cannot reach the service.",
                 action="Look whether the training process lives; if it does, `foreshock doctor` on its machine.",
+            ),
+        ),
+    ),
+    Metric(
+        key="run.last_step",
+        title="Last step",
+        help="When the run's newest step came, or its process started (Unix time).",
+        bad="Many step times ago while the run is active.",
+        board="overview",
+        unit="timestamp_seconds",
+        levels=Levels(alarm=HUNG_SECONDS),
+        alerts=(
+            Alert(
+                name="ForeshockRunHung",
+                expr="time() - {m} > on (run) "
+                f"(clamp_min({HUNG_STEPS} * foreshock_run_step_time_seconds, {HUNG_SECONDS:g}) "
+                f"or on (run) foreshock_run_active * {FIRST_STEP_SECONDS:g}) "
+                f"and on (run) time() - foreshock_run_last_heard_timestamp_seconds <= {SILENT_SECONDS:g} "
+                "and on (run) foreshock_run_active == 1",
+                for_="1m",
+                severity="warning",
+                summary="Run {{ $labels.run }} is alive and has ended no step for {{ $value | humanizeDuration }}",
+                description="Its heartbeats arrive, so the process and the way to the service are sound: the training "
+                "itself stands still, or is at something long beside its steps.",
+                action="Take the stacks of the training processes (`py-spy dump --pid PID`) before anything is killed.",
             ),
         ),
     ),
@@ -255,6 +290,19 @@ RUN_METRICS: Final = (
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
                 action="Stop the run and resume from a checkpoint before the first warning, with the switched mode on.",
+            ),
+            Alert(
+                name="ForeshockLossJumped",
+                expr=f"avg_over_time({{m}}[2m]) > {JUMP_RATIO} * ({_LOWEST_LOSS} > 0) "
+                f"and avg_over_time({{m}}[2m]) - {_LOWEST_LOSS} > {JUMP_NATS}",
+                for_="1m",
+                keep_firing_for="5m",
+                severity="critical",
+                summary="Run {{ $labels.run }}: the loss has jumped to {{ $value | humanize }}",
+                description=f"The loss of the last two minutes is more than {JUMP_RATIO} times, and by {JUMP_NATS} "
+                "higher than, the lowest that it held for two minutes in the last six hours.",
+                action="Look at the run's warnings: if a head was warned about, resume from a checkpoint before the "
+                "warning with the switched mode on; if none was, look at the data and the learning rate.",
             ),
         ),
     ),
@@ -384,6 +432,27 @@ RUN_METRICS: Final = (
         labels=("run", "mode", "outcome"),
     ),
     Metric(
+        key="switch.not_arrested",
+        title="Switches that did not help",
+        help="Switches that stand although their heads' signals grew on after them, as the verification found.",
+        bad="Any: the head needs a stronger mode, or the cause is another.",
+        board="overview",
+        levels=Levels(alarm=1.0),
+        alerts=(
+            Alert(
+                name="ForeshockSwitchNotArrested",
+                expr="{m} > 0",
+                for_="0s",
+                severity="critical",
+                summary="Run {{ $labels.run }}: a switch did not stop what it was made for",
+                description="{{ $value }} applied switches of the run were verified, and the heads' scores or offsets "
+                "grew on as before.",
+                action="Approve the stronger mode that the service has proposed; where it proposed none, lower the "
+                "learning rate or resume from a checkpoint before the first warning.",
+            ),
+        ),
+    ),
+    Metric(
         key="agent.dropped",
         title="Events dropped by agents",
         help="Events that an agent lost, by reason.",
@@ -429,7 +498,8 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.batches",
         title="Batches received",
-        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later), quota (429: its token has no more to spend).",
+        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later), "
+        "quota (429: its token has no more to spend).",
         bad="Refused ones; busy ones that last.",
         board="service",
         kind="counter",

@@ -27,11 +27,14 @@ class Alert:
     name: str
     expr: str
     for_: str
+    """How long the expression must hold before the alert fires."""
     severity: Literal["info", "warning", "critical", "none"]
     summary: str
     description: str
     action: str = ""
     """What the person who is woken should do; becomes the runbook's first paragraph."""
+    keep_firing_for: str = "0s"
+    """How long it goes on firing afterwards, so that what comes and goes is one alert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ def _overview(links: Links) -> Board:
     columns = [
         ("active", _by_run("run.active"), "bool_yes_no"),
         ("step", _by_run("run.step"), "short"),
-        ("last sample", f"time() - {_by_run('run.last_sample')}", "s"),
+        ("last step", f"time() - {_by_run('run.last_step')}", "s"),
         ("worst risk", _by_run("run.worst_risk"), unit(BY_KEY["run.worst_risk"])),
         ("warnings", f"sum by (run) ({warnings})", "short"),
         ("steps left", f"min by (run) ({select(forecast, MANY_RUNS)})", "short"),
@@ -64,7 +64,7 @@ def _overview(links: Links) -> Board:
             table(
                 "Runs",
                 "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for "
-                "its page. Bad: a warning, risk near 1, few steps left, or an active run whose last sample is old.",
+                "its page. Bad: a warning, risk near 1, few steps left, or an active run whose last step is old.",
                 columns,
             ),
             24,
@@ -80,7 +80,10 @@ def _overview(links: Links) -> Board:
             24,
             6,
         ),
-        *_grid(["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes"], MANY_RUNS),
+        *_grid(
+            ["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"],
+            MANY_RUNS,
+        ),
     ]
     return _board("overview", "Overview", panels, links, filters=MANY_RUNS)
 
@@ -96,7 +99,7 @@ def _run(links: Links) -> Board:
         (stat(forecast, "Least time left", f"min({select(forecast, ONE_RUN)})"), 6, 4),
         *_grid([m.key for m in RUN_METRICS if m.board == "run"], ONE_RUN),
         *_grid([m.key for m in HEAD_METRICS if m.board == "run"], ONE_RUN),
-        *_grid(["warning.forecast", "warning.raised", "switch.outcomes"], ONE_RUN),
+        *_grid(["warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"], ONE_RUN),
         (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], ONE_RUN)})"), 12, 8),
         (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], ONE_RUN)})"), 12, 8),
     ]
@@ -142,7 +145,7 @@ def _service(links: Links) -> Board:
         (stat(store, "Store", store.name), 6, 4),
         (stat(dropped, "Series left out", dropped.name), 6, 4),
         *_grid([m.key for m in (*RUN_METRICS, *SERVICE_METRICS) if m.board == "service"], MANY_RUNS),
-        *_grid(["run.step", "run.last_sample", "run.active"], MANY_RUNS),
+        *_grid(["run.step", "run.last_step", "run.last_heard", "run.active"], MANY_RUNS),
     ]
     return _board("service", "Fleet and service health", panels, links, filters=MANY_RUNS)
 

@@ -105,6 +105,7 @@ def prometheus_rules(links: Links) -> dict[str, Any]:
                         "alert": rule.alert.name,
                         "expr": rule.expr,
                         "for": rule.alert.for_,
+                        **_held(rule.alert),
                         "labels": rule.labels,
                         "annotations": rule.annotations,
                     }
@@ -113,6 +114,10 @@ def prometheus_rules(links: Links) -> dict[str, Any]:
             }
         ]
     }
+
+
+def _held(alert: Alert) -> dict[str, str]:
+    return {} if alert.keep_firing_for == "0s" else {"keep_firing_for": alert.keep_firing_for}
 
 
 def grafana_rules(links: Links) -> list[dict[str, Any]]:
@@ -155,6 +160,7 @@ def _grafana_rule(rule: Rule) -> dict[str, Any]:
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.alert.for_,
+        **_held(rule.alert),
         "labels": rule.labels,
         "annotations": {key: grafana_template(text) for key, text in rule.annotations.items()},
         "isPaused": False,

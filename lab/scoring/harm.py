@@ -7,12 +7,16 @@ than twice the control's, and in which it does not come back (the median of all 
 or lies four times as far out; or from the first step whose loss or gradient norm is not finite. For scale: two
 trainings that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps, in either
 direction, while the loss still falls fast; on the recipe key-bias their paired blocks differ by 0.06 %.
+Where the control ended sooner, the blocks after its end are judged by themselves, against the mean of its last
+`_LAST_BLOCKS`: a healthy run goes on from there. Their batches differ, so the wider limits of the next paragraph hold.
 
 A run that has no control (a failure in float32, say) is compared with its own past instead: with the lowest loss of any
 earlier block, and 5 %, since batches differ; and with the median gradient norm of its earlier blocks, and a factor of
 three. The first `_SETTLE_BLOCKS` blocks give the past and are not judged.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -25,6 +29,7 @@ from foreshock.lab.recording.trace import Steps
 BLOCK_STEPS: Final = 100
 BLOCKS_IN_A_ROW: Final = 3
 _SETTLE_BLOCKS: Final = 5
+_LAST_BLOCKS: Final = 10
 _FAR_BEYOND: Final = 4.0
 """A harm that passes counts from this multiple of the limit on."""
 
@@ -52,32 +57,35 @@ class Harm:
 
 
 def first_harm(steps: Steps, control: Steps | None = None) -> Harm | None:
-    """The first harm; None for a run that was not harmed. Blocks that the control did not reach are not judged."""
+    """The first harm; None for a run that was not harmed."""
     against: Literal["control", "own past"] = "own past" if control is None else "control"
     found: list[Harm] = []
     broken = np.isinf(steps.loss) | np.isinf(steps.grad_norm) | np.isnan(steps.loss) & ~np.isnan(steps.loss).all()
     if broken.any():
         place = int(np.argmax(broken))
         found.append(Harm(int(steps.step[place] - steps.span[place] + 1), "non-finite", against))
-    blocks, loss, grad_norm = _blocks(steps)
+    blocks, *values = _blocks(steps)
+    judged: list[tuple[npt.NDArray[np.int64], Sequence[Floats], Sequence[Floats], Limits]] = []
     if control is None:
-        limits, base_loss, base_norm = AGAINST_OWN_PAST, _lowest_before(loss), _median_before(grad_norm)
+        judged.append((blocks, values, (_lowest_before(values[0]), _median_before(values[1])), AGAINST_OWN_PAST))
     else:
-        limits = AGAINST_CONTROL
-        known, control_loss, control_norm = _blocks(control)
+        known, *of_control = _blocks(control)
         kept, mine, theirs = np.intersect1d(blocks, known, return_indices=True)
-        blocks, loss, grad_norm = kept, loss[mine], grad_norm[mine]
-        base_loss, base_norm = control_loss[theirs], control_norm[theirs]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        tests: tuple[tuple[Literal["loss", "gradient norm"], Floats, float], ...] = (
-            ("loss", (loss - base_loss) / np.abs(base_loss), limits.loss_excess),
-            ("gradient norm", grad_norm / base_norm - 1.0, limits.grad_norm_factor - 1.0),
-        )
-    for by, excess, limit in tests:
-        beyond = excess > limit if control is None else _lasting(excess, limit)
-        start = _first_in_a_row(beyond, BLOCKS_IN_A_ROW)
-        if start is not None:
-            found.append(Harm(int(blocks[start]) * BLOCK_STEPS + 1, by, against))
+        judged.append((kept, [v[mine] for v in values], [v[theirs] for v in of_control], AGAINST_CONTROL))
+        after = blocks > known.max(initial=-1)
+        ends = [np.full(after.sum(), _mean(v[-_LAST_BLOCKS:])) for v in of_control]
+        judged.append((blocks[after], [v[after] for v in values], ends, AGAINST_OWN_PAST))
+    for blocks, (loss, grad_norm), (base_loss, base_norm), limits in judged:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            tests: tuple[tuple[Literal["loss", "gradient norm"], Floats, float], ...] = (
+                ("loss", (loss - base_loss) / np.abs(base_loss), limits.loss_excess),
+                ("gradient norm", grad_norm / base_norm - 1.0, limits.grad_norm_factor - 1.0),
+            )
+        for by, excess, limit in tests:
+            beyond = excess > limit if control is None else _lasting(excess, limit)
+            start = _first_in_a_row(beyond, BLOCKS_IN_A_ROW)
+            if start is not None:
+                found.append(Harm(int(blocks[start]) * BLOCK_STEPS + 1, by, against))
     return min(found, key=lambda harm: harm.step, default=None)
 
 
@@ -94,6 +102,12 @@ def _blocks(steps: Steps) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         return means
 
     return blocks, mean(steps.loss), mean(steps.grad_norm)
+
+
+def _mean(values: Floats) -> float:
+    """Of the values that were recorded; NaN without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _lowest_before(values: Floats) -> Floats:

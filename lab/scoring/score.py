@@ -7,7 +7,7 @@ shipped thresholds; a baseline at the published one, where there is one, and at 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,6 +154,7 @@ def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], 
     steps: list[int] = []
     pressure: list[Floats] = []
     for reading in readings(trace):
+        reading = replace(reading, rounds=True)  # a control is not told that nothing can happen to it
         raised += [verdict for verdict in detectors.update(reading) if verdict.state == "raised"]
         steps.append(reading.step)
         pressure.append(detectors.pressure.max(axis=1, initial=0.0))

@@ -67,6 +67,7 @@ class Nearness:
         config, of, info = self._config, (signal, heads), SIGNALS[signal]
         end = growth.end[of]
         others, own = (peers[heads] for peers in self._peers(factor))
+        others = np.where(np.abs(end) < info.peers_count_below, others, np.nan)
         if info.beside_own_layer:  # heads may drift together by a little; together and far is no comfort
             others = np.where(np.abs(end) < config.unsupported_level, np.fmax(others, own), others)
         parts = [

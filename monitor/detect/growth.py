@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, HeadSignal, Part, by_name
+from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_name
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
 _LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "largest"]
@@ -81,27 +81,25 @@ class HeadPasts:
         self._open = np.full((len(SIGNALS), heads), np.nan)
         """of the open block: for a mean, the sum of rows times the signal"""
         self._open[_MEANS] = 0.0
-        self._weight = np.zeros(heads)
+        self._weight = np.zeros((len(SIGNALS), heads))
+        """of a mean: the rows that were summed"""
         self._open_steps = 0
 
     def add(self, step: int, since_step: int, rows: Floats, values: Sequence[Floats | None], *, whole: bool) -> bool:
         """Add one sample, every signal [N] or None where it was not measured, by its reduction; true closes a block.
 
         rows [N]: the weights of means. whole: no value is NaN, and every head counted rows. A head that recorded no
-        offset leaves means and maxima as they were.
+        value of a signal leaves that signal as it was.
         """
-        known = None
-        if not whole and (offset := values[HeadSignal.OFFSET]) is not None:
-            known = ~np.isnan(offset)
-            rows = np.where(known, rows, 0.0)
-        self._weight += rows
-        for open_, value, info in zip(self._open, values, SIGNALS.values(), strict=True):
+        for open_, weight, value, info in zip(self._open, self._weight, values, SIGNALS.values(), strict=True):
             if value is None:
                 continue
             if info.reduction == "mean":
-                open_ += rows * (value if known is None else np.where(known, value, 0.0))
+                known = None if whole else ~np.isnan(value)
+                weight += rows if known is None else np.where(known, rows, 0.0)
+                open_ += rows * value if known is None else np.where(known, rows * value, 0.0)
             elif info.reduction == "largest":
-                np.fmax(open_, value if known is None else np.where(known, value, np.nan), out=open_)
+                np.fmax(open_, value, out=open_)
             else:
                 np.copyto(open_, value, where=np.isfinite(value))
         self._open_steps += step - since_step
@@ -115,7 +113,7 @@ class HeadPasts:
         block = self._values[place]
         block[:] = self._open
         for signal in _MEANS:
-            block[signal] /= self._weight
+            block[signal] /= self._weight[signal]
         if self.closed:
             square = block - self._values[place - 1]
             square *= square
@@ -173,6 +171,8 @@ class HeadPasts:
         for name in self._ARRAYS:
             own = getattr(self, name)
             saved = _open_of_0_1(state) if name == "_open" and names is None else array(state[name])
+            if name == "_weight" and saved.ndim == 1:  # it was one for all signals
+                saved = np.tile(saved, (len(SIGNALS) if names is None else len(names), 1))
             if own.ndim > 1:
                 saved = by_name(saved, names, own)
             elif saved.shape != own.shape:

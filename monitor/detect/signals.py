@@ -51,6 +51,8 @@ class SignalInfo:
     """The change over the window that is asked for as well."""
     judged_early_from: float = math.inf
     """Size from which it is judged however young the run is."""
+    peers_count_below: float = math.inf
+    """Size from which it is judged by itself: where all heads grow past what is dangerous, none is a comfort."""
     beside_own_layer: bool = False
     """A little growth that all heads of a layer share is no warning."""
     goes_on: bool = True
@@ -90,6 +92,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
         reduction="largest",
         least=lambda config, pushed: (config.score_level, config.score_growth),
         judged_early_from=DANGEROUS_SCORE / 4,
+        peers_count_below=DANGEROUS_SCORE,
         one_for_a_layer=True,
         evidence={"score": "end", "score_before": "start", "score_error": "jitter"},
         says="grows: its largest |score| went from",

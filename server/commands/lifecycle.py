@@ -11,7 +11,7 @@ different steps (house decision 5).
 import hashlib
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -334,3 +334,23 @@ async def pending_by_run(connection: AsyncConnection) -> dict[int, int]:
     """How many commands of each run wait for an answer."""
     query = select(commands.c.run_id, func.count()).where(or_(*(commands.c.state == s for s in OPEN)))
     return {row.run_id: row[1] for row in await connection.execute(query.group_by(commands.c.run_id))}
+
+
+async def not_arrested_by_run(connection: AsyncConnection) -> dict[int, int]:
+    """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
+    applied = select(commands).where(commands.c.state == "applied")
+    failed = (await connection.execute(applied.where(commands.c.verification == "not arrested"))).all()
+    if not failed:
+        return {}
+    rows = (await connection.execute(applied.where(commands.c.run_id.in_({row.run_id for row in failed})))).all()
+    found: Counter[int] = Counter()
+    for row in failed:
+        since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]
+        if not any(other.undoes == row.id or _share_heads(other.heads, row.heads) for other in since):
+            found[row.run_id] += 1
+    return found
+
+
+def _share_heads(one: list[list[int]] | None, other: list[list[int]] | None) -> bool:
+    """None stands for every head."""
+    return one is None or other is None or any(ref in other for ref in one)

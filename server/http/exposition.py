@@ -123,7 +123,7 @@ class Exposer:
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-        rows, pending = await self._store.look(lambda connection: self._look(connection, exposition, prefix))
+        rows, per_run = await self._store.look(lambda connection: self._look(connection, exposition, prefix))
         await self._read_anew([row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
@@ -134,8 +134,9 @@ class Exposer:
             exposition.owners = await self._store.look(owners)
         rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
         exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
-        name = BY_KEY["service.commands_pending"].name
-        exposition.extend((name, (row.name,), float(pending.get(row.id, 0))) for row, _ in shown)
+        for key, counts in per_run.items():
+            name = BY_KEY[key].name
+            exposition.extend((name, (row.name,), float(counts.get(row.id, 0))) for row, _ in shown)
         for part in ("whole", "layers", "heads"):
             exposition.extend(entry for _, series in shown for entry in getattr(series, part))
         # counted anew, now that the runs have been read
@@ -146,14 +147,18 @@ class Exposer:
 
     async def _look(
         self, connection: AsyncConnection, exposition: Exposition, prefix: str
-    ) -> tuple[list[Row[Any]], dict[int, int]]:
-        """The runs that may be shown, and how many commands of each wait; the service's own series are added."""
+    ) -> tuple[list[Row[Any]], dict[str, dict[int, int]]]:
+        """The runs that may be shown, and by metric what is counted of their commands; the service's own are added."""
         await _add_service(connection, exposition, self._store, self._counters)
         since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
         rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
         if not prefix:  # whoever sees every run says which are forgotten
             self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
-        return [row for row in rows if row.name.startswith(prefix)], await commands.pending_by_run(connection)
+        per_run = {
+            "service.commands_pending": await commands.pending_by_run(connection),
+            "switch.not_arrested": await commands.not_arrested_by_run(connection),
+        }
+        return [row for row in rows if row.name.startswith(prefix)], per_run
 
     def _made_of(self, row: Row[Any]) -> RunSeries | None:
         """The series of a run, unless it has changed since they were made."""

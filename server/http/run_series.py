@@ -115,8 +115,10 @@ def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) ->
         add("agent.dropped", float(count), reason)
     for component, count in _by_known({"sender": 0, **faults}, FAULT_COMPONENTS).items():
         add("agent.faults", float(count), component)
+    living = newest_boots(rows.boots)
+    add("run.last_heard", max((boot.last_seen for boot in living), default=None))
+    add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
     if reading is not None:
-        add("run.last_sample", max(boot.last_seen for boot in newest_boots(rows.boots)))
         for key, value in reading.latest().items():
             add(key, value)
     for cause, count in rows.causes.items():

@@ -36,6 +36,8 @@ _MERGED = (
     "health_sequence",
     "nonfinite_steps",
     "finished_status",
+    "newest_step",
+    "stepped",
 )
 
 
@@ -193,6 +195,10 @@ async def _merge_boots(
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
         boot["last_seen"] = now
         for event in batch.events:
+            if isinstance(event, Started | Sample | AgentHealth) and (
+                boot["stepped"] is None or event.step > boot["newest_step"]
+            ):
+                boot |= {"newest_step": event.step, "stepped": now}
             if isinstance(event, Started):
                 boot["topology"] = _topology(event.layers, layers_by_hash)
                 boot["description"] = event.model_dump_json(exclude={"layers"})

@@ -57,6 +57,8 @@ boots: Final = Table(
     Column("nonfinite_steps", BigInteger, nullable=False, default=0),
     Column("last_sequence", BigInteger, nullable=False, default=0),
     Column("last_seen", Double, nullable=False),
+    Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
+    Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
     UniqueConstraint("run_id", "rank", "boot"),
 )
 

@@ -52,14 +52,24 @@ def test_an_excess_that_comes_back_is_harm_only_when_it_was_large() -> None:
         assert (harm is not None) == harmed
 
 
-def test_a_gradient_norm_that_doubles_is_harm_and_what_the_control_did_not_reach_is_not_judged() -> None:
+def test_a_gradient_norm_that_doubles_is_harm() -> None:
     control = noisy(2.0)
     norm = np.full(STEPS, 0.5)
     norm[4000:] = 1.2
     harm = first_harm(steps(control, norm), steps(control))
     assert harm is not None
     assert (harm.step, harm.by) == (4001, "gradient norm")
-    assert first_harm(steps(control, norm), steps(control[:4000])) is None
+
+
+def test_what_comes_after_the_end_of_the_control_is_judged_against_its_last_blocks() -> None:
+    control = noisy(2.0)
+    assert first_harm(steps(control), steps(control[:4000])) is None
+    ends = control.copy()
+    ends[5000:] += 0.12
+    harm = first_harm(steps(ends), steps(control[:4000]))
+    assert harm is not None
+    assert (harm.step, harm.by, harm.against) == (5001, "loss", "control")
+    assert first_harm(steps(control + 0.04 * (np.arange(STEPS) >= 5000)), steps(control[:4000])) is None  # within 5 %
 
 
 def test_a_loss_that_is_not_finite_is_harm_at_once() -> None:

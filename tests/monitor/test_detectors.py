@@ -262,6 +262,32 @@ def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(fiel
         assert told == []
 
 
+def test_a_head_whose_offset_is_unknown_is_still_warned_about_by_its_scores_and_its_ties() -> None:
+    def tied(step: int) -> Floats:
+        return np.where(np.arange(N) == SICK, min(0.9, 0.02 * 2 ** (max(0, step - 3000) / 500)), 0.02)
+
+    unknown = np.full(N, np.nan)
+    by_score, by_ties = Detectors(HEADS), Detectors(HEADS)
+    told_by_score, told_by_ties = [], []
+    for step in range(EVERY, 8001, EVERY):
+        told_by_score += by_score.update(reading(step, explosion, score_offset=unknown))
+        known = {"score_max": unknown, "row_max_abs": unknown, "tied_rows_bf16": tied(step)}
+        told_by_ties += by_ties.update(reading(step, explosion, score_offset=unknown, **_fields(known)))
+    assert raised(told_by_score) == raised(told_by_ties) == [HEADS[SICK]]
+
+
+def test_heads_that_pass_512_together_are_warned_about_though_none_outgrows_its_peers() -> None:
+    def together(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        return offset, score * 2 ** (max(0, step - 3000) / 700)
+
+    _, told = play(together, until=3000 + 700 * 3)
+    assert told == []  # below 512 they are each other's comfort
+    _, told = play(together, until=7500)
+    assert raised(told)
+    assert {verdict.cause for verdict in told} == {"score growth"}
+
+
 def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
     unknown = np.full(N, np.nan)
     arrays = {

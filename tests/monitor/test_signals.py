@@ -61,7 +61,10 @@ def test_a_state_saved_with_signals_in_another_order_and_one_fewer_goes_on() -> 
     state = whole.state_dict()
     names = ["norm", "score", "offset"]  # of an agent that knew no ties
     rows = [SIGNAL_NAMES.index(name) for name in names]
-    for part, keys in ((state, ("_recent", "_pressure")), (state["history"], ("_values", "_jitter", "_open"))):
+    for part, keys in (
+        (state, ("_recent", "_pressure")),
+        (state["history"], ("_values", "_jitter", "_open", "_weight")),
+    ):
         part["signals"] = names
         for key in keys:
             saved = wire.Array.model_validate(part[key]).numpy()

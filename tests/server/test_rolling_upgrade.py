@@ -244,7 +244,7 @@ def timeless(value: Any) -> Any:
 def series_of(exposition: str) -> set[str]:
     """Every series about runs with its value, without those that tell the time."""
     lines = (line for line in exposition.splitlines() if 'run="' in line)
-    return {line for line in lines if not line.startswith(("foreshock_run_last_sample", "foreshock_run_silent"))}
+    return {line for line in lines if not line.startswith(("foreshock_run_last_", "foreshock_run_silent"))}
 
 
 def test_the_state_that_an_old_agent_saved_is_taken_up() -> None:

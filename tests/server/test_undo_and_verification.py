@@ -267,3 +267,34 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
         assert "Escalate: exact_delta+stable_softmax" in told[0]
 
     play(story)
+
+
+def not_arrested(text: str) -> float:
+    [line] = [line for line in text.splitlines() if line.startswith('foreshock_switch_not_arrested{run="run-1"}')]
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("what_then", ["undone", "replaced"])
+def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_undone_or_replaced(
+    play: Any, what_then: str
+) -> None:
+    async def story(service: Any) -> None:
+        command = await switched(service, after=1.0)
+
+        async def shown() -> float:
+            return not_arrested((await service.client.get("/metrics")).text)
+
+        assert await shown() == 0
+        await judge(service)
+        assert await shown() == 1
+        rank = FakeRank()
+        rank.sequence = 1000
+        path = f"/v1/commands/{command}/undo" if what_then == "undone" else "/v1/runs/run-1/commands"
+        order = WHO if what_then == "undone" else {**ORDER, "mode": "row_corrected"}
+        assert (await service.client.post(path, json=order)).status_code < 300
+        assert await shown() == 1, "ordered is not done"
+        for sent in (await service.store(rank, grown(rank, 3100, 1.0))).commands:
+            await service.store(rank, rank.answer(sent, 3100))
+        assert await shown() == 0
+
+    play(story)

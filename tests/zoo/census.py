@@ -13,8 +13,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 _FOLDER: Final = Path(__file__).parent
 UNBUILT: Final[dict[str, str]] = json.loads((_FOLDER / "unbuilt.json").read_text())
 """Model types of transformers that no small model stands for, and why."""
-KNOWN_WRONG: Final[dict[str, list[str]]] = json.loads((_FOLDER / "known_wrong.json").read_text())
-"""Entries that foreshock gets wrong today: "way, case" of each finding."""
 
 
 VARIANTS: Final[dict[str, list[dict[str, Any]]]] = json.loads((_FOLDER / "variants.json").read_text())

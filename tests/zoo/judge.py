@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import logging
 import re
 import typing
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from tests.zoo.comparison import Rounding, first_difference
 from tests.zoo.real_attention import recorded_attention
 from tests.zoo.running import Case, Course, generate, train
 from torch import Tensor, nn
@@ -24,12 +26,6 @@ WAYS: Final[tuple[str, ...]] = typing.get_args(AgentConfig.model_fields["attenti
 """Every value of attach's `attention`."""
 EXACT_WAYS: Final = ("keep", "auto")
 """Those that change no bit on a CPU, where auto does as keep does: it is tried in the first case alone."""
-LARGEST: Final = 8.0
-FLOOR: Final = 2e-5
-CHAOTIC: Final = 1e-2
-"""Rounding: an error of at most LARGEST times that of the model itself, or FLOOR, relative, judged by float64. A tensor
-whose own error is above CHAOTIC cannot be judged so: there the model with weights nudged by a digit is the judge.
-No tensor may err by more than LARGEST * CHAOTIC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,7 @@ def examine(entry: Entry, ways: tuple[str, ...] = WAYS) -> Record:
                 raise
             record.skipped[case.name] = f"{type(reason).__name__}: {str(reason)[:150]}"
             continue
-        truth: Course | None = None
-        nudged: Course | None = None
+        rounding = Rounding(pristine, case, run, plain)
         attention: dict[str, str] = {}
         if not case.generates:
             with recorded_attention(model := copy.deepcopy(pristine)) as attention:
@@ -94,11 +89,9 @@ def examine(entry: Entry, ways: tuple[str, ...] = WAYS) -> Record:
             except Exception as crash:  # every crash is a finding
                 record.wrong.append(f"{label}: {type(crash).__name__}: {str(crash)[:200]}")
                 continue
-            difference = _difference(plain, watched, None)
+            difference = first_difference(plain, watched)
             if difference and way not in EXACT_WAYS:
-                truth = truth or _in_float64(pristine, case, run)
-                nudged = nudged or run(_nudged(pristine), case)
-                difference = _difference(plain, watched, truth, nudged)
+                difference = rounding.excess(watched, functools.partial(_quietly_watched, way=way))
             if difference:
                 record.wrong.append(f"{label}: {difference}")
             if attention:
@@ -160,6 +153,11 @@ def _watched(
     return course, rows
 
 
+def _quietly_watched(model: nn.Module, case: Case, *, way: str) -> Course:
+    with attach(model, url=None, quiet=True, attention=way, norms_every_steps=10**6):
+        return generate(model, case) if case.generates else train(model, case)
+
+
 def _states(agent: Any) -> Iterator[tuple[str, int]]:
     instruments = agent._instruments
     sizes = [len(layer.heads) for layer in instruments.layers]
@@ -210,70 +208,3 @@ def _names(line: str, name: str) -> bool:
 def _promises(line: str) -> bool:
     """Whether a line of the table says that the module is served: a promise, which the count has to hold."""
     return line.rstrip().endswith(("reference", "kernel", "kept, sampled", "probe"))
-
-
-def _nudged(pristine: nn.Module) -> nn.Module:
-    """A copy whose weights differ in their last digits."""
-    model = copy.deepcopy(pristine)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def _in_float64(pristine: nn.Module, case: Case, run: Callable[..., Course]) -> Course:
-    model = copy.deepcopy(pristine).double()
-    given = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in case.given.items()}
-    try:
-        return run(model, Case(case.name, given, case.real, case.generates))
-    except Exception:  # a model that is written for float32 is judged by itself
-        return Course()
-
-
-def _difference(plain: Course, watched: Course, truth: Course | None, nudged: Course | None = None) -> str | None:
-    """The first tensor that differs by more than it may, and by how much; None where all agree."""
-    if list(plain.tensors) != list(watched.tensors):
-        odd = sorted(set(plain.tensors) ^ set(watched.tensors))
-        return f"{odd[0]} exists only once"
-    usual = _usual_norms(plain)
-    for name, own in plain.tensors.items():
-        ours = watched.tensors[name]
-        if own.shape != ours.shape:
-            return f"{name} has shape {list(ours.shape)}, not {list(own.shape)}"
-        if torch.equal(own.nan_to_num(0.5), ours.nan_to_num(0.5)):
-            continue
-        # a gradient that is zero in truth is nothing but rounding, small beside those of its kind
-        least = usual[_kind(name)] / 100
-        if truth is None or nudged is None:
-            return f"{name} differs by {_relative(ours, own, least):.2g} of its norm"
-        exact = truth.tensors.get(name)
-        if exact is None or exact.shape != own.shape or _relative(own, exact, least) > CHAOTIC:
-            exact = own  # there is no float64 to judge by: what becomes of a last digit in the weights does
-        allowed = max(LARGEST * _relative(own if exact is not own else nudged.tensors[name], exact, least), FLOOR)
-        allowed = min(allowed, LARGEST * CHAOTIC)
-        error = _relative(ours, exact, least)
-        if not error <= allowed:
-            return f"{name} is off by {error:.2g} of its norm, {allowed:.2g} is rounding"
-    return None
-
-
-def _kind(name: str) -> str:
-    return name.partition(" of ")[0] if " of " in name else name
-
-
-def _usual_norms(course: Course) -> dict[str, float]:
-    """The root mean square of the norms of all tensors of a kind, such as the gradients of a step."""
-    squares: dict[str, list[float]] = {}
-    for name, value in course.tensors.items():
-        squares.setdefault(_kind(name), []).append(float(_finite(value).norm() ** 2))
-    return {kind: (sum(of) / len(of)) ** 0.5 for kind, of in squares.items()}
-
-
-def _relative(value: Tensor, of: Tensor, least: float) -> float:
-    return float((_finite(value) - _finite(of)).norm()) / max(float(_finite(of).norm()), least, 1e-30)
-
-
-def _finite(value: Tensor) -> Tensor:
-    return value.detach().double().nan_to_num(0.0, 1e30, -1e30)

@@ -1,12 +1,15 @@
 """Runs the zoo on several processes and writes what became of each model.
 
-The command: `python -P -m tests.zoo.run RECORD [NAME...]`.
+The command: `python -P -m tests.zoo.run RECORD [--processes 3] [NAME...]`.
 
-RECORD is the JSON file to write (benchmarks/results/zoo.json); names limit the run to entries that contain one of them.
+RECORD is the JSON file to write; what it holds already and found right is not run again, so that a run that was stopped
+goes on. Names limit the run to entries that contain one of them.
 """
 
+import argparse
 import dataclasses
 import json
+import logging
 import multiprocessing
 import sys
 import traceback
@@ -18,7 +21,6 @@ from tests.zoo import census
 from tests.zoo.judge import Record, examine
 from tests.zoo.running import at_most
 
-PROCESSES: Final = 3
 SECONDS: Final = 120
 """No model takes longer, or it counts as wrong."""
 
@@ -46,23 +48,37 @@ def _start() -> None:
     import torch
 
     torch.set_num_threads(1)
+    logging.getLogger("foreshock").propagate = False  # what it says of each model stands in the record
+
+
+def _right(target: Path) -> list[dict[str, Any]]:
+    """What an earlier run wrote of entries that still live here and are right."""
+    records = json.loads(target.read_text()) if target.exists() else []
+    living = set(census.names())
+    return [record for record in records if record["name"] in living and not record["wrong"]]
 
 
 def main(arguments: list[str]) -> int:
     """Run, write, and say how many are wrong."""
-    target, wanted = Path(arguments[0]), arguments[1:]
-    names = [n for n in census.names() if not wanted or any(w in n for w in wanted)]
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, _start, maxtasksperchild=60) as pool:
-        records = []
+    parser = argparse.ArgumentParser(prog="tests.zoo.run", description=__doc__)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--processes", type=int, default=3)
+    asked = parser.parse_intermixed_args(arguments)
+    records = _right(asked.record)
+    done = {record["name"] for record in records}
+    names = [n for n in census.names() if n not in done and (not asked.names or any(w in n for w in asked.names))]
+    with multiprocessing.get_context("spawn").Pool(asked.processes, _start, maxtasksperchild=60) as pool:
         for number, record in enumerate(pool.imap_unordered(look_at, names)):
             records.append(record)
             if number % 20 == 0:
-                _write(target, records)
+                _write(asked.record, records)
             if record["wrong"]:
                 print(f"{number + 1}/{len(names)} {record['name']}: {record['wrong'][0]}", flush=True)
-    _write(target, records)
-    print(f"{sum(bool(r['wrong']) for r in records)} of {len(records)} are wrong")
-    return 0
+    _write(asked.record, records)
+    wrong = [record for record in records if record["wrong"]]
+    print(f"{len(wrong)} of {len(records)} are wrong; the zoo has {len(census.names())} entries")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

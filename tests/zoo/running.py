@@ -53,7 +53,7 @@ def without_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                 setattr(module, name, 0.0)
-        for name in ("layerdrop", "layer_drop", "activation_dropout"):
+        for name in ("layerdrop", "layer_drop", "activation_dropout", "mask_time_prob", "mask_feature_prob"):
             if isinstance(getattr(getattr(module, "config", None), name, None), float):
                 setattr(module.config, name, 0.0)
         if hasattr(getattr(module, "config", None), "apply_spec_augment"):
