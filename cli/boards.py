@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from foreshock.cli.errors import CommandError, Commands
-from foreshock.cli.service_client import DEFAULT_URL
+from foreshock.client import DEFAULT_URL
 
 boards = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Grafana boards and alert rules, made from the catalogue."

@@ -5,6 +5,8 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from foreshock.client import ServiceError
+
 _EXTRAS = {
     "torch": "agent",
     "triton": "agent",
@@ -41,7 +43,7 @@ class Commands(TyperGroup):
         """Run the command; see the class."""
         try:
             return super().invoke(ctx)
-        except (CommandError, ModuleNotFoundError, ValueError, OSError) as error:
+        except (CommandError, ServiceError, ModuleNotFoundError, ValueError, OSError) as error:
             if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):
                 raise
             print(f"foreshock: {sentence(error)}", file=sys.stderr)

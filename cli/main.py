@@ -13,7 +13,7 @@ from foreshock import __version__
 from foreshock.cli.benchmarks import bench
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
-from foreshock.cli.service_client import DEFAULT_URL
+from foreshock.client import DEFAULT_URL
 from foreshock.contract.modes import MODE_NAMES
 
 app = typer.Typer(
@@ -82,10 +82,10 @@ def serve(
 ) -> None:
     """Run the service: ingest, API, /metrics, the live page. Settings come from FORESHOCK_* too: docs/service.md."""
     from foreshock.server.app import serve as serve_app
-    from foreshock.server.settings import Settings
+    from foreshock.server.settings import settings_of
 
     given: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
-    serve_app(Settings(**{name: value for name, value in given.items() if value is not None}))
+    serve_app(settings_of(**{name: value for name, value in given.items() if value is not None}))
 
 
 @app.command()
@@ -117,9 +117,9 @@ def runs(
     from rich.console import Console
 
     from foreshock.cli import runs as text
-    from foreshock.cli.service_client import ServiceClient
+    from foreshock.client import Service
 
-    with ServiceClient(url, token) as client:
+    with Service(url, token) as client:
         if run is None:
             text.list_runs(client, Console())
         else:
@@ -145,10 +145,10 @@ def switch(
     from rich.console import Console
 
     from foreshock.cli import runs as text
-    from foreshock.cli.service_client import ServiceClient
+    from foreshock.client import Service
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
-    with ServiceClient(url, token) as client:
+    with Service(url, token) as client:
         if mode is not None and undo is None:
             done = text.switch(client, Console(), layer=layer, heads=head, mode=mode, **order)
         elif undo is not None and mode is None and layer is None and not head:

@@ -1,29 +1,19 @@
 """`foreshock runs` and `foreshock switch`: what the service knows, and an order to it, as text."""
 
-import getpass
 import time
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
-from foreshock.cli.service_client import ServiceClient
+from foreshock.client import SETTLED, Service
 from foreshock.contract.modes import parse_mode
 
-_FINAL_STATES: Final = {"applied", "refused", "expired", "dry_run", "rejected"}
 
-
-def list_runs(client: ServiceClient, console: Console) -> None:
+def list_runs(client: Service, console: Console) -> None:
     """A table of every run, the one heard from last first."""
-    rows: list[dict[str, Any]] = []
-    cursor = None
-    while True:
-        page = client.get("/v1/runs", cursor=cursor)
-        rows += page["runs"]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
+    rows = list(client.runs())
     if not rows:
         console.print("No run has sent anything yet. Attach one: docs/quickstart.md")
         return
@@ -46,9 +36,9 @@ def list_runs(client: ServiceClient, console: Console) -> None:
     console.print(table)
 
 
-def show_run(client: ServiceClient, run: str, console: Console) -> None:
+def show_run(client: Service, run: str, console: Console) -> None:
     """One run: its layers, the modes of its heads, and its active warnings in words."""
-    detail = client.get(f"/v1/runs/{run}")
+    detail = client.run(run)
     console.print(
         f"[bold]{detail['run']}[/bold]  {detail['status']}  step {_text(detail['last_step'], '{}')}  "
         f"loss {_text(detail['loss'], '{:.4f}')}  policy {detail['policy'] or '-'}"
@@ -81,7 +71,7 @@ def _text(value: float | str | None, pattern: str) -> str:
 
 
 def switch(
-    client: ServiceClient,
+    client: Service,
     console: Console,
     *,
     run: str,
@@ -102,15 +92,12 @@ def switch(
     except ValueError as error:
         raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
-    command = client.post(
-        f"/v1/runs/{run}/commands",
-        {"who": getpass.getuser(), "reason": reason, "heads": refs, "mode": mode, "dry_run": dry_run},
-    )
+    command = client.switch(run, mode, reason=reason, heads=refs, dry_run=dry_run)
     return _await(client, console, run, command, wait_seconds)
 
 
 def undo(
-    client: ServiceClient,
+    client: Service,
     console: Console,
     *,
     run: str,
@@ -125,33 +112,28 @@ def undo(
     there is none.
     """
     if command == "last":
-        known = client.get(f"/v1/runs/{run}/commands")["commands"]
+        known = client.commands(run)
         standing = [
             c["id"] for c in known if c["state"] == "applied" and c["undone_by"] is None and c["undoes"] is None
         ]
         if not standing:
             raise CommandError(f"run {run} has no applied switch that stands; `foreshock runs {run}` shows its modes")
         command = standing[0]
-    ordered = client.post(
-        f"/v1/commands/{command}/undo", {"who": getpass.getuser(), "reason": reason, "dry_run": dry_run}
-    )
-    answers = [_await(client, console, run, one, wait_seconds) for one in ordered["commands"]]
+    ordered = client.undo(command, reason=reason, dry_run=dry_run)
+    answers = [_await(client, console, run, one, wait_seconds) for one in ordered]
     return all(answers)
 
 
-def _await(client: ServiceClient, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
+def _await(client: Service, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
     """Wait for the agents' answers and say them; True when the command was applied, or tried in a dry run."""
-    deadline = time.monotonic() + wait_seconds
-    while command["state"] not in _FINAL_STATES and time.monotonic() < deadline:
-        time.sleep(0.2)
-        command = client.get(f"/v1/commands/{command['id']}")
+    command = client.wait(command, wait_seconds)
     console.print(f"command {command['id']}: {command['state']}")
     for answer in command["ranks"]:
         for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
             console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
         if answer["outcome"] not in (None, "applied"):
             console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
-    if command["state"] not in _FINAL_STATES:
+    if command["state"] not in SETTLED:
         console.print(
             f"No answer within {wait_seconds:g} s. The order stands and is delivered with the run's next batch; "
             f"see `foreshock runs {run}`."
@@ -159,14 +141,12 @@ def _await(client: ServiceClient, console: Console, run: str, command: dict[str,
     return command["state"] in ("applied", "dry_run")
 
 
-def _head_refs(
-    client: ServiceClient, run: str, layer: int | None, heads: list[int] | None
-) -> list[tuple[int, int]] | None:
+def _head_refs(client: Service, run: str, layer: int | None, heads: list[int] | None) -> list[tuple[int, int]] | None:
     if layer is None:
         if heads:
             raise CommandError("--head was given without --layer; a head is named by both")
         return None
-    layers = {entry["layer"]: entry["heads"] for entry in client.get(f"/v1/runs/{run}")["layers"]}
+    layers = {entry["layer"]: entry["heads"] for entry in client.run(run)["layers"]}
     if layer not in layers:
         raise CommandError(f"run {run} has no layer {layer}; it has {_ranges(layers)}")
     unknown = sorted(set(heads or []) - set(layers[layer]))

@@ -44,6 +44,10 @@ MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 MAX_GRAM_DIM: Final = 256
 """Widest head whose Gram matrices travel."""
+AGE_HEADER: Final = "foreshock-process-age"
+"""Beside a batch: how many seconds ago the process started that the batch is of, by a monotonic clock, when sent."""
+REPLAYED_HEADER: Final = "foreshock-replayed"
+"""Beside a batch that a successor sends from the spool of a dead process: `true`."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -343,7 +347,7 @@ class Batch(Message):
     revision: int = Field(default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as 0.1.0 does")
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
-    boot: Identifier = Field(description="new at every process start of a rank; sorts by start time")
+    boot: Identifier = Field(description="new at every process start of a rank")
     sequence: int = Field(ge=1, le=2**53)
     events: tuple[Event, ...] = Field(min_length=1, max_length=MAX_EVENTS)
 
@@ -392,6 +396,9 @@ class Ack(Message):
     boot: Identifier
     acknowledged: int = Field(ge=0, description="the batch sequence that is now stored")
     commands: tuple[Command, ...] = Field(default=(), max_length=256)
+    send_started: bool = Field(
+        default=False, description="the service does not know what this boot watches; send its `started` again"
+    )
 
 
 def head_refs(layers: Sequence[Layer]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foreshock.contract.slots import SLOT_COUNT, identity_row
 from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attention.interception import sdpa_rebinding, watch_module
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
@@ -27,7 +28,7 @@ _NO_ATTENTION: Final = (
 )
 
 
-def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Any) -> Agent:
+def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
 
     Call it when the model lies on its device and before torch.compile. `overrides` are fields of AgentConfig. Prints a

@@ -12,12 +12,14 @@ from typing import Any, Final, Literal, Self
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
+Served = Literal["auto", "kernels", "keep"]
 
 
 def _default_spool_directory() -> Path:
@@ -69,7 +71,7 @@ class AgentConfig(BaseSettings):
     (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
     FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
 
-    attention: Literal["auto", "kernels", "keep"] = "auto"
+    attention: Served = "auto"
     """What serves the attention. keep: what serves it now (cuDNN, FlashAttention, ...), of which a sample is measured;
     a switch moves a layer onto foreshock's kernels. kernels: those, which count every row of every step, where they
     serve a call; other calls are kept. auto: keep on a CPU; on a GPU the first steps compare foreshock's kernels with
@@ -146,6 +148,11 @@ class AgentConfig(BaseSettings):
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value
+
+    @model_validator(mode="after")
+    def _nothing_misspelt(self) -> Self:
+        refuse_misspelt()
+        return self
 
     @model_validator(mode="after")
     def _ranks_agree(self) -> Self:

@@ -1,6 +1,7 @@
 """The service put together, and served."""
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -162,9 +163,10 @@ async def _make_ready(store: Store, settings: Settings) -> None:
 def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM. `ready` gets a sentence with the page's address once the service listens.
 
-    Raises StoreError when the store cannot be used as it is.
+    Raises StoreError when the store cannot be used as it is, AddressError when the address cannot be listened on.
     """
     configure_logs(settings.log_level)
+    _check_address(settings.host, settings.port)
     asyncio.run(_open_once(settings))
     config = uvicorn.Config(
         create_app(settings),
@@ -182,6 +184,25 @@ def serve(settings: Settings, ready: Callable[[str], None] = print) -> None:
     server.run()  # on the event loop that uvicorn finds best
     if not server.started:
         raise SystemExit(1)
+
+
+class AddressError(OSError):
+    """The service cannot listen where it was told to."""
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises AddressError where nothing can listen; uvicorn would say so in its log, and end the process."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family):
+            pass
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if taken else f"cannot be listened on ({error.strerror or error})"
+        raise AddressError(
+            f"port {port} of {host} {why}; name another address with --host and --port (FORESHOCK_HOST, "
+            "FORESHOCK_PORT), 0 for a free port"
+        ) from None
 
 
 class Server(uvicorn.Server):

@@ -3,20 +3,19 @@
 import hashlib
 import ipaddress
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
 
+from foreshock.contract.environment import refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
 Scope = Literal["ingest", "read", "act", "admin"]
 _TOKEN_CHARACTERS = 16
-_NEARLY = 0.92
-"""How alike two variables are that are taken for one, of 1; an agent's settings are less like the service's."""
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
 
 
@@ -84,7 +83,7 @@ def tokens_of(token: SecretStr | None, tokens: tuple[Token, ...]) -> tuple[Token
 class Settings(BaseSettings):
     """Everything that can be set. A variable that is nearly a setting is refused, those of agents may be there."""
 
-    model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="FORESHOCK_", extra="forbid", frozen=True, hide_input_in_errors=True)
 
     host: str = Field(default="127.0.0.1", description="address to listen on; anything but loopback needs a token")
     port: int = Field(default=8765, ge=0, le=65535, description="0 takes a free port")
@@ -171,12 +170,14 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _nothing_misspelt(self) -> Self:
-        plain = [f"FORESHOCK_{name.upper()}" for name in type(self).model_fields]
-        known = [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SecretFiles.NAMES)]
-        for given in sorted(name for name in os.environ if name.startswith("FORESHOCK_") and name not in known):
-            if meant := get_close_matches(given, known, n=1, cutoff=_NEARLY):
-                raise ValueError(f"{given} is no setting of the service; did you mean {meant[0]}?")
+        refuse_misspelt()
         return self
+
+    @classmethod
+    def variables(cls) -> list[str]:
+        """Every variable that is read."""
+        plain = [f"FORESHOCK_{name.upper()}" for name in cls.model_fields]
+        return [*plain, *(f"FORESHOCK_{name.upper()}_FILE" for name in _SecretFiles.NAMES)]
 
     @property
     def loopback(self) -> bool:
@@ -219,6 +220,21 @@ def secret_in_file(name: str) -> str | None:
         return Path(path).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{variable} names {path}, which cannot be read: {error}") from None
+
+
+class UnusableSettingsError(ValueError):
+    """The service cannot start with what was set. The message says why and holds no value: it may be a secret."""
+
+
+def settings_of(**given: Any) -> Settings:
+    """The settings of the environment, with `given` on top. Raises UnusableSettingsError."""
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise UnusableSettingsError("\n".join(sentences(error))) from None
+    except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause
+        name = str(error).partition('"')[2].partition('"')[0].upper()
+        raise UnusableSettingsError(f"FORESHOCK_{name} is not the JSON that it must be; see docs/service.md") from None
 
 
 class _SecretFiles(PydanticBaseSettingsSource):

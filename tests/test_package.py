@@ -2,11 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import foreshock
-from foreshock import monitor
+from foreshock import callbacks, monitor
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.agent_settings import AgentSettings
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_names_that_programs_use_are_those_of_the_agent() -> None:
@@ -22,3 +27,44 @@ def test_importing_the_package_imports_no_torch() -> None:
 def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(AttributeError, match=r"'watch'.*attach, detach"):
         getattr(foreshock, "wat" + "ch")
+
+
+def test_modules_are_found_at_the_top_without_torch() -> None:
+    check = (
+        "import sys, foreshock; foreshock.client.Service; foreshock.callbacks; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", check], check=False).returncode == 0
+
+
+def test_callbacks_are_those_of_the_trainers() -> None:
+    from foreshock.monitor.callbacks import accelerate, huggingface, lightning, torchtitan
+
+    assert callbacks.TransformersCallback is huggingface.ForeshockCallback
+    assert callbacks.LightningCallback is lightning.ForeshockCallback
+    assert callbacks.AccelerateTracker is accelerate.ForeshockTracker
+    assert callbacks.watch_torchtitan is torchtitan.watch
+
+
+def test_a_callback_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"'KerasCallback'; it has TransformersCallback, LightningCallback"):
+        getattr(callbacks, "Keras" + "Callback")
+
+
+def test_the_keywords_that_editors_complete_are_the_settings_of_the_agent() -> None:
+    assert AgentSettings.__optional_keys__ == frozenset(AgentConfig.model_fields)
+
+
+def test_a_checkout_without_symbolic_links_is_one_sentence(tmp_path: Path) -> None:
+    """Some archive tools, and Windows by default, make a text file of each link."""
+    package = tmp_path / "foreshock"
+    package.mkdir()
+    for part in (ROOT / "src" / "foreshock").iterdir():
+        if part.is_symlink():
+            (package / part.name).write_text(str(part.readlink()))
+        elif part.is_file():
+            (package / part.name).write_text(part.read_text())
+    run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import foreshock"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: this checkout of foreshock has no symbolic links")
+    assert "git clone -c core.symlinks=true" in done.stderr

@@ -64,6 +64,28 @@ def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
     return Signal(step, scores)
 
 
+def _spike(window: int, in_a_row: int) -> Callable[[Trace], Signal | None]:
+    """Signal: the least of `in_a_row` losses in a row over the mean of the `window` losses before each of them.
+
+    Infinite for a loss that is not finite. A loss that was an outlier enters the mean as any other does.
+    """
+
+    def signal(trace: Trace) -> Signal | None:
+        step, loss = trace.steps.step, trace.steps.loss
+        if np.isnan(loss).all() or len(loss) < window + in_a_row:
+            return None
+        finite = np.where(np.isfinite(loss), loss, 0.0)
+        sums = np.concatenate(([0.0], np.cumsum(finite)))
+        counts = np.concatenate(([0], np.cumsum(np.isfinite(loss))))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            before = (sums[window:-1] - sums[: -window - 1]) / (counts[window:-1] - counts[: -window - 1])
+            ratio = np.where(np.isfinite(loss[window:]), loss[window:] / before, np.inf)
+        least = np.lib.stride_tricks.sliding_window_view(ratio, in_a_row).min(axis=1)
+        return Signal(step[window + in_a_row - 1 :], least)
+
+    return signal
+
+
 def _loss_z(trace: Trace) -> Signal | None:
     return _z_score(trace.steps.step, trace.steps.loss)
 
@@ -82,6 +104,14 @@ def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
 
 def _largest_score(trace: Trace) -> Signal | None:
     return _largest_of([(r.step, np.fmax(r.row_max_abs, r.score_max)) for r in readings(trace)])
+
+
+def _score_beside_peers(trace: Trace) -> Signal | None:
+    rows = []
+    for reading in readings(trace):
+        scores = np.fmax(reading.row_max_abs, reading.score_max)
+        rows.append((reading.step, scores / np.nanmedian(scores) if np.isfinite(scores).any() else None))
+    return _largest_of(rows)
 
 
 def _query_norm(trace: Trace) -> Signal | None:
@@ -120,6 +150,19 @@ BASELINES: Final = (
         _loss_z,
     ),
     Baseline(
+        "loss spike of Lightning",
+        3.0,
+        "Lightning 2.6 SpikeDetection: relative difference of 2 or more from the mean of the last 10 losses",
+        _spike(10, 1),
+    ),
+    Baseline(
+        "loss spike of llm-foundry",
+        2.0,
+        "llm-foundry KillLossSpike: five losses in a row of over twice the mean of the last 100; assumed: the mean "
+        "goes on while they come, and the cap of 10 on the loss is left out",
+        _spike(100, 5),
+    ),
+    Baseline(
         "gradient-norm z-score",
         _Z_CLIP,
         "ZClip, arXiv 2504.02507: exponential average 0.97, 25 steps of warm-up, threshold 2.5",
@@ -130,6 +173,12 @@ BASELINES: Final = (
         100.0,
         "Megatron-LM's max_attention_logit; threshold 100 of its QK-clip",
         _largest_score,
+    ),
+    Baseline(
+        "largest score of a head, beside its peers",
+        None,
+        "per-head largest score (asked for in flash-attention issue 1876); assumed: over the median of all heads",
+        _score_beside_peers,
     ),
     Baseline(
         "W_Q norm", None, "arXiv 2510.04212, section 3.2: spectral norm of a head's W_Q; no threshold", _query_norm

@@ -93,7 +93,8 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         if found is None:
             steps[baseline.name] = NOT_RECORDED
             continue
-        signals[baseline.name] = found
+        judged = found.step >= config.earliest_steps  # as ours: growth is not judged while a run begins
+        found = signals[baseline.name] = Signal(found.step[judged], found.value[judged])
         steps[baseline.name] = None if baseline.threshold is None else _first(alarms(found, baseline.threshold))
     header = trace.header
     return Score(

@@ -12,13 +12,14 @@ the others': `foreshock_0.json` and so on.
 """
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
 
@@ -36,7 +37,7 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
     main_process_only = False
     """Every process counts its own rows."""
 
-    def __init__(self, model: nn.Module, **overrides: Any) -> None:
+    def __init__(self, model: nn.Module, **overrides: Unpack[AgentSettings]) -> None:
         super().__init__()
         self._model = model
         self._overrides = overrides

@@ -9,7 +9,7 @@ training resumes from it.
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.training_args import TrainingArguments
 
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attach import attach
 from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
@@ -31,7 +32,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Raises ValueError with a sentence when training begins, if a setting is wrong or the model cannot be watched.
     """
 
-    def __init__(self, **overrides: Any) -> None:
+    def __init__(self, **overrides: Unpack[AgentSettings]) -> None:
         self._overrides = overrides
         self.agent: Agent | None = None
         """The agent of the training under way, or of the last one."""

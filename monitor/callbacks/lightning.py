@@ -6,7 +6,7 @@ It attaches before the first step, steps when Lightning's `global_step` does, an
 Modes and detector state are saved in every checkpoint and are back when training resumes from it.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from foreshock.monitor.agent import Agent, Status
+from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 
@@ -26,7 +27,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     model cannot be watched.
     """
 
-    def __init__(self, **overrides: Any) -> None:
+    def __init__(self, **overrides: Unpack[AgentSettings]) -> None:
         self._overrides = overrides
         self.agent: Agent | None = None
         """The agent of the training under way, or of the last one."""

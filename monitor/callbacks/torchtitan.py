@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from foreshock.monitor.agent import Agent
+from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
@@ -29,7 +30,7 @@ _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_s
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
-def watch(trainer: Any, **overrides: Any) -> Agent:
+def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch the model parts of a torchtitan Trainer. `overrides` are fields of AgentConfig, as for `attach`.
 
     Layers keep the numbers that torchtitan gives them (`layers.7`), on every rank of a pipeline. Raises ValueError with
@@ -44,7 +45,8 @@ def watch(trainer: Any, **overrides: Any) -> Agent:
     parts: list[nn.Module] = list(trainer.model_parts)
     model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
     with _compiled_but_not_yet_run(model):
-        agent = attach(model, **{"layers": _numbers(model), **overrides})
+        settings: AgentSettings = {"layers": _numbers(model), **overrides}
+        agent = attach(model, **settings)
     _Hooks(trainer, agent)
     return agent
 

@@ -8,11 +8,31 @@ from typing import Any
 import httpx
 
 from foreshock.contract import wire
+from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
 
 
-async def post(client: httpx.AsyncClient, payload: bytes) -> tuple[int, str | None, bytes | None]:
+def headers_of(own: str, own_age_seconds: float, boot: str) -> dict[str, str]:
+    """What is told beside a batch of the process start `boot` that the process start `own`, so old, sends.
+
+    A dead one is older than who found its spool: by what their names say, which are times on the clocks of their nodes,
+    if that is so.
+    """
+    if boot == own:
+        return {AGE_HEADER: f"{own_age_seconds:.3f}"}
+    apart = (_milliseconds(own) - _milliseconds(boot)) / 1000
+    return {AGE_HEADER: f"{own_age_seconds + max(apart, 0.0):.3f}", REPLAYED_HEADER: "true"}
+
+
+def _milliseconds(boot: str) -> int:
+    time = boot.partition("-")[0]
+    return int(time) if time.isdecimal() else 0
+
+
+async def post(
+    client: httpx.AsyncClient, payload: bytes, headers: dict[str, str]
+) -> tuple[int, str | None, bytes | None]:
     """(status, Retry-After, body); the body is None when it is longer than wire.MAX_ACK_BYTES."""
-    async with client.stream("POST", "/v1/batches", content=payload) as response:
+    async with client.stream("POST", "/v1/batches", content=payload, headers=headers) as response:
         body = bytearray()
         async for chunk in response.aiter_raw():
             body += chunk

@@ -5,7 +5,6 @@ included. The thread runs an event loop, whose timeouts are total deadlines on t
 """
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -17,11 +16,12 @@ from typing import Final
 import httpx
 from pydantic import ValidationError
 
-from foreshock.contract import version_0_1_0, wire
+from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
-from foreshock.monitor.transport.posting import ResolvingLoop, post
+from foreshock.monitor.transport.lesser_forms import as_0_1_0, words_of
+from foreshock.monitor.transport.posting import ResolvingLoop, headers_of, post
 from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
 from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
 from foreshock.monitor.transport.stores import MemoryStore, Store
@@ -59,6 +59,10 @@ class Sender:
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
         self._commands: deque[wire.Command] = deque(maxlen=MAX_COMMANDS)
         self._sequence = 0
+        self._began_at = time.monotonic()
+        self._started: wire.Started | None = None
+        self._said_started_at = self._began_at
+        self._say_started = False
         self._stores: list[Store] = []
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
@@ -84,6 +88,8 @@ class Sender:
 
     def put(self, event: wire.Event | Draft) -> None:
         """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
+        if isinstance(event, wire.Started):
+            self._started = event
         size = _size(event)
         waiting = self._bytes_in - self._bytes_out
         is_measured = isinstance(event, _MEASURED | Draft)
@@ -193,6 +199,9 @@ class Sender:
     def _take(self) -> list[wire.Event]:
         events: list[wire.Event] = []
         size = 0
+        if self._say_started and self._started is not None:
+            self._say_started, self._said_started_at = False, time.monotonic()
+            events.append(self._started)
         while self._events and len(events) < MAX_BATCH_EVENTS and size < BATCH_BYTES:
             bytes_, waiting = self._events.popleft()
             self._bytes_out += bytes_
@@ -307,14 +316,15 @@ class Sender:
         """Post one batch; True when it is done with: stored, or refused for good."""
         self._retry_after = None
         words_only = False
+        headers = headers_of(self._boot, time.monotonic() - self._began_at, store.boot)
         try:
             async with asyncio.timeout(self._config.request_seconds):
-                status, retry_after, body = await post(client, payload)
-                if status == 422 and (older := _as_0_1_0(payload)) is not None:
-                    status, retry_after, body = await post(client, older)
-                if status == 413 and (smaller := _words_of(payload)) is not None:
+                status, retry_after, body = await post(client, payload, headers)
+                if status == 422 and (older := as_0_1_0(payload)) is not None:
+                    status, retry_after, body = await post(client, older, headers)
+                if status == 413 and (smaller := words_of(payload)) is not None:
                     words_only = True
-                    status, retry_after, body = await post(client, smaller) if smaller else (422, None, None)
+                    status, retry_after, body = await post(client, smaller, headers) if smaller else (422, None, None)
         except (TimeoutError, httpx.HTTPError, OSError):
             self._failures += 1
             return False
@@ -361,24 +371,10 @@ class Sender:
         if ack.boot != store.boot or not sequence <= ack.acknowledged <= max(store.highest, sequence):
             return False
         self._commands.extend(ack.commands)
+        # asked by every answer until the batch that tells it has come
+        lately = time.monotonic() - self._said_started_at < self._config.heartbeat_seconds
+        self._say_started |= ack.send_started and store.boot == self._boot and not lately
         return True
-
-
-def _as_0_1_0(payload: bytes) -> bytes | None:
-    """The batch in the form of 0.1.0, whose service refuses a whole batch for one word that it does not know."""
-    try:
-        return version_0_1_0.batch(payload)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None  # no batch, or a malformed one: it is refused for that
-
-
-def _words_of(payload: bytes) -> bytes | None:
-    """The batch without what was measured, for a proxy with a limit: empty if it held no more, None if it held none."""
-    batch = json.loads(payload)
-    words = [event for event in batch["events"] if event["kind"] not in ("sample", "grams")]
-    if len(words) == len(batch["events"]):
-        return None
-    return json.dumps({**batch, "events": words}).encode() if words else b""
 
 
 def _size(event: wire.Event | Draft) -> int:

@@ -19,8 +19,8 @@ from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, Order, create
 from foreshock.server.models import CommandState
-from foreshock.server.runs.listing import active_warnings, described, newest_boots
-from foreshock.server.store import audit
+from foreshock.server.runs.listing import active_warnings, described
+from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import boots, commands
 
@@ -88,7 +88,7 @@ def _others(ranks: dict[int, Holding], rank: int, heads: list[HeadRef]) -> set[i
 async def _is_borne_out(connection: AsyncConnection, run_id: int, rank: int, switched: Switched) -> bool:
     """Whether the run's policy and a standing warning of the rank call for what it did."""
     known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
-    said = [described([boot]) for boot in newest_boots(known) if boot.finished_status is None]
+    said = [described([boot]) for boot in process_starts.newest(known).values() if boot.finished_status is None]
     if {one.get("policy") for one in said} != {"auto"}:
         return False
     raised = (await active_warnings(connection, [run_id])).get(run_id, [])

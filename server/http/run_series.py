@@ -15,7 +15,8 @@ from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIG
 from foreshock.contract.modes import is_mode
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
-from foreshock.server.runs.listing import active_warnings, health_totals, newest_boots, newest_samples, status_of
+from foreshock.server.runs.listing import active_warnings, health_totals, newest_samples, status_of
+from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events, warnings
 
 Labels = tuple[str, ...]
@@ -115,7 +116,7 @@ def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) ->
         add("agent.dropped", float(count), reason)
     for component, count in _by_known({"sender": 0, **faults}, FAULT_COMPONENTS).items():
         add("agent.faults", float(count), component)
-    living = newest_boots(rows.boots)
+    living = process_starts.newest(rows.boots).values()
     add("run.last_heard", max((boot.last_seen for boot in living), default=None))
     add("run.last_step", max((boot.stepped for boot in living if boot.stepped is not None), default=None))
     if reading is not None:

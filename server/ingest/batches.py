@@ -22,6 +22,7 @@ from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
+from foreshock.server.ingest.arrivals import Arrival, arrival_of
 from foreshock.server.ingest.recorder import MisfitError, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
@@ -45,6 +46,7 @@ class _Item:
     batch: Batch
     size: int
     token: str
+    arrival: Arrival
     done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -67,7 +69,7 @@ class Writer:
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
-    async def submit(self, batch: Batch, size: int, token: str = "") -> Ack:
+    async def submit(self, batch: Batch, size: int, token: str, arrival: Arrival) -> Ack:
         """Store a batch that this token sent; returns after the commit.
 
         Raises ProblemError 429 when the queue is full, 503 on a fault.
@@ -75,7 +77,7 @@ class Writer:
         self.refuse_when_full(size)
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
-        item = _Item(batch, size, token)
+        item = _Item(batch, size, token, arrival)
         self._bytes += size
         self._waiting.put_nowait(item)
         try:
@@ -136,12 +138,15 @@ class Writer:
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
-    async def _write(self, sent: list[_Item]) -> list[Ack]:
-        group = [item.batch for item in sent]
+    async def _write(self, items: list[_Item]) -> list[Ack]:
+        group = [item.batch for item in items]
+        arrivals = {
+            key_of(item.batch): item.arrival for item in sorted(items, key=lambda item: not item.arrival.replayed)
+        }
         async with self._store.write() as connection:
-            done = await record(self._store, connection, group)
+            done = await record(self._store, connection, group, arrivals)
             new = {id(batch) for batch in done.new}
-            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in sent if i.token and id(i.batch) in new]
+            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             await quotas.count(self._store, connection, own)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
         self._counters.batches["stored"] += len(done.new)
@@ -150,7 +155,13 @@ class Writer:
             self._roller.touch(run_id, step)
         self._broadcaster.committed(done.new)
         return [
-            Ack(boot=batch.boot, acknowledged=batch.sequence, commands=orders.get(key_of(batch), ())) for batch in group
+            Ack(
+                boot=batch.boot,
+                acknowledged=batch.sequence,
+                commands=orders.get(key_of(batch), ()),
+                send_started=key_of(batch) in done.unexplained,
+            )
+            for batch in group
         ]
 
 
@@ -206,7 +217,8 @@ async def post_batch(request: Request) -> Response:
     if wait > 0:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    ack = await state.writer.submit(batch, len(body), "" if caller is ANYONE else caller.name)
+    token = "" if caller is ANYONE else caller.name
+    ack = await state.writer.submit(batch, len(body), token, arrival_of(request.headers))
     body = ack.model_dump_json().encode()
     return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
 

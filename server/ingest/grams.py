@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Array, Grams, Sample
 from foreshock.server.curves.rollups import COARSE, forget
+from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.packing import pack_sample, unpack_arrays
 from foreshock.server.store.schema import boots, grams, samples, topologies
@@ -28,6 +29,7 @@ KEPT_SECONDS: Final = 3600.0
 MAX_BYTES: Final = 2**30
 """Most bytes of parts that wait in one run; beyond it the oldest steps go."""
 _SEQUENCE: Final = 0
+_BOOT: Final = boots.c.id, boots.c.rank, boots.c.boot, boots.c.began, boots.c.replayed
 
 
 class Part(NamedTuple):
@@ -91,17 +93,20 @@ async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool
     """Store the norms of the sums of one step that are complete, and forget their parts; whether there was one."""
     own = grams.c.run_id == run_id, grams.c.step == step
     query = (
-        select(*(c for c in grams.c if c.key != "triangles"), topologies.c.layers)
+        select(*(c for c in grams.c if c.key != "triangles"), topologies.c.layers, *_BOOT)
         .join(boots, grams.c.boot_id == boots.c.id)
         .outerjoin(topologies, boots.c.topology == topologies.c.hash)
         .where(*own, or_(boots.c.until_step.is_(None), boots.c.until_step >= step))
-        .order_by(grams.c.first_input, boots.c.boot.desc(), boots.c.rank)
+        .order_by(grams.c.first_input)
     )
     sums: dict[tuple[Any, ...], dict[tuple[int, int], Row[Any]]] = defaultdict(dict)
-    found: Any = await connection.execute(query)
-    for row in found:
+    found: Sequence[Any] = (await connection.execute(query)).all()
+    age = {
+        row.id: i for i, row in enumerate(reversed(process_starts.in_order({row.id: row for row in found}.values())))
+    }
+    for row in sorted(found, key=lambda row: (row.first_input, age[row.id])):
         same = row.layer, row.began_step, row.heads, row.head_dim, row.size, row.all_inputs
-        sums[same].setdefault((row.first_input, row.end_input), row)  # the newest boot's, where two sent the same part
+        sums[same].setdefault((row.first_input, row.end_input), row)  # the newest's, where two sent the same part
     stored = False
     for (layer, began_step, heads, head_dim, _, all_inputs), parts in sums.items():
         first = next(iter(parts.values()))

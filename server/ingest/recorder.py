@@ -7,8 +7,7 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +16,19 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
+from foreshock.server.ingest.arrivals import Arrival
 from foreshock.server.ingest.grams import Part, add_up
+from foreshock.server.ingest.placing import place, starts_of, supersede
 from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
+from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.packing import pack_sample
 from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store.topology import heads_of_layers
 
 BootKey = tuple[str, int, str]
+WarningKey = tuple[int, int, str]
+"""(run id, rank, the agent's own name of it)."""
 _MERGED = (
     "last_sequence",
     "last_seen",
@@ -36,6 +40,8 @@ _MERGED = (
     "health_sequence",
     "nonfinite_steps",
     "finished_status",
+    "began",
+    "replayed",
     "newest_step",
     "stepped",
 )
@@ -60,6 +66,8 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
+    unexplained: set[BootKey] = field(default_factory=set)
+    """Process starts that have never said what they watch, as far as the store remembers."""
 
 
 def key_of(batch: Batch) -> BootKey:
@@ -67,8 +75,10 @@ def key_of(batch: Batch) -> BootKey:
     return batch.run, batch.rank, batch.boot
 
 
-async def record(store: Store, connection: AsyncConnection, group: Sequence[Batch]) -> Recorded:
-    """Write every batch of the group that is not stored yet."""
+async def record(
+    store: Store, connection: AsyncConnection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]
+) -> Recorded:
+    """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
     now = time.time()
     done = Recorded()
     await _find_runs_and_boots(store, connection, group, now, done)
@@ -82,8 +92,10 @@ async def record(store: Store, connection: AsyncConnection, group: Sequence[Batc
     rows = {row.id: row for row in known}
     await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
-    await _merge_boots(store, connection, done, rows, now)
-    await _write_events(store, connection, done, now)
+    told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
+    placed = await place(connection, rows, told, now)
+    await _merge_boots(store, connection, done, rows, placed, now)
+    await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
     await _add_up_grams(store, connection, done, now)
     seen = update(runs).where(runs.c.id == bindparam("own"))
@@ -184,14 +196,19 @@ async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorde
 
 
 async def _merge_boots(
-    store: Store, connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]], now: float
+    store: Store,
+    connection: AsyncConnection,
+    done: Recorded,
+    rows: dict[int, Row[Any]],
+    placed: dict[int, dict[str, Any]],
+    now: float,
 ) -> None:
     merged: dict[int, dict[str, Any]] = {}
     layers_by_hash: dict[str, str] = {}
-    moved: set[int] = set()
+    moved = set(placed)
     for batch in done.new:
         boot_id = done.boot_ids[key_of(batch)]
-        boot = merged.setdefault(boot_id, dict(rows[boot_id]._mapping))
+        boot = merged.setdefault(boot_id, {**rows[boot_id]._mapping, **placed.get(boot_id, {})})
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
         boot["last_seen"] = now
         for event in batch.events:
@@ -214,6 +231,7 @@ async def _merge_boots(
                 boot["health_sequence"] = batch.sequence
             elif isinstance(event, Finished):
                 boot["finished_status"] = event.status
+    done.unexplained = {key for key, i in done.boot_ids.items() if i in merged and merged[i]["description"] is None}
     if layers_by_hash:
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
         await connection.execute(insert_or_ignore(store, topologies), values)
@@ -222,7 +240,7 @@ async def _merge_boots(
         [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())],
     )
     if moved:
-        await _supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
+        await supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
     await forget_runs(connection, reshaped)
 
@@ -234,29 +252,13 @@ def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
     return digest
 
 
-async def _supersede(connection: AsyncConnection, ranks: set[tuple[int, int]]) -> None:
-    """A boot's samples count up to the step at which a later boot of the same rank took over."""
-    query = select(boots).where(boots.c.run_id.in_({run_id for run_id, _ in ranks}))
-    by_rank: dict[tuple[int, int], list[Row[Any]]] = defaultdict(list)
-    for row in await connection.execute(query):
-        if (row.run_id, row.rank) in ranks:
-            by_rank[row.run_id, row.rank].append(row)
-    cut: set[int] = set()
-    for rows in by_rank.values():
-        until: int | None = None
-        for row in sorted(rows, key=lambda r: r.boot, reverse=True):
-            if row.until_step != until:
-                await connection.execute(update(boots).where(boots.c.id == row.id).values(until_step=until))
-                cut.add(row.run_id)
-            first = row.started_step if row.started_step is not None else row.earliest_step
-            if first is not None:
-                until = first if until is None else min(until, first)
-    await forget_runs(connection, cut)
-
-
-async def _write_events(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+async def _write_events(
+    store: Store, connection: AsyncConnection, done: Recorded, before: dict[int, Row[Any]], now: float
+) -> None:
     rows: list[dict[str, Any]] = []
+    introduced = {boot_id for boot_id, row in before.items() if row.description is not None}
     for batch in done.new:
+        boot_id = done.boot_ids[key_of(batch)]
         for event in batch.events:
             row: dict[str, Any] = {"mode": None, "outcome": None, "payload": None}
             if isinstance(event, Verdict):
@@ -270,12 +272,15 @@ async def _write_events(store: Store, connection: AsyncConnection, done: Recorde
                 row |= {"sentence": switched_sentence(event), "payload": event.model_dump_json()}
                 row |= {"mode": event.after[0] if event.after else None, "outcome": event.outcome}
             elif isinstance(event, Started):
+                if boot_id in introduced:  # it says it again because it was asked to
+                    continue
+                introduced.add(boot_id)
                 row |= {"sentence": started_sentence(batch.rank, event)}
             elif isinstance(event, Finished):
                 row |= {"sentence": finished_sentence(batch.rank, event)}
             else:
                 continue
-            row |= {"run_id": done.run_ids[batch.run], "boot_id": done.boot_ids[key_of(batch)], "rank": batch.rank}
+            row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
     if rows:
         await store.lock_log(connection)
@@ -284,7 +289,7 @@ async def _write_events(store: Store, connection: AsyncConnection, done: Recorde
 
 async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
     """Keep each warning's newest word, whatever order the words came in."""
-    newest: dict[tuple[int, int, str], dict[str, Any]] = {}
+    newest: dict[WarningKey, dict[str, Any]] = {}
     verdicts = [
         (batch, position, event)
         for batch in done.new
@@ -298,6 +303,10 @@ async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
         warnings.c.uid.in_({verdict.id for _, _, verdict in verdicts}),
     )
     before = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in await connection.execute(query)}
+    told_by = {old["boot_id"] for old in before.values()} | {done.boot_ids[key_of(batch)] for batch, _, _ in verdicts}
+    ranks = {(done.run_ids[batch.run], batch.rank) for batch, _, _ in verdicts} if len(told_by) > 1 else set()
+    starts = [process_starts.in_order(rows) for rows in (await starts_of(connection, ranks)).values()] if ranks else []
+    places = {row.id: i for own in starts for i, row in enumerate(own)}
     for batch, position, verdict in verdicts:
         key = done.run_ids[batch.run], batch.rank, verdict.id
         old = newest.get(key) or before.get(key)
@@ -316,12 +325,22 @@ async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
         }
         if old is not None:
             raised = min(old["raised_step"], verdict.step)
-            if (old["boot"], old["sequence"], old["position"]) > (batch.boot, batch.sequence, position):
+            if _newness(old, places) > _newness(row, places):
                 row = old
             row = {**row, "raised_step": raised}
         newest[key] = row
+    await _write_warnings(connection, newest, before.keys())
+
+
+def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int]:
+    return places.get(row["boot_id"], 0), row["sequence"], row["position"]
+
+
+async def _write_warnings(
+    connection: AsyncConnection, newest: dict[WarningKey, dict[str, Any]], known: Collection[WarningKey]
+) -> None:
     for key, row in sorted(newest.items(), key=lambda item: item[0]):
-        if key in before:
+        if key in known:
             same = (warnings.c.run_id == key[0], warnings.c.rank == key[1], warnings.c.uid == key[2])
             await connection.execute(update(warnings).where(*same).values(row))
         else:

@@ -13,6 +13,7 @@ from foreshock.contract.wire import AgentHealth, Layer, Started, Verdict
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, axes_of, axis_of, merge
 from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
+from foreshock.server.store import process_starts
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, samples, topologies, warnings
 from foreshock.server.store.topology import layers_of
@@ -70,18 +71,9 @@ def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
     return min((w.forecast_steps for w in raised if w.forecast_steps is not None), default=None)
 
 
-def newest_boots(rows: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """The newest boot of each rank, by rank."""
-    newest: dict[int, Row[Any]] = {}
-    for row in rows:
-        if row.rank not in newest or newest[row.rank].boot < row.boot:
-            newest[row.rank] = row
-    return [newest[rank] for rank in sorted(newest)]
-
-
 def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
-    """A run has finished when the newest boot of every rank has; the worst ending names it."""
-    endings = {row.finished_status for row in newest_boots(rows)}
+    """A run has finished when the newest process start of every rank has; the worst ending names it."""
+    endings = {row.finished_status for row in process_starts.newest(rows).values()}
     if not endings or None in endings:
         return "active"
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
@@ -94,8 +86,8 @@ class _Description(Started):
 
 
 def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
-    """What the newest boot said of itself when it started, without its layers; empty when none has yet."""
-    for row in sorted(rows, key=lambda row: (row.boot, -row.rank), reverse=True):
+    """What the newest process start said of itself, without its layers; empty when none has yet."""
+    for row in reversed(process_starts.in_order(rows)):
         said = read_back(_Description, row.description, "description of boot", row.id) if row.description else None
         if said is not None:
             return said.model_dump(exclude={"layers"})

@@ -18,6 +18,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, Table, create_engine, event, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from foreshock.server.store.schema import runs
@@ -45,7 +46,13 @@ class Store:
     """Connections to the database. `write` is exclusive within the process; `read` is not."""
 
     def __init__(self, url: str) -> None:
-        parsed = make_url(url)
+        try:
+            parsed = make_url(url)
+        except (ValueError, SQLAlchemyError):  # whose words hold parts of it
+            raise StoreError(
+                "FORESHOCK_DATABASE_URL is no address; give sqlite:///path/to/file.db or "
+                "postgresql://user:password@host:5432/database, with %40 for an @ within the password"
+            ) from None
         drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
         backend = parsed.drivername.split("+")[0]
         if backend not in drivers:

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 metadata: Final = MetaData()
@@ -57,6 +58,8 @@ boots: Final = Table(
     Column("nonfinite_steps", BigInteger, nullable=False, default=0),
     Column("last_sequence", BigInteger, nullable=False, default=0),
     Column("last_seen", Double, nullable=False),
+    Column("began", Double),  # by the service's clock; NULL where its agent told no age (process_starts.began)
+    Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
     Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
     UniqueConstraint("run_id", "rank", "boot"),

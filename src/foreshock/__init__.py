@@ -1,17 +1,28 @@
 """Early warning for loss explosions, from inside a BF16 training run.
 
-`foreshock.attach(model, ...)` is all that most programs need. Names of the agent are looked up when they are first used:
-the service imports this package too, and runs without PyTorch.
+`foreshock.attach(model, ...)` is all that most programs need; `foreshock.callbacks` serves the trainers, and
+`foreshock.client` talks to the service. Names are looked up when they are first used: the service imports this package
+too, and runs without PyTorch.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 __version__ = "0.1.0"
 _OF_THE_AGENT: Final = ("Agent", "AgentConfig", "attach", "detach")
+_MODULES: Final = ("callbacks", "client")
+
+if find_spec("foreshock.contract") is None:  # its folders are symbolic links in a checkout
+    raise ImportError(
+        "this checkout of foreshock has no symbolic links: src/foreshock/contract and its neighbours are text files. "
+        "Clone it with `git clone -c core.symlinks=true` (on Windows with developer mode on), or install the wheel"
+    )
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_AGENT:
         return getattr(import_module("foreshock.monitor"), name)
-    raise AttributeError(f"foreshock has no attribute {name!r}; it has {', '.join(_OF_THE_AGENT)}")
+    if name in _MODULES:
+        return import_module(f"foreshock.{name}")
+    raise AttributeError(f"foreshock has no attribute {name!r}; it has {', '.join(_OF_THE_AGENT + _MODULES)}")

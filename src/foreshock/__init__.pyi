@@ -1,5 +1,7 @@
 from typing import Final
 
+from foreshock import callbacks as callbacks
+from foreshock import client as client
 from foreshock.monitor import Agent as Agent
 from foreshock.monitor import AgentConfig as AgentConfig
 from foreshock.monitor import attach as attach

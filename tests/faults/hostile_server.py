@@ -22,6 +22,8 @@ class HostileServer:
         self.requests_at: list[float] = []
         self.commands: list[dict[str, Any]] = []
         """Commands that the next acknowledgement carries."""
+        self.asks_for: str | None = None
+        """Of this process start every acknowledgement asks what it watches."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._closing = threading.Event()
@@ -92,10 +94,11 @@ def reply(
 
 
 def acknowledge(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """Behave well: acknowledge the batch, with the commands that wait."""
+    """Behave well: acknowledge the batch, with the commands that wait, asking for what `asks_for` names."""
     batch = json.loads(body)
     commands, server.commands = server.commands, []
     ack = {"boot": batch["boot"], "acknowledged": batch["sequence"], "commands": commands}
+    ack["send_started"] = batch["boot"] == server.asks_for
     reply(connection, 200, json.dumps(ack).encode())
 
 

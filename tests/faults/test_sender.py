@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -74,6 +74,72 @@ def send(to: Sender, *steps: int) -> None:
 
 def steps_at(server: HostileServer) -> list[int]:
     return sorted({event["step"] for event in server.events("sample")})
+
+
+# ---- who it is, and whose batches these are --------------------------------------------------------------------------
+
+
+def told_beside(server: HostileServer, header: str) -> list[tuple[str, str | None]]:
+    """(process start, value of the header) of every request."""
+    heads = [dict(line.split(": ", 1) for line in head.lower().splitlines()[1:]) for head in server.headers]
+    return [(batch["boot"], head.get(header)) for batch, head in zip(server.batches, heads, strict=True)]
+
+
+@pytest.mark.promise("S2")
+@pytest.mark.parametrize("apart_seconds", [90.0, -60.0])
+def test_every_batch_tells_how_old_its_process_is_and_those_of_a_dead_one_that_they_are_replayed(
+    tmp_path: Path, quick_retries: None, apart_seconds: float
+) -> None:
+    """Where the dead one's node had a clock that was ahead, it is at least as old as who found its spool."""
+    now = 1_800_000_000_000
+    dead_boot, own_boot = f"{now - int(apart_seconds * 1000)}-0-dead", f"{now}-0-beef"
+    dead = started_sender(closed_port(), tmp_path, boot=dead_boot)
+    send(dead, 1)
+    dead.close(0.3)
+    with hostile_server(acknowledge) as server:
+        own = started_sender(server.url, tmp_path, boot=own_boot)
+        send(own, 2)
+        eventually("both are sent", lambda: steps_at(server) == [1, 2])
+        own.close(2)
+    ages = {boot: float(age or "nan") for boot, age in told_beside(server, wire.AGE_HEADER)}
+    assert dict(told_beside(server, wire.REPLAYED_HEADER)) == {dead_boot: "true", own_boot: None}
+    assert 0 <= ages[own_boot] < 60
+    assert abs(ages[dead_boot] - ages[own_boot] - max(apart_seconds, 0)) < 20
+
+
+STARTED: Final = wire.Started(step=0, unix_seconds=0.0, layers=(), policy="auto", numerics="kernel")
+
+
+@pytest.mark.promise("S16")
+def test_a_service_that_asks_what_is_watched_is_told_in_the_next_batch_but_not_in_each(tmp_path: Path) -> None:
+    with hostile_server(acknowledge) as server:
+        server.asks_for = "boot-1"
+        made = started_sender(server.url, tmp_path, heartbeat_seconds=0.3)
+        made.put(STARTED)
+        send(made, 1)
+        eventually("it is told again, and again", lambda: len(server.events("started")) == 3)
+        assert server.requests_at[-1] - server.requests_at[0] >= 0.6, "a service that always asks is not told always"
+        server.asks_for = None
+        send(made, 2)
+        made.close(5)
+        assert steps_at(server) == [1, 2]
+        assert {event["step"] for event in server.events("started")} == {STARTED.step}
+
+
+@pytest.mark.promise("S16")
+def test_nobody_says_for_a_dead_process_what_it_watched(tmp_path: Path, quick_retries: None) -> None:
+    dead = started_sender(closed_port(), tmp_path, boot="1-0-dead")
+    send(dead, 1)
+    dead.close(0.3)
+    with hostile_server(acknowledge) as server:
+        server.asks_for = "1-0-dead"
+        own = started_sender(server.url, tmp_path, boot="2-0-beef", heartbeat_seconds=0.1)
+        time.sleep(0.2)  # past the time within which nobody would tell it again anyway
+        own.put(STARTED)
+        eventually("the dead one's are sent", lambda: server.sequences("1-0-dead") == [1])
+        send(own, 2)
+        own.close(5)
+        assert len(server.events("started")) == 1
 
 
 # ---- when to ask again ----------------------------------------------------------------------------------------------
@@ -468,14 +534,14 @@ def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogC
         send(to, 1)
         eventually("a batch", lambda: server.batches)
         to.close(2)
-    (head,) = set(server.headers)
+    [head] = server.headers
     assert [line for line in head.split("\r\n") if "very-secret-token" in line] == [
         "Authorization: Bearer very-secret-token"
     ]
     names = {line.partition(":")[0].lower() for line in head.split("\r\n")[1:]}
     assert names <= {
         *("host", "accept", "accept-encoding", "connection", "user-agent"),
-        *("content-type", "content-length", "authorization"),
+        *("content-type", "content-length", "authorization", wire.AGE_HEADER),
     }
     assert "very-secret-token" not in caplog.text
     assert "very-secret-token" not in repr(to._config)

@@ -27,6 +27,7 @@ from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import lab_run
 from foreshock.monitor import attach
+from foreshock.monitor.config import Numerics
 from foreshock.server.testing import FakeRank, LiveService
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
@@ -60,7 +61,7 @@ class Model(nn.Module):
         return hidden
 
 
-def called(attention: nn.Module, numerics: str = "kernel") -> tuple[AttentionCall, Model]:
+def called(attention: nn.Module, numerics: Numerics = "kernel") -> tuple[AttentionCall, Model]:
     """One call of attention after a backward whose dO is far from small, and the model with its gradients."""
     torch.manual_seed(0)
     model = Model(attention)

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats, Slot, Words, identity_row
-from foreshock.lab.recording.trace import Steps, read_trace
+from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
@@ -230,6 +232,35 @@ def test_a_z_score_sees_a_spike_and_does_not_let_it_hide_the_next() -> None:
 
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 9.0, math.inf, math.nan]), min_size=12, max_size=60),
+    st.integers(0, 2**31),
+)
+def test_the_loss_spikes_of_other_tools_equal_their_definition_step_by_step(drawn: list[float], seed: int) -> None:
+    loss = np.concatenate((np.random.default_rng(seed).uniform(1, 3, 110), drawn))
+    made = Steps(np.arange(1, len(loss) + 1), loss, np.full(len(loss), math.nan), np.ones(len(loss), dtype=np.int64))
+    run = Trace(
+        Path("made-up"),
+        {},
+        wire.Started(step=0, unix_seconds=0.0, layers=(), policy="observe", numerics="kernel"),
+        [],
+        made,
+        [],
+    )
+    for name, window, in_a_row in (("Lightning", 10, 1), ("llm-foundry", 100, 5)):
+        signal = {each.name: each for each in BASELINES}[f"loss spike of {name}"].signal(run)
+        assert signal is not None
+        expected = {}
+        for last in range(window + in_a_row - 1, len(loss)):
+            ratios = []
+            for place in range(last - in_a_row + 1, last + 1):
+                past = [x for x in loss[place - window : place] if math.isfinite(x)]
+                ratios.append(loss[place] / (sum(past) / len(past)) if math.isfinite(loss[place]) else math.inf)
+            expected[last + 1] = min(ratios)
+        assert signal.step.tolist() == list(expected)
+        np.testing.assert_allclose(signal.value, list(expected.values()), rtol=1e-9)
 
 
 def test_a_picture_of_the_curves_is_drawn_and_refused_when_it_would_be_empty(tmp_path: Path) -> None:

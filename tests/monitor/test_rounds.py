@@ -8,13 +8,14 @@ from tests.monitor.doubles import ScriptedDetectors
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.monitor import attach
+from foreshock.monitor.config import Numerics
 
 
 @pytest.mark.parametrize(
     ("numerics", "autocast", "rounds"),
     [("auto", False, False), ("auto", True, True), ("float32", True, False), ("kernel", False, True)],
 )
-def test_detectors_hear_whether_attention_rounds(numerics: str, autocast: bool, rounds: bool) -> None:
+def test_detectors_hear_whether_attention_rounds(numerics: Numerics, autocast: bool, rounds: bool) -> None:
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(

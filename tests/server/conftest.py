@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from tests.server.postgresql import started_postgres
 
-from foreshock.contract.wire import Ack, Batch, Event
+from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, Ack, Batch, Event
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank, LiveService
@@ -31,14 +31,18 @@ class Service:
     app: FastAPI
     client: httpx.AsyncClient
 
-    async def post(self, batch: Batch) -> httpx.Response:
-        """Send a batch."""
+    async def post(self, batch: Batch, age: float | None = None, *, replayed: bool = False) -> httpx.Response:
+        """Send a batch, of a process start so many seconds old, as itself or from its spool."""
         headers = {"content-type": "application/json"}
+        if age is not None:
+            headers[AGE_HEADER] = str(age)
+        if replayed:
+            headers[REPLAYED_HEADER] = "true"
         return await self.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
 
-    async def store(self, rank: FakeRank, *events: Event) -> Ack:
+    async def store(self, rank: FakeRank, *events: Event, age: float | None = None, replayed: bool = False) -> Ack:
         """Send a rank's next batch, which must be stored."""
-        answer = await self.post(rank.batch(*events))
+        answer = await self.post(rank.batch(*events), age, replayed=replayed)
         assert answer.status_code == 200, answer.text
         return Ack.model_validate_json(answer.content)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
-from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.config import AgentConfig, Served
 
-WAYS: Final[tuple[str, ...]] = typing.get_args(AgentConfig.model_fields["attention"].annotation)
+WAYS: Final[tuple[Served, ...]] = typing.get_args(AgentConfig.model_fields["attention"].annotation)
 """Every value of attach's `attention`."""
 EXACT_WAYS: Final = ("keep", "auto")
 """Those that change no bit on a CPU, where auto does as keep does: it is tried in the first case alone."""
@@ -54,7 +54,7 @@ class Record:
     """Cases that the model itself cannot do, and what it raises."""
 
 
-def examine(entry: Entry, ways: tuple[str, ...] = WAYS) -> Record:
+def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
     """Run the entry in every case and way."""
     record = Record(entry.name, entry.family)
     pristine = entry.build()
@@ -99,9 +99,9 @@ def examine(entry: Entry, ways: tuple[str, ...] = WAYS) -> Record:
                 record.layers[way] = layers | {
                     n: v for n, v in record.layers.get(way, {}).items() if layers.get(n, "counted") == "counted"
                 }
-    for way, layers in record.layers.items():
+    for tried, layers in record.layers.items():
         record.wrong += [
-            f"{way}, any: {n or 'the model'} computes attention and is neither counted nor named"
+            f"{tried}, any: {n or 'the model'} computes attention and is neither counted nor named"
             for n, how in layers.items()
             if how == "missed"
         ]
@@ -125,7 +125,7 @@ class _Told(logging.Handler):
 
 
 def _watched(
-    model: nn.Module, case: Case, way: str, told: _Told, record: Record, label: str, before: dict[str, Any]
+    model: nn.Module, case: Case, way: Served, told: _Told, record: Record, label: str, before: dict[str, Any]
 ) -> tuple[Course, dict[str, int]]:
     """The course of the model with foreshock under it, and the rows that each layer counted."""
     rows: dict[str, int] = {}
@@ -153,7 +153,7 @@ def _watched(
     return course, rows
 
 
-def _quietly_watched(model: nn.Module, case: Case, *, way: str) -> Course:
+def _quietly_watched(model: nn.Module, case: Case, *, way: Served) -> Course:
     with attach(model, url=None, quiet=True, attention=way, norms_every_steps=10**6):
         return generate(model, case) if case.generates else train(model, case)
 

@@ -6,6 +6,8 @@ export interface Ack {
   /** the batch sequence that is now stored */
   acknowledged: number;
   commands?: Command[];
+  /** the service does not know what this boot watches; send its `started` again */
+  send_started?: boolean;
 }
 
 /** A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run. */

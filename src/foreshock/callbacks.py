@@ -1,0 +1,24 @@
+"""The callbacks of the trainers, each looked up when it is first used, so that only its own trainer must be installed.
+
+from foreshock.callbacks import TransformersCallback   # Trainer(..., callbacks=[TransformersCallback(run="my-run")])
+from foreshock.callbacks import LightningCallback      # Trainer(callbacks=[LightningCallback(run="my-run")])
+from foreshock.callbacks import AccelerateTracker      # Accelerator(log_with=AccelerateTracker(model, run="my-run"))
+from foreshock.callbacks import watch_torchtitan       # watch_torchtitan(trainer, run="my-run")
+"""
+
+from importlib import import_module
+from typing import Any, Final
+
+_HOMES: Final = {
+    "TransformersCallback": ("huggingface", "ForeshockCallback"),
+    "LightningCallback": ("lightning", "ForeshockCallback"),
+    "AccelerateTracker": ("accelerate", "ForeshockTracker"),
+    "watch_torchtitan": ("torchtitan", "watch"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"foreshock.callbacks has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(f"foreshock.monitor.callbacks.{module}"), attribute)

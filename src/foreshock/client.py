@@ -1,0 +1,290 @@
+"""A client of the service for notebooks, scripts and the command line.
+
+    from foreshock.client import Service
+
+    with Service("http://127.0.0.1:8765", token="...") as service:
+        names = [run["run"] for run in service.runs()]
+        offsets = service.series("my-run", "head.score_offset", layer=1, head=0)
+        print(offsets.steps[-1], offsets.last[-1])           # numpy; offsets.frame() is a pandas DataFrame
+        service.switch("my-run", "row_corrected", reason="the offset of layer 1 head 0 grows", heads=[(1, 0)])
+
+Answers that are not numbers come as the dictionaries of the HTTP API, fields of newer services included.
+"""
+
+import getpass
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+DEFAULT_URL: Final = "http://127.0.0.1:8765"
+SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected"})
+"""States of a command that no longer change."""
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class ServiceError(Exception):
+    """The service cannot be reached, or refuses; the message is a sentence for the person who asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one head, one layer or the whole run against the step: P points, arrays of shape [P].
+
+    A point spans the steps since the point before: `low` and `high` are the smallest and largest value in that span,
+    `last` is the value at its end. NaN means that nothing was counted.
+    """
+
+    run: str
+    metric: str
+    unit: str
+    layer: int | None
+    head: int | None
+    """None for a metric of the whole run, and where `worst_head` names the head."""
+    steps: Integers
+    low: Floats
+    high: Floats
+    last: Floats
+    worst_head: Floats | None
+    """Which head of the layer was the worst at each point, where no head was asked for."""
+
+    def frame(self) -> Any:
+        """The same as a pandas DataFrame with the step as its index. Raises ModuleNotFoundError without pandas."""
+        import pandas
+
+        columns = {"low": self.low, "high": self.high, "last": self.last}
+        if self.worst_head is not None:
+            columns["worst_head"] = self.worst_head
+        return pandas.DataFrame(columns, index=pandas.Index(self.steps, name="step"))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One metric of every head at one step: `values` has the shape [layers, heads], NaN where there is no head."""
+
+    run: str
+    metric: str
+    unit: str
+    step: int | None
+    layers: Integers
+    heads: Integers
+    values: Floats
+
+    def worst(self) -> tuple[int, int, float]:
+        """(layer, head, value) of the largest absolute value. Raises ValueError where nothing was counted."""
+        if not np.isfinite(self.values).any():
+            raise ValueError(f"run {self.run} has no finite {self.metric} at step {self.step}")
+        row, column = np.unravel_index(np.nanargmax(np.abs(self.values)), self.values.shape)
+        return int(self.layers[row]), int(self.heads[column]), float(self.values[row, column])
+
+
+class Service:
+    """One service. Every method raises ServiceError when it is not there or refuses.
+
+    url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
+    token: one with the scope that the call needs (`read`, or `act` for orders); by default FORESHOCK_TOKEN.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 10.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url: Final = url or os.environ.get("FORESHOCK_URL") or DEFAULT_URL
+        token = token or os.environ.get("FORESHOCK_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_seconds, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # ---- what is known --------------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[dict[str, Any]]:
+        """Every run, the one heard from last first."""
+        return self._pages("/v1/runs", "runs")
+
+    def run(self, run: str) -> dict[str, Any]:
+        """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
+        return self._object(self.get(f"/v1/runs/{run}"))
+
+    def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
+        """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
+        return self._pages(f"/v1/runs/{run}/events", "events", kind=list(kinds) or None)
+
+    def series(
+        self,
+        run: str,
+        metric: str,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        max_points: int = 1000,
+    ) -> Series:
+        """One metric against the step, by its name in the catalogue (`run.loss`, `head.score_offset`, ...).
+
+        A metric of heads needs `layer`; without `head` it is that of the layer's worst head at each point.
+        """
+        reply = self.get(
+            f"/v1/runs/{run}/series",
+            metric=metric,
+            layer=layer,
+            head=head,
+            from_step=from_step,
+            to_step=to_step,
+            max_points=max_points,
+        )
+        lines = reply["lines"]
+        if len(lines) > 1:
+            has = ", ".join(str(line["layer"]) for line in lines)
+            raise ServiceError(f"{metric} belongs to heads: name a layer of run {run}; it has {has}")
+        line = lines[0] if lines else {"layer": layer, "head": head, "steps": [], "low": [], "high": [], "last": []}
+        worst = line.get("worst_head")
+        return Series(
+            run=reply["run"],
+            metric=reply["metric"],
+            unit=reply["unit"],
+            layer=line["layer"],
+            head=line["head"],
+            steps=np.asarray(line["steps"], np.int64),
+            low=_floats(line["low"]),
+            high=_floats(line["high"]),
+            last=_floats(line["last"]),
+            worst_head=None if worst is None else _floats(worst),
+        )
+
+    def matrix(self, run: str, metric: str, step: int | None = None) -> Matrix:
+        """One metric of every head, at `step` or just before it; at the last step by default."""
+        reply = self.get(f"/v1/runs/{run}/matrix", metric=metric, step=step, max_steps=0)
+        layers, heads = np.asarray(reply["layers"], np.int64), np.asarray(reply["heads"], np.int64)
+        values = _floats([value for row in reply["values"] for value in row]).reshape(len(layers), len(heads))
+        return Matrix(reply["run"], reply["metric"], reply["unit"], reply["step"], layers, heads, values)
+
+    # ---- orders ---------------------------------------------------------------------------------------------------
+
+    def commands(self, run: str) -> list[dict[str, Any]]:
+        """The newest orders to a run, newest first."""
+        return list(self.get(f"/v1/runs/{run}/commands")["commands"])
+
+    def command(self, command: str) -> dict[str, Any]:
+        """One order and its way through the ranks."""
+        return self._object(self.get(f"/v1/commands/{command}"))
+
+    def switch(
+        self,
+        run: str,
+        mode: str,
+        *,
+        reason: str,
+        heads: Sequence[tuple[int, int]] | None = None,
+        dry_run: bool = False,
+        who: str | None = None,
+    ) -> dict[str, Any]:
+        """Order `heads`, pairs of (layer, head), to `mode`; all heads of the run by default.
+
+        Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do. `who` and
+        `reason` stand in the audit trail; `who` is the name of this user by default.
+        """
+        order = {"who": who or getpass.getuser(), "reason": reason, "heads": heads, "mode": mode, "dry_run": dry_run}
+        return self._object(self.post(f"/v1/runs/{run}/commands", order))
+
+    def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
+        """Order the modes back that `command` changed; returns the orders that do it."""
+        order = {"who": who or getpass.getuser(), "reason": reason, "dry_run": dry_run}
+        return list(self.post(f"/v1/commands/{command}/undo", order)["commands"])
+
+    def approve(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+        """Let a proposed switch go out."""
+        return self._object(
+            self.post(f"/v1/commands/{command}/approve", {"who": who or getpass.getuser(), "reason": reason})
+        )
+
+    def reject(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+        """Turn a proposed switch down."""
+        return self._object(
+            self.post(f"/v1/commands/{command}/reject", {"who": who or getpass.getuser(), "reason": reason})
+        )
+
+    def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
+        """The order once every agent that it concerns has answered, or as it stands after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while command["state"] not in SETTLED and time.monotonic() < deadline:
+            time.sleep(0.2)
+            command = self.command(command["id"])
+        return command
+
+    # ---- anything else of the HTTP API ----------------------------------------------------------------------------
+
+    def get(self, path: str, **query: Any) -> Any:
+        """GET, decoded from JSON; what is None is left out of the query."""
+        return self._send("GET", path, params={k: v for k, v in query.items() if v is not None})
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST of JSON, decoded from JSON."""
+        return self._send("POST", path, json=body)
+
+    def _pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
+        cursor = None
+        while True:
+            page = self.get(path, cursor=cursor, **query)
+            yield from page[field]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                return
+
+    def _object(self, reply: Any) -> dict[str, Any]:
+        if not isinstance(reply, dict):
+            raise ServiceError(f"{self.url} answered {type(reply).__name__} where an object was due; is it foreshock?")
+        return reply
+
+    def _send(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            reply = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServiceError(
+                f"no service answers at {self.url} ({type(error).__name__}); "
+                "start one with `foreshock serve`, or name it with --url or FORESHOCK_URL"
+            ) from None
+        if not reply.is_success:
+            raise ServiceError(_problem(reply))
+        try:
+            return reply.json()
+        except ValueError:
+            raise ServiceError(f"{reply.request.url} answered no JSON; is it foreshock?") from None
+
+
+def _floats(values: Sequence[Any]) -> Floats:
+    # null means that nothing was counted; a number that is not finite travels as a word
+    return np.asarray([np.nan if value is None else float(value) for value in values], np.float64)
+
+
+def _problem(reply: httpx.Response) -> str:
+    try:
+        problem = reply.json()
+        lines = [str(problem["detail"])]
+        lines += [f"  {item['where']}: {item['message']}" for item in problem.get("errors", [])]
+    except (ValueError, KeyError, TypeError):
+        return f"{reply.request.url} answered {reply.status_code}, not in the service's words; is it foreshock?"
+    if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        lines.append("give a token with --token or FORESHOCK_TOKEN")
+    return "\n".join(lines)

@@ -1,0 +1,205 @@
+"""Which process start of a rank is listened to, whatever the clocks of its nodes say and however its batches come."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.server.postgresql import new_database
+
+from foreshock.contract import version_0_1_0
+from foreshock.contract.wire import Ack
+from foreshock.server.ingest import recorder
+from foreshock.server.store.schema import runs
+from foreshock.server.testing import FakeRank
+
+AHEAD, BEHIND = "1800000060000-0-aaaa", "1800000000000-0-bbbb"
+"""Names of process starts on a node whose clock is right, and on one that is a minute behind."""
+ORDER = {"who": "ann", "reason": "drift", "heads": [[0, 1]], "mode": "exact_delta"}
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def play_on_both(request: pytest.FixtureRequest, play: Any, player: Any) -> Callable[..., None]:
+    """Plays a story on a new store of either kind."""
+    if request.param == "sqlite":
+        return lambda story: play(story)
+    postgres = request.getfixturevalue("postgres")
+
+    async def on_postgres(story: Any) -> None:
+        url = await new_database(postgres, f"starts_{uuid.uuid4().hex[:8]}")
+        await player(url, story, migrate=True)
+
+    return lambda story: asyncio.run(on_postgres(story))
+
+
+async def losses(service: Any) -> tuple[list[int], list[float]]:
+    [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+    return line["steps"], line["last"]
+
+
+async def who_is_ordered(service: Any, *ranks: FakeRank) -> list[str]:
+    """Those of the process starts that get an order which is given now."""
+    made = await service.client.post("/v1/runs/run-1/commands", json=ORDER)
+    assert made.status_code == 201, made.text
+    return [rank.boot for rank in ranks if (await service.store(rank, rank.sample(100))).commands]
+
+
+@pytest.mark.promise("S11")
+def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(play_on_both: Any) -> None:
+    async def story(service: Any) -> None:
+        old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+        await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
+        await service.store(old, old.verdict(30), age=520)
+        await service.store(new, new.started(step=15, policy="observe"), new.sample(20, since=15, loss=2.0), age=3)
+        assert await losses(service) == ([10, 20], [1.0, 2.0])
+        detail = await service.get("/v1/runs/run-1")
+        assert (detail["last_step"], detail["policy"], detail["warnings"]) == (20, "observe", [])
+        assert await who_is_ordered(service, old, new) == [BEHIND]
+
+    play_on_both(story)
+
+
+@pytest.mark.promise("S11")
+@pytest.mark.parametrize("dead_first", [True, False])
+def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_lives(
+    play_on_both: Any, dead_first: bool
+) -> None:
+    """The dead one was never heard while it lived, and the clock of its node was ahead."""
+
+    async def story(service: Any) -> None:
+        first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+        await service.store(first, first.started(), first.sample(5, since=0), first.sample(20, since=5), age=900)
+
+        async def replay() -> None:
+            await service.store(dead, dead.started(step=10), dead.sample(20, since=10), age=8, replayed=True)
+            await service.store(dead, dead.sample(30, since=20, loss=9.0), age=9, replayed=True)
+
+        if dead_first:
+            await replay()
+        await service.store(living, living.started(step=20), living.sample(25, since=20), age=8)
+        if not dead_first:
+            await replay()
+        assert await losses(service) == ([5, 20, 25], [3.0, 3.0, 3.0])
+        assert await who_is_ordered(service, first, dead, living) == [BEHIND]
+
+    play_on_both(story)
+
+
+def test_a_process_that_lived_and_died_while_the_service_was_away_keeps_its_place_between_two_others(play: Any) -> None:
+    async def story(service: Any) -> None:
+        first, dead, living = (FakeRank(boot=f"18000000{number}0000-0-cccc") for number in (10, 20, 30))
+        await service.store(first, first.started(), *(first.sample(s, s - 10, loss=1.0) for s in (10, 20, 30)), age=5)
+        await service.store(living, living.started(step=20), living.sample(30, since=20, loss=3.0), age=2)
+        events = dead.started(step=10), dead.sample(20, since=10, loss=2.0), dead.sample(30, since=20, loss=2.0)
+        await service.store(dead, *events, age=4, replayed=True)
+        assert await losses(service) == ([10, 20, 30], [1.0, 2.0, 3.0])
+
+    play(story)
+
+
+def test_one_that_was_cut_off_from_the_service_does_not_outrank_its_successor_when_it_comes_back(play: Any) -> None:
+    async def story(service: Any) -> None:
+        cut_off, successor = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+        await service.store(successor, successor.started(step=10), successor.sample(20, since=10), age=30)
+        await service.store(cut_off, cut_off.started(), cut_off.sample(15, since=0), age=4000)
+        assert await who_is_ordered(service, cut_off, successor) == [BEHIND]
+
+    play(story)
+
+
+@pytest.mark.parametrize("jump_seconds", [91 * 86400.0, -91 * 86400.0])
+def test_a_service_whose_clock_jumped_for_a_moment_still_knows_who_came_last(
+    play: Any, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    class Clock:
+        ahead = 0.0
+
+        def time(self) -> float:
+            return time.time() + self.ahead
+
+    async def story(service: Any) -> None:
+        clock = Clock()
+        monkeypatch.setattr(recorder, "time", clock)
+        ranks = [FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1)]
+        for number, rank in enumerate(ranks):
+            clock.ahead = jump_seconds if number == (1 if jump_seconds > 0 else 0) else 0.0
+            await service.store(rank, rank.started(step=number), rank.sample(number + 1), age=1)
+        assert await who_is_ordered(service, *ranks) == [ranks[2].boot]
+
+    play(story)
+
+
+@pytest.mark.promise("S16")
+@pytest.mark.parametrize("turned", [False, True])
+def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(play: Any, turned: bool) -> None:
+    async def story(service: Any) -> None:
+        old, new = FakeRank(boot=BEHIND), FakeRank(boot=AHEAD)
+        for rank in (new, old) if turned else (old, new):
+            rank.revision = 0
+            await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
+        assert await who_is_ordered(service, old, new) == [AHEAD]
+
+    play(story)
+
+
+@pytest.mark.promise("S16")
+def test_an_agent_that_was_updated_outranks_the_old_one_whose_clock_was_ahead(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ahead = f"{int((time.time() + 60) * 1000):013d}-0-eeee"
+        old, new = FakeRank(boot=ahead), FakeRank(boot=BEHIND)
+        await service.store(old, old.started())
+        await service.store(new, new.started(), age=2)
+        assert await who_is_ordered(service, old, new) == [BEHIND]
+
+    play(story)
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("age", ["soon", "-1", "nan", "inf", "1e300", "9" * 400, "\u0660", ""])
+def test_a_senseless_age_costs_no_batch(play: Any, age: str) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
+        batch = rank.batch(rank.started()).model_dump_json()
+        assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
+        assert await who_is_ordered(service, rank) == ["b1"]
+
+    play(story)
+
+
+# ---- a run that the service has forgotten ---------------------------------------------------------------------------
+
+
+@pytest.mark.promise("S16")
+def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(play_on_both: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        assert not (await service.store(rank, rank.started(), age=1)).send_started
+        assert not (await service.store(rank, rank.sample(1), age=2)).send_started
+        async with service.app.state.store.write() as connection:
+            await connection.execute(runs.delete())
+        assert (await service.store(rank, rank.sample(2), age=3)).send_started
+        assert (await service.get("/v1/runs/run-1"))["layers"] == []
+        assert not (await service.store(rank, rank.started(), rank.sample(3), age=4)).send_started
+        assert not (await service.store(rank, rank.started(), rank.sample(4), age=5)).send_started
+        detail = await service.get("/v1/runs/run-1")
+        assert (len(detail["layers"]), detail["policy"], detail["last_step"]) == (2, "auto", 4)
+        told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
+        assert len(told) == 1, "it is told once, however often it is said"
+
+    play_on_both(story)
+
+
+@pytest.mark.promise("S16")
+def test_an_agent_of_0_1_0_is_not_asked_what_it_cannot_read(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        rank.revision = 0
+        answer = await service.post(rank.batch(rank.sample(1)))
+        assert set(answer.json()) == {"boot", "acknowledged", "commands"}
+
+    play(story)
+    asked = Ack(boot="b", acknowledged=1, send_started=True).model_dump_json().encode()
+    assert b"send_started" not in version_0_1_0.ack(asked)

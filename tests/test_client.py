@@ -1,0 +1,173 @@
+"""The Python client, against a real service in its own process."""
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pandas as pd
+import pytest
+
+from foreshock.client import Matrix, Service, ServiceError
+from foreshock.contract.wire import Batch, Command
+from foreshock.server.testing import FakeRank, LiveService
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    """A service that knows one run of three layers with heads 0, 2 and 5, whose third loss was not a number."""
+    with LiveService(tmp_path_factory.mktemp("service")) as running:
+        rank = FakeRank(run="team-a/run-9", layers=3, heads=(0, 2, 5))
+        samples = [rank.sample(step, loss=float("nan") if step == 3 else step / 4) for step in range(1, STEPS + 1)]
+        store(running, rank.batch(rank.started(), *samples, rank.verdict(STEPS, layer=2, head=5)))
+        yield running
+
+
+@pytest.fixture
+def service(live: LiveService) -> Iterator[Service]:
+    with Service(live.url) as client:
+        yield client
+
+
+def store(live: LiveService, batch: Batch) -> None:
+    headers = {"Content-Type": "application/json"}
+    httpx.post(f"{live.url}/v1/batches", content=batch.model_dump_json(), headers=headers).raise_for_status()
+
+
+def test_runs_and_their_events_come_page_by_page(service: Service) -> None:
+    assert [run["run"] for run in service.runs()] == ["team-a/run-9"]
+    assert service.run("team-a/run-9")["warnings"][0]["sentence"] == "layer 2 head 5 drifts"
+    assert [event["kind"] for event in service.events("team-a/run-9")] == ["verdict", "started"]
+    assert [event["kind"] for event in service.events("team-a/run-9", "started")] == ["started"]
+
+
+def test_a_series_is_numpy_and_becomes_a_frame_of_pandas(service: Service) -> None:
+    loss = service.series("team-a/run-9", "run.loss")
+    assert loss.steps.tolist() == list(range(1, STEPS + 1))
+    assert loss.last.dtype == np.float64
+    assert np.isnan(loss.last[2])
+    assert loss.last[[0, 1, 3]].tolist() == [0.25, 0.5, 1.0]
+    frame = loss.frame()
+    assert isinstance(frame, pd.DataFrame)
+    assert frame.index.name == "step"
+    assert frame["last"].loc[6] == 1.5
+
+
+def test_a_series_of_a_head_is_what_its_rank_counted(service: Service) -> None:
+    rank = FakeRank(run="team-a/run-9", layers=3, heads=(0, 2, 5))
+    of_head = service.series("team-a/run-9", "head.score_offset", layer=1, head=5)
+    offsets = rank.words(6).view(np.float64)[5]  # layer 1, third of its heads
+    assert of_head.worst_head is None
+    assert any(np.isclose(of_head.last[5], value / 1000, rtol=1e-12) for value in offsets)
+    of_worst = service.series("team-a/run-9", "head.score_offset", layer=1)
+    assert of_worst.worst_head is not None
+    assert set(of_worst.worst_head) <= {0.0, 2.0, 5.0}
+
+
+def test_a_matrix_names_its_worst_head(service: Service) -> None:
+    at_five = service.matrix("team-a/run-9", "head.score_offset", 5)
+    assert at_five.values.shape == (3, 3)
+    assert at_five.heads.tolist() == [0, 2, 5]
+    layer, head, value = at_five.worst()
+    assert abs(value) == np.abs(at_five.values).max()
+    line = service.series("team-a/run-9", "head.score_offset", layer=layer, head=head)
+    assert line.last[line.steps == 5] == value
+
+
+def test_an_empty_matrix_has_no_worst_head() -> None:
+    nothing = Matrix("r", "m", "", 3, np.arange(1), np.arange(2), np.full((1, 2), np.nan))
+    with pytest.raises(ValueError, match="run r has no finite m at step 3"):
+        nothing.worst()
+
+
+def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, service: Service) -> None:
+    rank = FakeRank(run="orders", boot="b2")
+    store(live, rank.batch(rank.started(), rank.sample(1)))
+    ended = threading.Event()
+
+    def agent() -> None:
+        step, mode = 1, "plain"
+        while not ended.wait(0.1):
+            step += 1
+            batch = rank.batch(rank.sample(step))
+            reply = httpx.post(
+                f"{live.url}/v1/batches",
+                content=batch.model_dump_json(),
+                headers={"Content-Type": "application/json"},
+                timeout=30,
+            )
+            for command in reply.json()["commands"]:
+                heads = tuple(tuple(head) for head in command["heads"])
+                said = rank.answer(Command.model_validate(command), step).model_copy(
+                    update={"heads": heads, "before": (mode,) * len(heads), "after": (command["mode"],) * len(heads)}
+                )
+                store(live, rank.batch(said))
+                mode = command["mode"]
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    try:
+        done = service.wait(
+            service.switch("orders", "row_corrected", reason="a test", heads=[(1, 2), (0, 0)], who="tester"), 60
+        )
+        (back,) = (service.wait(order, 60) for order in service.undo(done["id"], reason="enough seen"))
+    finally:
+        ended.set()
+        thread.join()
+    assert done["state"] == "applied"
+    assert done["issued_by"].startswith("tester")
+    assert [answer["after"] for answer in done["ranks"]] == [["row_corrected", "row_corrected"]]
+    assert back["undoes"] == done["id"]
+    assert [order["id"] for order in service.commands("orders")] == [back["id"], done["id"]]
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda s: s.run("nobody"), "There is no run 'nobody'"),
+        (lambda s: s.series("team-a/run-9", "nonsense"), "nonsense"),
+        (
+            lambda s: s.series("team-a/run-9", "head.score_offset"),
+            "name a layer of run team-a/run-9; it has 0, 1, 2",
+        ),
+        (lambda s: s.switch("team-a/run-9", "fast", reason="x"), "mode"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_sentence(service: Service, ask: object, sentence: str) -> None:
+    assert callable(ask)
+    with pytest.raises(ServiceError, match=sentence):
+        ask(service)
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        (httpx.Response(200, text="<html>"), "answered no JSON; is it foreshock"),
+        (httpx.Response(200, json=[1]), "answered list where an object was due"),
+        (httpx.Response(502, text="bad gateway"), "answered 502, not in the service's words"),
+        (httpx.Response(401, json={"detail": "No token."}), "No token.\ngive a token"),
+    ],
+)
+def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, sentence: str) -> None:
+    with (
+        Service("http://elsewhere", transport=httpx.MockTransport(lambda request: reply)) as client,
+        pytest.raises(ServiceError, match=sentence),
+    ):
+        client.run("r")
+
+
+def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(request)
+        return httpx.Response(200, json={"run": "r"})
+
+    monkeypatch.setenv("FORESHOCK_URL", "https://foreshock.example:99")
+    monkeypatch.setenv("FORESHOCK_TOKEN", "secret-7")
+    with Service(transport=httpx.MockTransport(answer)) as client:
+        client.run("r")
+    assert str(heard[0].url) == "https://foreshock.example:99/v1/runs/r"
+    assert heard[0].headers["authorization"] == "Bearer secret-7"
