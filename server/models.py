@@ -24,8 +24,13 @@ from foreshock.contract.wire import (
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
 Verification = Literal["verified", "not arrested", "unknown"]
-CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
-"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
+CommandState = Literal[
+    "proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled"
+]  # fmt: skip
+"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
+
+What is pending or delivered may be cancelled: it goes to no further rank.
+"""
 Number = float | None
 
 
@@ -231,7 +236,7 @@ class CommandRequest(BaseModel):
 
 
 class Decision(BaseModel):
-    """Approval or rejection of a proposed command."""
+    """Approval or rejection of a proposed command, or the end of one that is under way."""
 
     model_config = ConfigDict(extra="forbid")
     who: Storable = Field(min_length=1, max_length=128)

@@ -80,8 +80,7 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     """
     if not settings.verify_steps:
         return
-    async with store.read() as connection:
-        found = await _due(connection, settings, roller)
+    found = await store.look(lambda connection: _due(connection, settings, roller))
     for due in found:
         async with store.write() as connection:
             await _judge(store, connection, settings, due)

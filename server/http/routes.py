@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.curves.matrix import matrix
-from foreshock.server.curves.series import curve_of, curves, metric_of, series
+from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
     AuditPage,
@@ -36,6 +37,7 @@ from foreshock.server.runs.listing import list_runs, run_detail
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
+from foreshock.server.store.lanes import Work
 from foreshock.server.store.schema import runs
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
@@ -50,19 +52,30 @@ def _store(request: Request) -> Store:
     return store
 
 
-@router.get("/v1/runs")
+async def _read_much(request: Request, read: Work[bytes]) -> Response:
+    """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
+    async with _store(request).turn() as look:
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        return Response(await look(read), media_type="application/json")
+
+
+@router.get("/v1/runs", response_model=RunList)
 async def get_runs(
     request: Request,
     caller: Reader,
     limit: Limit = 100,
     cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
-) -> RunList:
+) -> Response:
     """Runs, the one heard from last first."""
-    async with _store(request).read() as connection:
-        return await list_runs(connection, caller.run_prefix, cursor, limit)
+
+    async def read(connection: AsyncConnection) -> bytes:
+        return (await list_runs(connection, caller.run_prefix, cursor, limit)).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/series")
+@router.get("/v1/runs/{run:path}/series", response_model=Series)
 async def get_series(
     request: Request,
     _: Reader,
@@ -73,17 +86,18 @@ async def get_series(
     from_step: StepQuery = None,
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Series:
+) -> Response:
     """One metric against the step."""
-    async with _store(request).read_much() as connection:
+    roller, wanted, span = request.app.state.roller, metric_of(metric), (from_step, to_step)
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        span = from_step, to_step
-        return await series(
-            connection, request.app.state.roller, run_id, run, metric_of(metric), layer, head, span, max_points
-        )
+        return as_json(await series(connection, roller, run_id, run, wanted, layer, head, span, max_points))
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/curves")
+@router.get("/v1/runs/{run:path}/curves", response_model=Curves)
 async def get_curves(
     request: Request,
     _: Reader,
@@ -92,15 +106,18 @@ async def get_curves(
     from_step: StepQuery = None,
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Curves:
+) -> Response:
     """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
-    wanted = [curve_of(text) for text in line]
-    async with _store(request).read_much() as connection:
+    roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return await curves(connection, request.app.state.roller, run_id, run, wanted, (from_step, to_step), max_points)
+        return as_json(await curves(connection, roller, run_id, run, wanted, (from_step, to_step), max_points))
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/matrix")
+@router.get("/v1/runs/{run:path}/matrix", response_model=Matrix)
 async def get_matrix(
     request: Request,
     _: Reader,
@@ -108,11 +125,15 @@ async def get_matrix(
     metric: Annotated[str, Query(max_length=64)],
     step: StepQuery = None,
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
-) -> Matrix:
+) -> Response:
     """One per-head metric, layers by heads, at or just before a step."""
-    async with _store(request).read_much() as connection:
+    wanted = metric_of(metric, per_head=True)
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return await matrix(connection, run_id, run, metric_of(metric, per_head=True), step, max_steps)
+        return (await matrix(connection, run_id, run, wanted, step, max_steps)).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
 @router.get("/v1/runs/{run:path}/events")
@@ -162,14 +183,17 @@ async def post_command(
     return status
 
 
-@router.get("/v1/runs/{run:path}")
-async def get_run(request: Request, _: Reader, run: str) -> RunDetail:
+@router.get("/v1/runs/{run:path}", response_model=RunDetail)
+async def get_run(request: Request, _: Reader, run: str) -> Response:
     """Everything known of a run at its last step."""
-    async with _store(request).read() as connection:
+
+    async def read(connection: AsyncConnection) -> bytes:
         row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
         if row is None:
             raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
-        return await run_detail(connection, row)
+        return (await run_detail(connection, row)).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
 @router.get("/v1/commands/{command}")
@@ -197,6 +221,18 @@ async def approve(request: Request, caller: Actor, command: str, decision: Decis
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Turn a proposed command down."""
     return await _decide(request, caller, command, decision, approved=False)
+
+
+@router.post("/v1/commands/{command}/cancel")
+async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
+    """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
+    state = request.app.state
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        await commands.cancel(state.store, connection, command, f"{decision.who} ({caller.name})", decision.reason)
+        [status] = await commands.status(connection, None, command, 1)
+    state.broadcaster.wake()
+    return status
 
 
 @router.post("/v1/commands/{command}/undo", status_code=201)
@@ -229,13 +265,31 @@ async def _decide(
 @router.get("/v1/audit")
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
-    if caller.run_prefix:
-        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+    _speaks_of_all(caller)
     async with _store(request).read() as connection:
         rows = await audit.page(connection, cursor, limit + 1)
     intact = audit.intact(rows)
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
+
+
+@router.get("/v1/audit/export", response_class=Response)
+async def export_audit(
+    request: Request,
+    caller: Reader,
+    after: Annotated[int, Query(ge=0, le=2**62)] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Response:
+    """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
+    _speaks_of_all(caller)
+    async with _store(request).read() as connection:
+        rows = await audit.after(connection, after, limit)
+    return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
+
+
+def _speaks_of_all(caller: Caller) -> None:
+    if caller.run_prefix:
+        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
 
 
 @router.get("/metrics", response_class=Response)

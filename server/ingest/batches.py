@@ -10,6 +10,7 @@ import structlog
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 from sqlalchemy.exc import DataError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,11 +20,11 @@ from foreshock.server.access import quotas
 from foreshock.server.access.auth import ANYONE, Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
-from foreshock.server.commands.delivery import exchange
+from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.ingest.arrivals import Arrival, arrival_of
-from foreshock.server.ingest.recorder import MisfitError, key_of, record
+from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.words import printable
@@ -143,12 +144,15 @@ class Writer:
         arrivals = {
             key_of(item.batch): item.arrival for item in sorted(items, key=lambda item: not item.arrival.replayed)
         }
-        async with self._store.write() as connection:
+
+        async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
             done = await record(self._store, connection, group, arrivals)
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             await quotas.count(self._store, connection, own)
-            orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            return done, await exchange(self._store, connection, done.run_ids, done.switched, group)
+
+        done, orders = await self._store.transact(take_in)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:

@@ -86,7 +86,7 @@ export interface Command {
 /** A transition of a command, as it stands in the event log and the stream. */
 export interface CommandChange {
   id: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   source: string;
   issued_by: string;
   reason: string;
@@ -119,7 +119,7 @@ export interface CommandRequest {
 export interface CommandStatus {
   id: string;
   run: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
   source: "api" | "alertmanager" | "grafana" | "agent" | "rank" | "service";
   issued_by: string;
@@ -161,7 +161,7 @@ export interface Curves {
   lines: CurveLine[];
 }
 
-/** Approval or rejection of a proposed command. */
+/** Approval or rejection of a proposed command, or the end of one that is under way. */
 export interface Decision {
   who: string;
   reason: string;
