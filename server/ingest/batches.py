@@ -27,6 +27,7 @@ from foreshock.server.ingest.arrivals import Arrival, arrival_of
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
@@ -38,7 +39,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
@@ -150,7 +151,10 @@ class Writer:
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             await quotas.count(self._store, connection, own)
-            return done, await exchange(self._store, connection, done.run_ids, done.switched, group)
+            orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            if done.told:
+                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
+            return done, orders
 
         done, orders = await self._store.transact(take_in)
         self._counters.batches["stored"] += len(done.new)

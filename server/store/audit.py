@@ -90,9 +90,11 @@ class Chain:
     def follow(self, row: AuditRow) -> None:
         """Take the next row. Raises BrokenChainError when it is not the one that followed."""
         if row.sequence != self.sequence + 1:
-            raise BrokenChainError(f"the audit trail is broken: row {self.sequence + 1} is missing, {row.sequence} came")
+            raise BrokenChainError(
+                f"the audit trail is broken: row {self.sequence + 1} is missing before {row.sequence}"
+            )
         if row.previous_hash != self.hash:
-            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} does not follow row {self.sequence}")
+            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} does not follow the one before")
         if row.hash != row_hash(row):
             raise BrokenChainError(f"the audit trail is broken: row {row.sequence} was changed after it was written")
         self.sequence, self.hash = row.sequence, row.hash

@@ -26,7 +26,7 @@ def events_of(response: httpx.Response) -> Iterator[dict[str, str]]:
         if line.startswith(":"):
             continue
         if not line:
-            if "event" in event:
+            if event.get("event") not in (None, "incident"):
                 yield event
             event = {}
         else:
