@@ -94,7 +94,7 @@ class Chain:
                 f"the audit trail is broken: row {self.sequence + 1} is missing before {row.sequence}"
             )
         if row.previous_hash != self.hash:
-            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} does not follow the one before")
+            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} follows another one")
         if row.hash != row_hash(row):
             raise BrokenChainError(f"the audit trail is broken: row {row.sequence} was changed after it was written")
         self.sequence, self.hash = row.sequence, row.hash
