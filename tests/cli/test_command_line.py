@@ -303,7 +303,7 @@ def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
 
 
 def test_the_password_of_a_database_that_cannot_be_reached_is_not_said(tmp_path: Path) -> None:
-    code, said = serve_with({"FORESHOCK_DATABASE_URL": "postgresql://me:pass@phrase:x@127.0.0.1:1/db"}, tmp_path)
+    code, said = serve_with({"FORESHOCK_DATABASE_URL": "postgresql://me:passphrase@127.0.0.1:1/db"}, tmp_path)
     assert code != 0
     assert "the database cannot be used" in said
     assert "phrase" not in said
@@ -317,3 +317,19 @@ def test_a_port_that_is_taken_is_a_sentence_that_says_what_to_do(tmp_path: Path)
     assert f"port {port} of 127.0.0.1 is taken" in said
     assert "--port" in said
     assert "{" not in said, "no line of the log"
+
+
+def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Path) -> None:
+    addresses = ["--grafana-url", "https://g.example", "--service-url", "https://s.example/"]
+    done = foreshock(
+        "dashboards", "generate", "--out", str(tmp_path), *addresses, "--runbooks-url", "https://r.example"
+    )
+    assert done.exit_code == 0, done.output
+    rules = (tmp_path / "dashboards/generated/prometheus-rules.yml").read_text()
+    assert "https://g.example/d/foreshock-run" in rules
+    assert "https://s.example/?runs=" in rules
+    assert "runbook_url: https://r.example/ForeshockRunHung.md" in rules
+    assert "127.0.0.1" not in rules
+    refused = foreshock("dashboards", "generate", *addresses)
+    assert refused.exit_code == 1
+    assert "--out" in refused.stderr

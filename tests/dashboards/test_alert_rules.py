@@ -10,7 +10,7 @@ import yaml
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.modes import DEFAULT_MITIGATION
-from foreshock.dashboards.provisioning import to_yaml
+from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from foreshock.contract.wire import Verdict
+from foreshock.dashboards.alertmanager import Receivers, alertmanager_config
 from foreshock.dashboards.generate import GENERATED
 from foreshock.dashboards.messages import TEMPLATES
-from foreshock.dashboards.provisioning import alertmanager_config
 from foreshock.server.notifier import message_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
             f"{here}/service",
             None,
             templates=REPOSITORY / GENERATED / "messages.tmpl",
-            slack_url_file=tmp_path / "slack_url",
+            receivers=Receivers(slack=tmp_path / "slack_url"),
             group_wait="100ms",
             group_interval="1s",
         )
