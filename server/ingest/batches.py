@@ -26,6 +26,7 @@ from foreshock.server.ingest.arrivals import Arrival, arrival_of
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
@@ -38,7 +39,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
@@ -142,7 +143,10 @@ class Writer:
 
         async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
             done = await record(self._store, connection, group, arrivals)
-            return done, await exchange(self._store, connection, done.run_ids, done.switched, group)
+            orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            if done.told:
+                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
+            return done, orders
 
         done, orders = await self._store.transact(take_in)
         self._counters.batches["stored"] += len(done.new)
