@@ -90,7 +90,7 @@ class Fuzzed:
     def send(self, method: str, path: str, body: bytes | None, **headers: str) -> httpx.Response:
         """Send; the answer, which is never a failure of the service and never late."""
         given = {"content-type": "application/json", **headers} if body is not None else headers
-        raw = {name: value.encode("latin-1") for name, value in given.items()}
+        raw = {name.encode(): value.encode("latin-1") for name, value in given.items()}
         began = time.monotonic()
         answer = self.loop.run_until_complete(self._client.request(method, path, content=body, headers=raw))
         assert time.monotonic() - began < LONGEST_SECONDS

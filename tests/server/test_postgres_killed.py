@@ -50,8 +50,7 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
         senders = [Sender(service.url, FakeRank(run="killed", rank=number)) for number in range(3)]
         try:
             for _ in range(kills):
-                before = [sender.acknowledged for sender in senders]
-                _until(lambda before=before: all(s.acknowledged > b for s, b in zip(senders, before, strict=True)))
+                _until_each_has_sent_more(senders)
                 time.sleep(when.uniform(0, 0.3))
                 server.kill()
                 try:
@@ -61,8 +60,7 @@ def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_t
                     assert (refused.status_code, refused.json()["detail"]) == (503, AWAY)
                 finally:
                     server.start()
-            before = [sender.acknowledged for sender in senders]
-            _until(lambda: all(s.acknowledged > b for s, b in zip(senders, before, strict=True)))
+            _until_each_has_sent_more(senders)
             _until(lambda: client.get("/readyz").status_code == 200)
         finally:
             for sender in senders:
@@ -86,6 +84,11 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _until_each_has_sent_more(senders: list[Sender]) -> None:
+    before = [sender.acknowledged for sender in senders]
+    _until(lambda: all(sender.acknowledged > said for sender, said in zip(senders, before, strict=True)))
 
 
 @pytest.mark.promise("S16")

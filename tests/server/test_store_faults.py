@@ -215,6 +215,10 @@ def _counts(path: Path) -> dict[str, int]:
         return {name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
 
 
+def _downgrade(connection: Any, revision: str) -> None:
+    command.downgrade(_alembic_config(connection), revision)
+
+
 @pytest.mark.promise("S16")
 def test_every_step_back_to_the_first_schema_loses_no_row_of_a_table_that_stays(tmp_path: Path) -> None:
     path = tmp_path / "foreshock.db"
@@ -228,7 +232,7 @@ def test_every_step_back_to_the_first_schema_loses_no_row_of_a_table_that_stays(
         newest = _counts(path)
         for revision in ("0007", "0006", "0005", "0004", "0003", "0002", "0001"):
             async with store.write() as connection:
-                await connection.run_sync(lambda c, to=revision: command.downgrade(_alembic_config(c), to))
+                await connection.run_sync(_downgrade, revision)
             counts = _counts(path)
             kept = counts.keys() & newest.keys() - {"rollups", "rollup_spans", "alembic_version"}
             assert {name: counts[name] for name in kept} == {name: newest[name] for name in kept}, revision
