@@ -121,7 +121,9 @@ class Gate:
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,
-                "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
+                "The token that was sent is none of this service's: it was misspelt, withdrawn, or belongs to another."
+                if "authorization" in headers
+                else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},
             )
         return caller
