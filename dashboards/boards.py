@@ -67,7 +67,7 @@ def _overview(links: Links) -> Board:
             table(
                 "Runs",
                 "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for "
-                "its board, its layers or its page. Bad: a warning, risk near 1, few steps left, or an active run whose "
+                "its board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose "
                 "last step is old.",
                 columns,
                 levels={
