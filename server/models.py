@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from foreshock.contract.decision import IncidentCause
+from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -85,6 +87,27 @@ class Login(BaseModel):
     token: str = Field(max_length=512)
 
 
+class IncidentChange(Response):
+    """An incident in short: in the list of runs, in the event log, in the stream."""
+
+    id: str
+    cause: IncidentCause
+    state: IncidentState
+    severity: Severity
+    opened_step: int
+    step: int
+    times: int = Field(description="how often it has opened in this run")
+    standing: int = Field(description="heads that are warned about now; the whole run counts as one")
+    steps_left: Number
+    sentence: str
+
+
+class IncidentList(Response):
+    """Every incident of a run, one for each cause, the most urgent first."""
+
+    incidents: list[Incident]
+
+
 class RunSummary(Response):
     """One row of the list of runs."""
 
@@ -106,6 +129,9 @@ class RunSummary(Response):
     active_warnings: int
     forecast_steps: Number = Field(
         default=None, description="the shortest forecast of them: steps until the largest |score| reaches 512"
+    )
+    incidents: list[IncidentChange] = Field(
+        default_factory=list, description="those that are not closed, the most urgent first"
     )
     labels: dict[str, str]
 
@@ -215,6 +241,9 @@ class Matrix(Response):
     measured_step: int | None = Field(description="by when the values were measured; null when they never were")
     layers: list[int]
     heads: list[int]
+    next_layer: int | None = Field(
+        default=None, description="the first layer that did not fit; ask again with from_layer for it and those after"
+    )
     values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")
     steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")
 
@@ -241,6 +270,15 @@ class Decision(BaseModel):
     model_config = ConfigDict(extra="forbid")
     who: Storable = Field(min_length=1, max_length=128)
     reason: Storable = Field(min_length=1, max_length=500)
+
+
+class Acknowledgement(BaseModel):
+    """Somebody takes care of an incident."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Storable = Field(min_length=1, max_length=128)
+    reason: Storable = Field(min_length=1, max_length=500)
+    incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
 
 
 class Undo(BaseModel):
@@ -317,7 +355,7 @@ class RunEvent(Response):
 
     id: int
     run: str
-    kind: Literal["started", "verdict", "switched", "command", "finished"]
+    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]
     rank: int | None = Field(description="null for what the service did itself")
     step: int | None
     unix_seconds: float
@@ -325,6 +363,8 @@ class RunEvent(Response):
     verdict: Verdict | None = None
     switched: Switched | None = None
     command: CommandChange | None = None
+    incident: IncidentChange | None = None
+    acknowledged: Acknowledged | None = None
 
 
 class EventList(Response):

@@ -31,6 +31,8 @@ _FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.
 _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _STEPS_AT_ONCE: Final = 64
+ARRAYS_OF_MODES: Final = frozenset({"modes"})
+"""For `merge`, where nothing but the heads' modes is wanted."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from foreshock.contract.incident import Incident
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
@@ -15,6 +16,7 @@ from foreshock.server.curves.matrix import matrix
 from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
+    Acknowledgement,
     AuditPage,
     CommandList,
     CommandRequest,
@@ -23,6 +25,7 @@ from foreshock.server.models import (
     Decision,
     EventList,
     Health,
+    IncidentList,
     Login,
     Matrix,
     Problem,
@@ -32,7 +35,8 @@ from foreshock.server.models import (
     Session,
     Undo,
 )
-from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
+from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import list_runs, run_detail
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
@@ -52,6 +56,11 @@ def _store(request: Request) -> Store:
     return store
 
 
+def _verify_steps(request: Request) -> int:
+    settings: Settings = request.app.state.settings
+    return settings.verify_steps
+
+
 async def _read_much(request: Request, read: Work[bytes]) -> Response:
     """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
     async with _store(request).turn() as look:
@@ -68,9 +77,10 @@ async def get_runs(
     cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
 ) -> Response:
     """Runs, the one heard from last first."""
+    steps = _verify_steps(request)
 
     async def read(connection: AsyncConnection) -> bytes:
-        return (await list_runs(connection, caller.run_prefix, cursor, limit)).model_dump_json().encode()
+        return (await list_runs(connection, caller.run_prefix, cursor, limit, steps)).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -125,13 +135,14 @@ async def get_matrix(
     metric: Annotated[str, Query(max_length=64)],
     step: StepQuery = None,
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
+    from_layer: Annotated[int, Query(ge=0, lt=100_000)] = 0,
 ) -> Response:
     """One per-head metric, layers by heads, at or just before a step."""
     wanted = metric_of(metric, per_head=True)
 
     async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return (await matrix(connection, run_id, run, wanted, step, max_steps)).model_dump_json().encode()
+        return (await matrix(connection, run_id, run, wanted, step, max_steps, from_layer)).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -141,16 +152,43 @@ async def get_events(
     request: Request,
     _: Reader,
     run: str,
-    kind: Annotated[list[Literal["started", "verdict", "switched", "command", "finished"]], Query()] = [],  # noqa: B006
+    kind: Annotated[
+        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]], Query()
+    ] = [],  # noqa: B006
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first."""
+    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged) are told to those who
+    name them."""
     async with _store(request).read() as connection:
         await commands.run_id_of(connection, run)
-        found = await read_events(connection, run=run, kinds=tuple(kind), before=cursor, limit=limit + 1)
+        kinds = tuple(kind) or KINDS_OF_0_1_0
+        found = await read_events(connection, run=run, kinds=kinds, before=cursor, limit=limit + 1)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
+
+
+@router.get("/v1/runs/{run:path}/incidents")
+async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
+    """What all warnings of a run come to: one incident for each cause, the most urgent first, closed ones included."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        found = await incidents_of(connection, [run_id], _verify_steps(request))
+    return IncidentList(incidents=found.get(run_id, []))
+
+
+@router.post("/v1/runs/{run:path}/acknowledge")
+async def post_acknowledge(request: Request, caller: Actor, run: str, care: Acknowledgement) -> Incident:
+    """Say that somebody takes care of an incident. It holds until the incident has closed."""
+    state = request.app.state
+    who = f"{care.who} ({caller.name})"
+    async with state.store.write() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        await state.store.lock_runs(connection, [run_id])
+        steps = state.settings.verify_steps
+        found = await acknowledge(state.store, connection, (run_id, run), care.incident, who, care.reason, steps)
+    state.broadcaster.wake()
+    return found
 
 
 @router.get("/v1/runs/{run:path}/commands")
@@ -191,7 +229,7 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
         row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
         if row is None:
             raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
-        return (await run_detail(connection, row)).model_dump_json().encode()
+        return (await run_detail(connection, row, _verify_steps(request))).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -265,13 +303,31 @@ async def _decide(
 @router.get("/v1/audit")
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
-    if caller.run_prefix:
-        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+    _speaks_of_all(caller)
     async with _store(request).read() as connection:
         rows = await audit.page(connection, cursor, limit + 1)
     intact = audit.intact(rows)
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
+
+
+@router.get("/v1/audit/export", response_class=Response)
+async def export_audit(
+    request: Request,
+    caller: Reader,
+    after: Annotated[int, Query(ge=0, le=2**62)] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Response:
+    """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
+    _speaks_of_all(caller)
+    async with _store(request).read() as connection:
+        rows = await audit.after(connection, after, limit)
+    return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
+
+
+def _speaks_of_all(caller: Caller) -> None:
+    if caller.run_prefix:
+        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
 
 
 @router.get("/metrics", response_class=Response)
@@ -289,8 +345,8 @@ async def get_healthz() -> Health:
 
 
 @router.get("/readyz")
-async def get_readyz(request: Request, _: Reader) -> Any:
-    """The service can store a batch: it has just written something."""
+async def get_readyz(request: Request) -> Any:
+    """The service can store a batch: it has written something within the last second. For probes, without a token."""
     state = request.app.state
     checks = {"ingest queue": "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"}
     checks["store"] = await state.readiness.of_store()

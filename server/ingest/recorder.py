@@ -83,6 +83,8 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
+    told: set[int] = field(default_factory=set)
+    """Runs of which something was told that an incident may change by: a verdict, a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
     """Process starts that have never said what they watch, as far as the store remembers."""
 
@@ -290,6 +292,8 @@ async def _write_events(
                 row |= {"sentence": finished_sentence(batch.rank, event)}
             else:
                 continue
+            if isinstance(event, Verdict | Switched):
+                done.told.add(done.run_ids[batch.run])
             row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
     if rows:
