@@ -77,6 +77,7 @@ class Agent:
                 "norms",
                 "sinks",
                 "sender",
+                "mirror",
             )
         }
         self._outbox = Outbox(self._guards)
