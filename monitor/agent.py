@@ -78,6 +78,7 @@ class Agent:
                 "sinks",
                 "sender",
                 "mirror",
+                "tracker",
             )
         }
         self._outbox = Outbox(self._guards)

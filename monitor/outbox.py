@@ -35,7 +35,7 @@ class Outbox:
     def start(self, config: AgentConfig, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]) -> None:
         """Start the sender, where there is a service, and the mirror, where one was asked for."""
         if config.mirror is not None and config.rank == 0:
-            self._mirror = Mirror(config.mirror, self._guards["mirror"])
+            self._mirror = Mirror(config.mirror, self._guards["tracker"])
             self._mirror.start()
         if config.url is not None:
             self.sender = Sender(config, run=run, boot=boot, health=health)

@@ -133,9 +133,9 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
     stand_in(monkeypatch, "trackio", log=log)
     agent = trained(12, mirror="trackio")
     assert agent.current_step == 12
-    assert agent.faults["mirror"] == 3
+    assert agent.faults["tracker"] == 3
     assert calls == [1, 2, 3]
-    assert "mirror is off from now on" in caplog.text
+    assert "tracker is off from now on" in caplog.text
 
 
 def test_a_tracker_that_hangs_delays_no_step_and_close_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
