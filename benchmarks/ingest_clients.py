@@ -19,7 +19,7 @@ from foreshock.contract.wire import Array
 from foreshock.server.testing import FakeRank
 
 LAYERS, HEADS = 12, 12
-_SINCE, _STEP, _SEQUENCE = 900_000_000_001, 900_000_000_002, 900_000_000_003
+_SINCE, _STEP, _SEQUENCE = 90_000_000_001, 90_000_000_002, 90_000_000_003
 _RUN, _BOOT = "the-run", "the-boot"
 
 

@@ -14,11 +14,25 @@ boards = typer.Typer(
 
 
 @boards.command("generate")
-def dashboards_generate() -> None:
-    """Write the boards, rules and provisioning files from the catalogue. Run it in a checkout."""
+def dashboards_generate(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write below; by default the checkout, whose files are committed.")
+    ] = None,
+    grafana_url: Annotated[str | None, typer.Option(help="Address of Grafana, for links in alerts.")] = None,
+    service_url: Annotated[str | None, typer.Option(help="Address of the service, for links in boards.")] = None,
+    runbooks_url: Annotated[str | None, typer.Option(help="Address of the folder with docs/runbooks.")] = None,
+) -> None:
+    """Write the boards, rules and provisioning files from the catalogue, for other addresses into another folder."""
     from foreshock.dashboards import generate
+    from foreshock.dashboards.rules import Links
 
-    for path in generate.generate(_checkout()):
+    given = {"grafana": grafana_url, "service": service_url, "runbooks": runbooks_url}
+    links = Links(**{name: address for name, address in given.items() if address is not None})
+    if out is None and links != Links():
+        raise CommandError(
+            "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
+        )
+    for path in generate.generate(_checkout() if out is None else out, links):
         typer.echo(path)
 
 

@@ -134,6 +134,9 @@ def switch(
     undo: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Take a switch back instead: a command's id, or `last`.")
     ] = None,
+    cancel: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Stop an order that is under way: its id, or `last`.")
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="Layer to switch; without it, all of them.")] = None,
     head: Annotated[list[int] | None, typer.Option(help="Head of that layer; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do; change nothing.")] = False,
@@ -141,7 +144,7 @@ def switch(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Switch heads of a running training to another mode, or take a switch back; wait until the agent says it did."""
+    """Switch heads of a running training to another mode and wait for the agent's word; undo or stop one."""
     from rich.console import Console
 
     from foreshock.cli import runs as text
@@ -149,12 +152,15 @@ def switch(
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with Service(url, token) as client:
-        if mode is not None and undo is None:
+        if mode is not None and undo is None and cancel is None:
             done = text.switch(client, Console(), layer=layer, heads=head, mode=mode, **order)
-        elif undo is not None and mode is None and layer is None and not head:
+        elif (undo is None) == (cancel is None) or mode is not None or layer is not None or head:
+            raise CommandError("give --mode, with --layer and --head or without them, or give --undo or --cancel alone")
+        elif undo is not None:
             done = text.undo(client, Console(), command=undo, **order)
         else:
-            raise CommandError("give --mode, with --layer and --head or without them, or give --undo alone")
+            text.cancel(client, Console(), run=run, command=str(cancel), reason=reason)
+            done = True
     if not done:
         raise typer.Exit(1)
 

@@ -124,6 +124,24 @@ def undo(
     return all(answers)
 
 
+def cancel(client: Service, console: Console, *, run: str, command: str, reason: str) -> None:
+    """Stop an order that is under way, and say which ranks had it. `command` is an id, or `last` for the run's newest.
+
+    Raises CommandError when no order of the run is under way.
+    """
+    if command == "last":
+        known = client.commands(run)
+        command = next((c["id"] for c in known if c["state"] in ("pending", "delivered")), "")
+        if not command:
+            raise CommandError(f"run {run} has no order under way; `foreshock runs {run}` shows its modes")
+    stopped = client.cancel(command, reason=reason)
+    console.print(f"command {stopped['id']}: {stopped['state']}")
+    for had in stopped["ranks"]:
+        console.print(f"  rank {had['rank']} had it: {had['outcome'] or 'no answer yet'}")
+    if stopped["ranks"]:
+        console.print(f"`foreshock switch {run} --undo {stopped['id']}` takes back what was applied.")
+
+
 def _await(client: Service, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
     """Wait for the agents' answers and say them; True when the command was applied, or tried in a dry run."""
     command = client.wait(command, wait_seconds)

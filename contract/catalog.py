@@ -7,6 +7,7 @@ of every sample goes to the service's own store (house decision 9).
 
 from typing import Final
 
+from foreshock.contract.incident_metrics import INCIDENT_METRICS
 from foreshock.contract.metric import (
     Alert,
     HeadReading,
@@ -17,7 +18,7 @@ from foreshock.contract.metric import (
     standardised,
     value,
 )
-from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
+from foreshock.contract.modes import MODES
 from foreshock.contract.slots import Floats, Slot, Words
 
 SILENT_SECONDS: Final = 300.0
@@ -373,6 +374,7 @@ RUN_METRICS: Final = (
         levels=Levels(watch=0.5, alarm=1.0),
         chart=None,
     ),
+    *INCIDENT_METRICS,
     Metric(
         key="warning.active",
         title="Active warnings",
@@ -381,26 +383,6 @@ RUN_METRICS: Final = (
         board="overview",
         labels=("run", "layer", "head", "cause", "signal", "severity"),
         levels=Levels(alarm=1.0),
-        alerts=(
-            Alert(
-                name="ForeshockHeadFailing",
-                expr='{m}{severity=~"warning|critical"} == 1',
-                for_="0s",
-                severity="warning",
-                summary="Run {{ $labels.run }}: {{ if $labels.head }}layer {{ $labels.layer }} head {{ $labels.head }}"
-                "{{ else }}the model as a whole{{ end }} is on its way to a loss explosion ({{ $labels.cause }})",
-                description="The signal {{ $labels.signal }} tripped. Score offset "
-                '{{ with printf "foreshock_head_score_offset{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
-                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}, largest "
-                'score {{ with printf "foreshock_head_score_max{run=%q,layer=%q,head=%q}" $labels.run $labels.layer '
-                "$labels.head | query }}{{ . | first | value | humanize }}{{ else }}on the page{{ end }}. "
-                'Largest |score| reaches 512 in about {{ with printf "foreshock_warning_forecast_steps{run=%q,layer=%q,'
-                'head=%q}" $labels.run $labels.layer $labels.head | query }}{{ . | first | value | humanize }}'
-                "{{ else }}an unknown number of{{ end }} steps.",
-                action=f"Switch the head to {DEFAULT_MITIGATION}, or let policy auto do it, "
-                "and watch its offset stop growing.",
-            ),
-        ),
     ),
     Metric(
         key="warning.forecast",

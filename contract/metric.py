@@ -33,6 +33,10 @@ class Alert:
     description: str
     action: str = ""
     """What the person who is woken should do; becomes the runbook's first paragraph."""
+    done: str = ""
+    """A template: what was done already."""
+    to_do: str = ""
+    """A template: what to do in this case; without it, `action`."""
     keep_firing_for: str = "0s"
     """How long it goes on firing afterwards, so that what comes and goes is one alert."""
 

@@ -12,7 +12,9 @@ acknowledged can be read by everybody afterwards. Version 0.1.0 skipped nothing;
 import base64
 import math
 import re
+from binascii import a2b_base64
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
@@ -101,10 +103,15 @@ class Array(Message):
         if len(self.data) % 4 or have != want:
             raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
         try:
-            base64.b64decode(self.data, validate=True)
+            self.raw  # noqa: B018  # decoded once, here
         except ValueError as error:
             raise ValueError(f"array data is not base64: {error}") from None
         return self
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
+        return a2b_base64(self.data, strict_mode=True)
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> Self:
@@ -115,7 +122,7 @@ class Array(Message):
 
     def numpy(self) -> npt.NDArray[Any]:
         """Decode into a new writable array."""
-        return np.frombuffer(bytearray(base64.b64decode(self.data)), dtype=self.dtype).reshape(self.shape)
+        return np.frombuffer(bytearray(self.raw), dtype=self.dtype).reshape(self.shape)
 
 
 class Layer(Message):

@@ -80,6 +80,7 @@ def _overview(links: Links) -> Board:
             24,
             6,
         ),
+        *_grid(["incident.active", "incident.heads", "incident.forecast", "incident.acknowledged"], MANY_RUNS),
         *_grid(
             ["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"],
             MANY_RUNS,

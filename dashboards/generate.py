@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Final
 
+from foreshock.dashboards.alertmanager import Email, Receivers, alertmanager_config, receiver_parts
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.messages import TEMPLATES
 from foreshock.dashboards.metrics_table import metrics_page
+from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.provisioning import (
-    alertmanager_config,
     boards_config,
     datasource_config,
     grafana_alerting_config,
     prometheus_config,
-    to_yaml,
 )
 from foreshock.dashboards.rules import Links, prometheus_rules
 
@@ -24,6 +24,19 @@ _NOTE: Final = "Generated from contract/catalog.py by `foreshock dashboards gene
 # Addresses and paths inside docker-compose.yml.
 _SERVICE: Final = "foreshock:8765"
 _SECRETS: Final = Path("/run/secrets")
+_EVERY_RECEIVER: Final = Receivers(
+    slack=_SECRETS / "slack_url",
+    pagerduty=_SECRETS / "pagerduty_key",
+    webhook=_SECRETS / "people_webhook_url",
+    email=Email(  # scripts/compose-secrets fills in what is in capitals
+        to="EMAIL_TO",
+        sender="EMAIL_FROM",
+        smarthost="EMAIL_SMARTHOST",
+        user="EMAIL_USER",
+        password_file=_SECRETS / "email_password",
+    ),
+    dead_mans_switch=_SECRETS / "dead_mans_switch_url",
+)
 
 
 def files(links: Links) -> dict[Path, str]:
@@ -57,6 +70,10 @@ def files(links: Links) -> dict[Path, str]:
     }
     return {
         **{GENERATED / name: f"# {_NOTE}\n{text}" for name, text in yaml_files.items()},
+        **{
+            GENERATED / "receivers" / f"{kind}.yml": f"  # {_NOTE}\n{text}"
+            for kind, text in receiver_parts(_EVERY_RECEIVER).items()
+        },
         **{
             GENERATED / "boards" / name: json.dumps(board, indent=1, ensure_ascii=False) + "\n"
             for name, board in boards(links).items()

@@ -1,12 +1,12 @@
-"""Configuration files for Prometheus, Alertmanager and Grafana, as text."""
+"""Configuration files for Prometheus and Grafana, as text; Alertmanager's is made in alertmanager.py."""
 
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from foreshock.contract.catalog import WATCHDOG
-from foreshock.dashboards.messages import MESSAGE, TEMPLATES, TITLE
+from foreshock.dashboards.alertmanager import FLEET_ALERTS, FLEET_INTERVAL, FLEET_WAIT
+from foreshock.dashboards.messages import TEMPLATES
+from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import (
     DATASOURCE_UID,
     FOLDER,
@@ -17,11 +17,6 @@ from foreshock.dashboards.rules import (
     Links,
     grafana_rules,
 )
-
-
-def to_yaml(data: dict[str, Any]) -> str:
-    """Plain data as YAML, keys in the order given."""
-    return yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
 
 
 def prometheus_config(
@@ -55,60 +50,6 @@ def prometheus_config(
     if remote_write_url is not None:
         config["remote_write"] = [{"url": remote_write_url}]
     return to_yaml(config)
-
-
-def alertmanager_config(
-    webhook_url: str,
-    token_file: Path | None,
-    *,
-    templates: Path | None = None,
-    slack_url_file: Path | None = None,
-    group_wait: str = "5s",
-    group_interval: str = "1m",
-    repeat_interval: str = "4h",
-    watchdog_interval: str = "30s",
-) -> str:
-    """An Alertmanager configuration that sends everything to the service's webhook.
-
-    The service keeps the audit trail, acts under its policy and notifies people. `token_file` holds the bearer token.
-    `templates` is the file of messages.TEMPLATES; with `slack_url_file` as well, people get them, the watchdog aside.
-    The watchdog has a route of its own, since its silence is the alert; it repeats after one to two times
-    `watchdog_interval`.
-    """
-
-    def receiver(name: str) -> dict[str, Any]:
-        webhook: dict[str, Any] = {"url": webhook_url, "send_resolved": True}
-        if token_file is not None:
-            webhook["http_config"] = {"authorization": {"type": "Bearer", "credentials_file": str(token_file)}}
-        return {"name": name, "webhook_configs": [webhook]}
-
-    people = receiver("foreshock")
-    if slack_url_file is not None:
-        people["slack_configs"] = [
-            {"api_url_file": str(slack_url_file), "title": TITLE, "text": MESSAGE, "send_resolved": True}
-        ]
-    return to_yaml(
-        {
-            **({} if templates is None else {"templates": [str(templates)]}),
-            "route": {
-                "receiver": "foreshock",
-                "group_by": ["alertname", "run"],
-                "group_wait": group_wait,
-                "group_interval": group_interval,
-                "repeat_interval": repeat_interval,
-                "routes": [
-                    {
-                        "receiver": "watchdog",
-                        "matchers": [f'alertname="{WATCHDOG.name}"'],
-                        "group_wait": "0s",
-                        "group_interval": watchdog_interval,
-                        "repeat_interval": watchdog_interval,
-                    }
-                ],
-            },
-            "receivers": [people, receiver("watchdog")],
-        }
-    )
 
 
 def datasource_config(prometheus_url: str) -> str:
@@ -200,7 +141,14 @@ def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -
                             "group_wait": "0s",
                             "group_interval": "30s",
                             "repeat_interval": "30s",
-                        }
+                        },
+                        {
+                            "receiver": "foreshock",
+                            "object_matchers": [["alertname", "=~", "|".join(FLEET_ALERTS)]],
+                            "group_by": ["alertname"],
+                            "group_wait": FLEET_WAIT,
+                            "group_interval": FLEET_INTERVAL,
+                        },
                     ],
                 }
             ],

@@ -72,7 +72,7 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     annotations = {
         "summary": alert.summary,
         "description": alert.description,
-        "action": alert.action,
+        "action": alert.to_do or alert.action,
         "runbook_url": f"{links.runbooks}/{alert.name}.md",
         "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}"
         if of_run
@@ -80,12 +80,8 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     }
     if of_run:
         annotations["page_url"] = f"{links.service}/?runs={run}"
-    if metric is not None and {"run", "layer", "head"} <= set(metric.labels):
-        annotations["done"] = (
-            '{{ with printf "foreshock_head_mode{run=%q,layer=%q,head=%q} > 0" $labels.run $labels.layer $labels.head '
-            "| query }}The head is switched.{{ else }}"
-            "No switch of the head is known; the page has the last word.{{ end }}"
-        )
+    if alert.done:
+        annotations["done"] = alert.done
     return Rule(
         alert=alert,
         expr=expr,

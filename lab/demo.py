@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.lab import recorded_story
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
@@ -124,10 +125,14 @@ def main(
             "warned": story.warning.step if story.warning else None,
             "switched": story.switch.step if story.switch else None,
         }
-        draw(picture, story.records, head, f"{recipe.name}, seed {seed}", marks)
+        console.print(f"\n{comparison(result)}")
+        if story.warning is None:
+            result["recorded"] = recorded_story.tell(console, url, stamp, picture)
+        if not result.get("recorded"):
+            draw(picture, story.records, head, f"{recipe.name}, seed {seed}", marks)
         if report is not None:
             report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        console.print(f"\n{comparison(result)}\n\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
+        console.print(f"\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
         if console.is_terminal and sys.stdin.isatty():
             console.input("\nThe live page stays up until you press Enter. ")
     return result
@@ -203,6 +208,19 @@ def _result(story: _Story, recipe: Recipe, seed: int, page: str, seconds: float)
     }
 
 
+def _furthest(arms: dict[str, Any]) -> str:
+    """How far the head that lies furthest from its own float32 self has come."""
+    here, there = (list(arms[arm.name]["offset_by_step"].values())[-1:] for arm in (UNTREATED, CONTROL))
+    if not here or not there:
+        return "Nothing was measured in that time."
+    gap, row = max((abs(a - b), row) for row, (a, b) in enumerate(zip(here[0], there[0], strict=True)))
+    layer, head = arms[UNTREATED.name]["heads"][row]
+    return (
+        f"Layer {layer} head {head} drifted furthest: its score offset is {here[0][row]:+.2f} nats, "
+        f"{gap:.2f} from the same head in float32."
+    )
+
+
 def comparison(result: dict[str, Any]) -> str:
     """The report in words."""
     arms, first = result["arms"], result["first_warning"]
@@ -210,7 +228,10 @@ def comparison(result: dict[str, Any]) -> str:
     quiet = "stayed quiet" if not control["warnings"] else f"was warned about {control['warnings']} times"
     if first is None:
         steps = arms[UNTREATED.name]["steps"]
-        return f"No head was warned about within {steps} steps on this seed. The float32 control {quiet}."
+        return (
+            f"No head was warned about within {steps} of {result['planned_steps']} steps on this seed and machine; "
+            f"other processors round otherwise. {_furthest(arms)} The float32 control {quiet}."
+        )
     row = arms[UNTREATED.name]["heads"].index([first["layer"], first["head"]])
 
     def level(arm: str, until: float = float("inf")) -> float:

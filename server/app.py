@@ -41,6 +41,7 @@ from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.retention import Retention
 
 log = structlog.get_logger()
@@ -137,6 +138,8 @@ async def _chores(
             await grams.expire(store, time.time())
             await retention.sweep()
             broadcaster.wake()
+        except ClosingError:
+            return
         except Exception:
             log.exception("a chore failed; it is tried again")
 
@@ -204,7 +207,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says where it listens, and ends open streams when told to stop."""
+    """uvicorn that says where it listens, and ends open streams and long reads when told to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -225,8 +228,9 @@ class Server(uvicorn.Server):
             self._ready(f"foreshock is listening on {self.address}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams first: they would never end by themselves."""
+        """End the streams first, which would never end by themselves, and what is still being read."""
         app = self.config.app
         if isinstance(app, FastAPI):
             app.state.broadcaster.close()
+            app.state.store.hurry()
         await super().shutdown(sockets)

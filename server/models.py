@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from foreshock.contract.decision import IncidentCause
+from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
     MAX_LAYERS,
     Cause,
@@ -24,8 +26,13 @@ from foreshock.contract.wire import (
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
 Verification = Literal["verified", "not arrested", "unknown"]
-CommandState = Literal["proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected"]
-"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run."""
+CommandState = Literal[
+    "proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled"
+]  # fmt: skip
+"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
+
+What is pending or delivered may be cancelled: it goes to no further rank.
+"""
 Number = float | None
 
 
@@ -80,6 +87,27 @@ class Login(BaseModel):
     token: str = Field(max_length=512)
 
 
+class IncidentChange(Response):
+    """An incident in short: in the list of runs, in the event log, in the stream."""
+
+    id: str
+    cause: IncidentCause
+    state: IncidentState
+    severity: Severity
+    opened_step: int
+    step: int
+    times: int = Field(description="how often it has opened in this run")
+    standing: int = Field(description="heads that are warned about now; the whole run counts as one")
+    steps_left: Number
+    sentence: str
+
+
+class IncidentList(Response):
+    """Every incident of a run, one for each cause, the most urgent first."""
+
+    incidents: list[Incident]
+
+
 class RunSummary(Response):
     """One row of the list of runs."""
 
@@ -101,6 +129,9 @@ class RunSummary(Response):
     active_warnings: int
     forecast_steps: Number = Field(
         default=None, description="the shortest forecast of them: steps until the largest |score| reaches 512"
+    )
+    incidents: list[IncidentChange] = Field(
+        default_factory=list, description="those that are not closed, the most urgent first"
     )
     labels: dict[str, str]
 
@@ -231,11 +262,20 @@ class CommandRequest(BaseModel):
 
 
 class Decision(BaseModel):
-    """Approval or rejection of a proposed command."""
+    """Approval or rejection of a proposed command, or the end of one that is under way."""
 
     model_config = ConfigDict(extra="forbid")
     who: Storable = Field(min_length=1, max_length=128)
     reason: Storable = Field(min_length=1, max_length=500)
+
+
+class Acknowledgement(BaseModel):
+    """Somebody takes care of an incident."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Storable = Field(min_length=1, max_length=128)
+    reason: Storable = Field(min_length=1, max_length=500)
+    incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
 
 
 class Undo(BaseModel):
@@ -312,7 +352,7 @@ class RunEvent(Response):
 
     id: int
     run: str
-    kind: Literal["started", "verdict", "switched", "command", "finished"]
+    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]
     rank: int | None = Field(description="null for what the service did itself")
     step: int | None
     unix_seconds: float
@@ -320,6 +360,8 @@ class RunEvent(Response):
     verdict: Verdict | None = None
     switched: Switched | None = None
     command: CommandChange | None = None
+    incident: IncidentChange | None = None
+    acknowledged: Acknowledged | None = None
 
 
 class EventList(Response):

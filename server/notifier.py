@@ -21,7 +21,7 @@ from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.pause import pause
 from foreshock.server.runs.eventlog import read_events
-from foreshock.server.runs.listing import described
+from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.schema import boots, events, runs, service_state

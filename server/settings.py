@@ -71,7 +71,9 @@ class Settings(BaseSettings):
     ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
     commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
-    stream_clients: int = Field(default=256, ge=1, description="clients of /v1/stream at once; then 429")
+    stream_clients: int = Field(
+        default=1024, ge=1, description="streams at once; beyond, the oldest of whoever holds most is ended"
+    )
     stream_queue_events: int = Field(default=256, ge=1, description="events waiting for a slow client; then cut off")
 
     metrics_seconds: float = Field(default=1.0, ge=0, description="scrapes within this time get the same snapshot")

@@ -277,7 +277,8 @@ def train(
     deadline: float | None = None,
     writer: TraceWriter | None = None,
 ) -> wire.Finished:
-    """Run `training` up to step `steps`, or until the monotonic clock passes `deadline`; closes its agent.
+    """Run `training` up to step `steps`, or until the monotonic clock passes `deadline`, but one step
+    at least; closes its agent.
 
     on_warning gets the first warning and the checkpoint of the last sample before it. writer gets all that is recorded.
     """
@@ -298,7 +299,8 @@ def train(
     recorder = Recorder(training, writer) if writer is not None else None
     before = training.checkpoint() if on_warning else {}
     with training.on_stream(), training.agent:
-        while training.step < steps and (deadline is None or time.monotonic() < deadline):
+        began = training.step
+        while training.step < steps and (deadline is None or training.step == began or time.monotonic() < deadline):
             loss = training.advance()
             on_step(training.step, loss)
             if recorder is not None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError
+from foreshock.server.store.lanes import ClosingError
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
@@ -62,6 +63,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(BusyError)
     async def on_busy(_: Request, __: BusyError) -> Response:
         return problem(429, "More large reads wait than the service takes; try again.", headers={"retry-after": "2"})
+
+    @app.exception_handler(ClosingError)
+    async def on_closing(_: Request, __: ClosingError) -> Response:
+        return problem(503, "The service is going down; try again.", headers={"retry-after": "2"})
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> Response:

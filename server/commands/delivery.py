@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
-from sqlalchemy import Row, and_, select, update
+from sqlalchemy import Row, and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract import version_0_1_0
@@ -20,16 +20,27 @@ from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, tell, tracks_of
 from foreshock.server.commands.local_switches import pass_on
 from foreshock.server.models import CommandState
+from foreshock.server.runs.words import heads_in_words
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import passed_over
 from foreshock.server.store.schema import command_ranks, commands, runs
 
+_OPEN_ORDERS: Final = (
+    select(commands, runs.c.name.label("run"))
+    .join(runs)
+    .where(commands.c.run_id.in_(bindparam("run_ids", expanding=True)), commands.c.state.in_(OPEN))
+    .order_by(commands.c.number)
+)
 _ANSWER_GRACE_SECONDS: Final = 60.0
 """How long after its expiry a delivered command waits for the answer that may be under way."""
 _MAX_PER_ACK: Final = 256
 _ACK_BYTES: Final = MAX_ACK_BYTES - 4096
 """What the orders of one ack may take; the rest is its envelope. One order of every head there can be fits."""
+
+
+Orders = dict[tuple[str, int, str], tuple[Command, ...]]
+"""What each boot, by run, rank and boot, is ordered to do."""
 
 
 def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
@@ -48,26 +59,22 @@ async def exchange(
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
-) -> dict[tuple[str, int, str], tuple[Command, ...]]:
+) -> Orders:
     """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
 
     The caller holds the runs (`Store.lock_runs`).
     """
+    answering = {run_ids[batch.run] for batch, answer in switched if answer.command is not None}
+    held = await holdings(connection, answering) if answering else {}
     for batch, answer in switched:
         if answer.command is not None:
-            await _answer(store, connection, run_ids[batch.run], batch, answer)
+            await _answer(store, connection, run_ids[batch.run], held, batch, answer)
         else:
             await pass_on(store, connection, run_ids[batch.run], batch, answer)
-    query = (
-        select(commands, runs.c.name.label("run"))
-        .join(runs)
-        .where(commands.c.run_id.in_(set(run_ids.values())), commands.c.state.in_(OPEN))
-        .order_by(commands.c.number)
-    )
-    rows = (await connection.execute(query)).all()
+    rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}
-    held = await holdings(connection, {row.run_id for row in rows})
+    held |= await holdings(connection, {row.run_id for row in rows} - answering)
     tracks = await tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()
@@ -87,7 +94,7 @@ async def exchange(
                 continue
             batch = next(b for b in group if (b.run, b.rank, b.boot) == boot_key)
             if not batch.revision and not {row.mode, row.expect or row.mode} <= version_0_1_0.MODES:
-                await _answer(store, connection, row.run_id, batch, _unknown_to(batch, row))
+                await _answer(store, connection, row.run_id, held, batch, _unknown_to(batch, row))
             elif len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
                 if sizes[boot_key] > _ACK_BYTES:
@@ -147,12 +154,25 @@ async def _delivered(
         )
 
 
-async def _answer(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
+async def _answer(
+    store: Store,
+    connection: AsyncConnection,
+    run_id: int,
+    held: Mapping[int, dict[int, Holding]],
+    batch: Batch,
+    switched: Switched,
+) -> None:
     query = select(commands, runs.c.name.label("run")).join(runs)
     row = (
         await connection.execute(query.where(commands.c.id == switched.command, commands.c.run_id == run_id))
     ).first()
     if row is None or switched.outcome == "proposed":
+        return
+    ranks = held[run_id]
+    if ranks[batch.rank].boot != batch.boot:  # who lives now has not answered yet, and may have begun before the switch
+        gone = {"rank": batch.rank, "outcome": switched.outcome, "step": switched.step, "process_start": batch.boot}
+        actor = f"rank {batch.rank}, a former process"
+        await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
         return
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == batch.rank)
     values = {"outcome": switched.outcome, "switched": switched.model_dump_json()}
@@ -176,8 +196,7 @@ async def _answer(store: Store, connection: AsyncConnection, run_id: int, batch:
     }
     actor = f"rank {batch.rank}"
     await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
-    if row.state not in OPEN:
-        ranks = (await holdings(connection, [run_id])).get(run_id, {})
+    if row.state not in (*OPEN, "cancelled"):
         track_of = (await tracks_of(connection, [row.id])).get(row.id, {})
         await _settle(store, connection, row, _concerned(row, ranks), track_of)
 
@@ -204,9 +223,20 @@ async def _settle(
         return False
     if state != row.state:
         await connection.execute(update(commands).where(commands.c.id == row.id).values(state=state))
-        details = {"outcomes": {str(rank): outcome for rank, outcome in sorted(outcomes.items())}}
-        await tell(store, connection, row, row.run, state, "service", details)
+        answers = {str(rank): outcome for rank, outcome in sorted(outcomes.items())}
+        details: dict[str, Any] = {"outcomes": answers, "silent": sorted(waiting)}
+        sentence = _unanswered(row, waiting) if state == "expired" and waiting else None
+        await tell(store, connection, row, row.run, state, "service", details, sentence)
     return True
+
+
+def _unanswered(row: Row[Any], silent: set[int]) -> str:
+    heads = None if row.heads is None else [(layer, head) for layer, head in row.heads]
+    some = ", ".join(map(str, sorted(silent)[:16])) + (" and more" if len(silent) > 16 else "")
+    who = "rank" if len(silent) == 1 else "ranks"
+    return (
+        f"Command to switch {heads_in_words(heads)} to {row.mode} is expired; no answer from {who} {some}: {row.reason}"
+    )
 
 
 async def expire(store: Store, connection: AsyncConnection) -> None:

@@ -1,8 +1,8 @@
 """Commands: created once, decided by people or policy, and shown. delivery.py takes them to the ranks.
 
     proposed -> pending | rejected | expired
-    pending -> delivered | expired
-    delivered -> applied | refused | expired | dry_run
+    pending -> delivered | expired | cancelled
+    delivered -> applied | refused | expired | dry_run | cancelled
 
 Delivery is at least once; the agent applies an id once. No collective and no common step: the ranks may switch at
 different steps (house decision 5).
@@ -167,16 +167,34 @@ async def decide(
     await tell(store, connection, row, row.run, state, who, {"reason": reason, "decided": True})
 
 
+async def cancel(store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str) -> None:
+    """Stop a command that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
+    row = await _command(store, connection, command_id)
+    if row.state not in OPEN:
+        how = (
+            "reject it"
+            if row.state == "proposed"
+            else "undo it"
+            if row.state == "applied"
+            else "there is nothing to do"
+        )
+        raise ProblemError(409, f"Command {command_id} is {row.state}, not under way; {how}.")
+    await connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
+    track = (await tracks_of(connection, [command_id])).get(command_id, {})
+    told = {"reason": reason, "delivered_to": sorted(track), "answered": sorted(r for r in track if track[r].outcome)}
+    await tell(store, connection, row, row.run, "cancelled", who, told)
+
+
 async def undo(
     store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str, dry_run: bool, expiry: float
 ) -> list[str]:
     """Order the modes back that a command changed: one order for each former mode; their ids.
 
-    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied
-    and nothing takes it back yet.
+    Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied,
+    wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
     row = await _command(store, connection, command_id)
-    if row.state != "applied":
+    if row.state not in ("applied", "cancelled"):
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := (await _undone(connection, [command_id])).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")

@@ -19,7 +19,8 @@ from foreshock.contract.wire import Batch, HeadRef, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, Order, create
 from foreshock.server.models import CommandState
-from foreshock.server.runs.listing import active_warnings, described
+from foreshock.server.runs.listing import active_warnings
+from foreshock.server.runs.newest import described
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import boots, commands

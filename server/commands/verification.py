@@ -25,7 +25,7 @@ from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.curves.series import edges
 from foreshock.server.models import Line, Verification
-from foreshock.server.runs.listing import described
+from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
@@ -80,8 +80,7 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     """
     if not settings.verify_steps:
         return
-    async with store.read() as connection:
-        found = await _due(connection, settings, roller)
+    found = await store.look(lambda connection: _due(connection, settings, roller))
     for due in found:
         async with store.write() as connection:
             await _judge(store, connection, settings, due)

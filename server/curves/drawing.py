@@ -1,6 +1,5 @@
 """Curves against the step: many at once, in one pass over the roll-ups and samples of a run."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, arrays_of, merge, stream_chunks
-from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, columns_by_layer, read
+from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read
 from foreshock.server.curves.spans import Spans
 from foreshock.server.models import Line
 from foreshock.server.store.schema import samples
@@ -40,7 +39,7 @@ class Curve:
 
     def heads(self, axis: Axis) -> list[int]:
         """Where its heads stand on the axis; none for what the run does not have."""
-        own = columns_by_layer(axis).get(self.place[1], slice(0, 0))
+        own = axis.columns.get(self.place[1], slice(0, 0))
         return [i for i in range(own.start, own.stop) if self.head in (None, axis.heads[i][1])]
 
 
@@ -71,7 +70,7 @@ class Drawing:
             wanted = set(range(len(axis.heads)))  # it is read from every head
         self.picked = np.array(sorted(wanted), dtype=np.intp)
         self.only = axis.only(self.picked)
-        self.columns = {**columns_by_layer(self.only), RUN_LEVEL: slice(0, 1)}
+        self.columns = {**self.only.columns, RUN_LEVEL: slice(0, 1)}
         self.spans: dict[tuple[str, int], Spans] = {}
         for curve in curves:
             own = self.columns.get(curve.place[1])
@@ -97,7 +96,7 @@ class Drawing:
             wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
         for begin, end in _gaps(window.first, window.last, rolled):
             async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
-                steps = await asyncio.to_thread(self._take_samples, chunk, names)
+                steps = self._take_samples(chunk, names)
                 if many:
                     for span in np.unique(steps // COARSE):
                         roller.touch(window.run_id, int(span) * COARSE)
@@ -106,7 +105,7 @@ class Drawing:
         keys, layers = {key for key, _ in self.spans}, {layer for _, layer in self.spans}
         width = COARSE if self.window.width >= 2 * FINE else FINE
         found = await read(connection, self.axis, self.window.run_id, width, keys, layers, rolled)
-        first = {layer: own.start for layer, own in columns_by_layer(self.axis).items()}
+        first = {layer: own.start for layer, own in self.axis.columns.items()}
         for place, part in found.items():
             spans = self.spans.get(place)
             if spans is None:
@@ -118,16 +117,17 @@ class Drawing:
             spans.add(part.steps, low, high, last, part.bad)
 
     def _take_samples(self, chunk: Sequence[Row[Any]], names: frozenset[str]) -> npt.NDArray[np.int64]:
-        """Merge samples and take them in; work for a thread beside the event loop. Their steps."""
+        """Merge samples and take them in. Their steps."""
         readings = merge(self.only, chunk, names)
         self._take_readings(readings)
         return readings.steps
 
     def _take_readings(self, readings: MergedSteps) -> None:
+        metrics = [BY_KEY[key] for key in {key for key, _ in self.spans}]
+        of_heads = {metric.key: readings.head_values(metric) for metric in metrics if metric.head is not None}
         for (key, layer), spans in self.spans.items():
-            metric = BY_KEY[key]
-            if metric.head is not None:
-                values, bad = readings.head_values(metric)[:, self.columns[layer]], None
+            if key in of_heads:
+                values, bad = of_heads[key][:, self.columns[layer]], None
             else:
                 run_values, given = readings.run_values(key)
                 values, bad = run_values[:, None], given & np.isnan(run_values)
@@ -136,7 +136,8 @@ class Drawing:
     def line(self, curve: Curve) -> Line | None:
         """What was drawn; None for a head that the run does not have."""
         spans = self.spans.get(curve.place)
-        heads = [head for layer, head in self.only.heads if layer == curve.layer]
+        of_layer = slice(0, 0) if curve.layer is None else self.only.columns.get(curve.layer, slice(0, 0))
+        heads = [head for _, head in self.only.heads[of_layer]]
         if spans is None or (curve.head is not None and curve.head not in heads):
             return None
         filled = np.flatnonzero(spans.steps >= 0)
@@ -167,10 +168,10 @@ class Drawing:
 async def draw(
     connection: AsyncConnection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
 ) -> list[Line | None]:
-    """The line of each curve; None for a head that the run does not have."""
+    """The line of each curve; None for a head that the run does not have. For a lane beside the event loop."""
     drawing = Drawing(axis, curves, window)
     await drawing.take_in(connection, roller)
-    return await asyncio.to_thread(lambda: [drawing.line(curve) for curve in curves])
+    return [drawing.line(curve) for curve in curves]
 
 
 def _numbers(values: Floats) -> list[float | None]:

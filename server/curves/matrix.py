@@ -1,6 +1,5 @@
 """The heads of a run side by side at one step."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -12,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, arrays_of, axis_of, merge
-from foreshock.server.curves.rollups import COARSE, FINE, built_spans, columns_by_layer, read
+from foreshock.server.curves.rollups import COARSE, FINE, built_spans, read
 from foreshock.server.curves.series import edges, number
 from foreshock.server.models import Matrix
 from foreshock.server.store.schema import boots, rollups, samples
@@ -56,7 +55,7 @@ async def _measured(
 ) -> tuple[int | None, Floats]:
     """The metric at `step`; a spectral norm, measured now and then, as it was by then; and when it was measured."""
     own = LIVE_SAMPLES.where(samples.c.run_id == run_id)
-    values = await _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
+    values = _read(axis, (await connection.execute(own.where(samples.c.step == step))).all(), metric)
     if not np.isnan(values).all():
         return step, values
     if metric.head is None or not metric.head.now_and_then:
@@ -69,16 +68,17 @@ async def _measured(
     for earlier in (await connection.execute(before)).scalars().all():
         if earlier < bucket and earlier // COARSE in built:
             break
-        values = await _read(axis, (await connection.execute(own.where(samples.c.step == earlier))).all(), metric)
+        values = _read(axis, (await connection.execute(own.where(samples.c.step == earlier))).all(), metric)
         if not np.isnan(values).all():
             return earlier, values
     return await _rolled_up(connection, axis, run_id, metric, bucket, built)
 
 
-async def _read(axis: Axis, rows: Sequence[Row[Any]], metric: Metric) -> Floats:
+def _read(axis: Axis, rows: Sequence[Row[Any]], metric: Metric) -> Floats:
     if not rows:
         return np.full(len(axis.heads), np.nan)
-    return await asyncio.to_thread(lambda: merge(axis, rows, arrays_of(metric)).head_values(metric)[0])
+    values: Floats = merge(axis, rows, arrays_of(metric)).head_values(metric)[0]
+    return values
 
 
 async def _rolled_up(
@@ -89,7 +89,7 @@ async def _rolled_up(
     older = rollups.c.span < before // COARSE
     newest = [select(func.max(rollups.c.span)).where(*key, rollups.c.layer == n, older) for n in axis.layers]
     row = (await connection.execute(select(*(query.scalar_subquery() for query in newest)))).one()
-    columns = columns_by_layer(axis)
+    columns = axis.columns
     for span in (before // COARSE, max((span for span in row if span is not None), default=-1)):
         if span not in built:
             continue

@@ -6,6 +6,7 @@ does not hold, or that no rank counted, has no value: it is never taken as zero.
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ _FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.
 _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _STEPS_AT_ONCE: Final = 64
+ARRAYS_OF_MODES: Final = frozenset({"modes"})
+"""For `merge`, where nothing but the heads' modes is wanted."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,17 @@ class Axis:
     rows: dict[int, npt.NDArray[np.intp]]
     """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
 
+    @cached_property
+    def columns(self) -> dict[int, slice]:
+        """Where the heads of each layer stand, layers ascending."""
+        layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
+        found, first, count = np.unique(layers, return_index=True, return_counts=True)
+        return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
+
     @property
     def layers(self) -> list[int]:
         """The layers, ascending."""
-        return sorted({layer for layer, _ in self.heads})
+        return list(self.columns)
 
     def index(self) -> dict[HeadRef, int]:
         """Where each head stands."""

@@ -24,6 +24,7 @@ from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axi
 from foreshock.server.curves.spans import Spans
 from foreshock.server.pause import pause
 from foreshock.server.store.database import Store
+from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.schema import boots, rollup_spans, rollups, runs, samples
 
 log = structlog.get_logger()
@@ -35,6 +36,9 @@ _PAUSE_SECONDS: Final = 1.0
 _WAITING: Final = 100_000
 
 
+_FORGET: Final = delete(rollup_spans).where(
+    rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
+)
 RUN_LEVEL: Final = -1
 """In the place of a layer, for a metric of the run."""
 
@@ -85,6 +89,8 @@ class Roller:
             await pause(closing, _PAUSE_SECONDS)
             try:
                 await self.build_cold()
+            except ClosingError:
+                return
             except Exception:
                 log.exception("roll-ups could not be built; it is tried again")
 
@@ -99,21 +105,25 @@ class Roller:
                 del self._touched[run_id, span]
                 if not await build(self._store, run_id, span):
                     self._touched.setdefault((run_id, span), now)
-        waiting = {run_id for run_id, _ in self._touched}
-        self._newest = {run_id: step for run_id, step in self._newest.items() if run_id in waiting}
+        waiting = {run_id for run_id, _ in list(self._touched)}
+        self._newest = {run_id: step for run_id, step in list(self._newest.items()) if run_id in waiting}
 
 
 async def build(store: Store, run_id: int, span: int) -> bool:
     """Build the roll-ups of one coarse span. False when a sample came in meanwhile."""
     steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
-    async with store.read() as connection:
+
+    async def roll(connection: AsyncConnection) -> tuple[Any, Axis, list[dict[str, Any]]]:
         before = await _fingerprint(connection, run_id, span)
         axis = await axis_of(connection, run_id)
         levels = _empty_levels(axis, span)
         async for chunk in stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)):
-            await asyncio.to_thread(_roll, axis, chunk, levels)
-    built = await asyncio.to_thread(_as_rows, axis, levels, run_id, span)
-    async with store.write() as connection:
+            _roll(axis, chunk, levels)
+        return before, axis, _as_rows(axis, levels, run_id, span)
+
+    before, axis, built = await store.look(roll)
+
+    async def keep(connection: AsyncConnection) -> bool:
         await store.lock_runs(connection, [run_id])
         if (await connection.execute(select(runs.c.id).where(runs.c.id == run_id))).first() is None:
             return True  # the run is too old, and was deleted meanwhile
@@ -124,7 +134,9 @@ async def build(store: Store, run_id: int, span: int) -> bool:
         if built:
             await connection.execute(insert(rollups), built)
         await connection.execute(insert(rollup_spans).values(run_id=run_id, span=span))
-    return True
+        return True
+
+    return await store.transact(keep)
 
 
 async def _delete(connection: AsyncConnection, axis: Axis, run_id: int, span: int) -> None:
@@ -138,9 +150,8 @@ async def _delete(connection: AsyncConnection, axis: Axis, run_id: int, span: in
 
 async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) -> None:
     """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
-    same = rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
     rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
-    await connection.execute(delete(rollup_spans).where(*same), rows)
+    await connection.execute(_FORGET, rows)
 
 
 async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:
@@ -186,7 +197,7 @@ def _as_rows(axis: Axis, levels: Levels, run_id: int, span: int) -> list[dict[st
     for (key, width), found in levels.items():
         if width == FINE and (found.steps >= 0).sum() <= 1:
             continue  # the coarse bucket says the same
-        for layer, own in columns_by_layer(axis).items() if BY_KEY[key].head else [(RUN_LEVEL, slice(None))]:
+        for layer, own in axis.columns.items() if BY_KEY[key].head else [(RUN_LEVEL, slice(None))]:
             parts = found.low[:, own], found.high[:, own], found.last[:, own]
             if np.isnan(parts[2]).all() and not found.bad.any():
                 continue
@@ -198,13 +209,6 @@ def _as_rows(axis: Axis, levels: Levels, run_id: int, span: int) -> list[dict[st
             same = {"run_id": run_id, "width": width, "metric": key, "layer": layer, "span": span}
             rows.append({**same, "data": row.tobytes()})
     return rows
-
-
-def columns_by_layer(axis: Axis) -> dict[int, slice]:
-    """Where the heads of each layer stand on the axis."""
-    layers = np.array([layer for layer, _ in axis.heads], dtype=np.int64)
-    found, first, count = np.unique(layers, return_index=True, return_counts=True)
-    return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
 
 
 async def built_spans(connection: AsyncConnection, run_id: int, first: int, last: int) -> set[int]:
@@ -239,7 +243,7 @@ async def read(
         rows = found[metric, layer]
         if span in spans and (span not in rows or own < rows[span][0]):
             rows[span] = own, data
-    sizes = {layer: own.stop - own.start for layer, own in columns_by_layer(axis).items()} | {RUN_LEVEL: 1}
+    sizes = {layer: own.stop - own.start for layer, own in axis.columns.items()} | {RUN_LEVEL: 1}
     return {(metric, layer): _rolled(rows, sizes[layer]) for (metric, layer), rows in found.items()}
 
 

@@ -164,7 +164,7 @@ class Exposer:
 
     async def read_changed(self, connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
         """What the store knows of runs that changed."""
-        return await read_rows(connection, rows)
+        return await read_rows(connection, rows, self._settings.verify_steps)
 
     def _make(self, rows: RunRows) -> RunSeries:
         try:

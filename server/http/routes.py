@@ -5,15 +5,18 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from foreshock.contract.incident import Incident
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.curves.matrix import matrix
-from foreshock.server.curves.series import curve_of, curves, metric_of, series
+from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
+    Acknowledgement,
     AuditPage,
     CommandList,
     CommandRequest,
@@ -22,6 +25,7 @@ from foreshock.server.models import (
     Decision,
     EventList,
     Health,
+    IncidentList,
     Login,
     Matrix,
     Problem,
@@ -31,11 +35,13 @@ from foreshock.server.models import (
     Session,
     Undo,
 )
-from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
+from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import list_runs, run_detail
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
+from foreshock.server.store.lanes import Work
 from foreshock.server.store.schema import runs
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
@@ -50,19 +56,36 @@ def _store(request: Request) -> Store:
     return store
 
 
-@router.get("/v1/runs")
+def _verify_steps(request: Request) -> int:
+    settings: Settings = request.app.state.settings
+    return settings.verify_steps
+
+
+async def _read_much(request: Request, read: Work[bytes]) -> Response:
+    """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
+    async with _store(request).turn() as look:
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        return Response(await look(read), media_type="application/json")
+
+
+@router.get("/v1/runs", response_model=RunList)
 async def get_runs(
     request: Request,
     caller: Reader,
     limit: Limit = 100,
     cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
-) -> RunList:
+) -> Response:
     """Runs, the one heard from last first."""
-    async with _store(request).read() as connection:
-        return await list_runs(connection, caller.run_prefix, cursor, limit)
+    steps = _verify_steps(request)
+
+    async def read(connection: AsyncConnection) -> bytes:
+        return (await list_runs(connection, caller.run_prefix, cursor, limit, steps)).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/series")
+@router.get("/v1/runs/{run:path}/series", response_model=Series)
 async def get_series(
     request: Request,
     _: Reader,
@@ -73,17 +96,18 @@ async def get_series(
     from_step: StepQuery = None,
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Series:
+) -> Response:
     """One metric against the step."""
-    async with _store(request).read_much() as connection:
+    roller, wanted, span = request.app.state.roller, metric_of(metric), (from_step, to_step)
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        span = from_step, to_step
-        return await series(
-            connection, request.app.state.roller, run_id, run, metric_of(metric), layer, head, span, max_points
-        )
+        return as_json(await series(connection, roller, run_id, run, wanted, layer, head, span, max_points))
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/curves")
+@router.get("/v1/runs/{run:path}/curves", response_model=Curves)
 async def get_curves(
     request: Request,
     _: Reader,
@@ -92,15 +116,18 @@ async def get_curves(
     from_step: StepQuery = None,
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Curves:
+) -> Response:
     """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
-    wanted = [curve_of(text) for text in line]
-    async with _store(request).read_much() as connection:
+    roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return await curves(connection, request.app.state.roller, run_id, run, wanted, (from_step, to_step), max_points)
+        return as_json(await curves(connection, roller, run_id, run, wanted, (from_step, to_step), max_points))
+
+    return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/matrix")
+@router.get("/v1/runs/{run:path}/matrix", response_model=Matrix)
 async def get_matrix(
     request: Request,
     _: Reader,
@@ -108,11 +135,15 @@ async def get_matrix(
     metric: Annotated[str, Query(max_length=64)],
     step: StepQuery = None,
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
-) -> Matrix:
+) -> Response:
     """One per-head metric, layers by heads, at or just before a step."""
-    async with _store(request).read_much() as connection:
+    wanted = metric_of(metric, per_head=True)
+
+    async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return await matrix(connection, run_id, run, metric_of(metric, per_head=True), step, max_steps)
+        return (await matrix(connection, run_id, run, wanted, step, max_steps)).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
 @router.get("/v1/runs/{run:path}/events")
@@ -120,16 +151,43 @@ async def get_events(
     request: Request,
     _: Reader,
     run: str,
-    kind: Annotated[list[Literal["started", "verdict", "switched", "command", "finished"]], Query()] = [],  # noqa: B006
+    kind: Annotated[
+        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]], Query()
+    ] = [],  # noqa: B006
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first."""
+    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged) are told to those who
+    name them."""
     async with _store(request).read() as connection:
         await commands.run_id_of(connection, run)
-        found = await read_events(connection, run=run, kinds=tuple(kind), before=cursor, limit=limit + 1)
+        kinds = tuple(kind) or KINDS_OF_0_1_0
+        found = await read_events(connection, run=run, kinds=kinds, before=cursor, limit=limit + 1)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
+
+
+@router.get("/v1/runs/{run:path}/incidents")
+async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
+    """What all warnings of a run come to: one incident for each cause, the most urgent first, closed ones included."""
+    async with _store(request).read() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        found = await incidents_of(connection, [run_id], _verify_steps(request))
+    return IncidentList(incidents=found.get(run_id, []))
+
+
+@router.post("/v1/runs/{run:path}/acknowledge")
+async def post_acknowledge(request: Request, caller: Actor, run: str, care: Acknowledgement) -> Incident:
+    """Say that somebody takes care of an incident. It holds until the incident has closed."""
+    state = request.app.state
+    who = f"{care.who} ({caller.name})"
+    async with state.store.write() as connection:
+        run_id = await commands.run_id_of(connection, run)
+        await state.store.lock_runs(connection, [run_id])
+        steps = state.settings.verify_steps
+        found = await acknowledge(state.store, connection, (run_id, run), care.incident, who, care.reason, steps)
+    state.broadcaster.wake()
+    return found
 
 
 @router.get("/v1/runs/{run:path}/commands")
@@ -162,14 +220,17 @@ async def post_command(
     return status
 
 
-@router.get("/v1/runs/{run:path}")
-async def get_run(request: Request, _: Reader, run: str) -> RunDetail:
+@router.get("/v1/runs/{run:path}", response_model=RunDetail)
+async def get_run(request: Request, _: Reader, run: str) -> Response:
     """Everything known of a run at its last step."""
-    async with _store(request).read() as connection:
+
+    async def read(connection: AsyncConnection) -> bytes:
         row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
         if row is None:
             raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
-        return await run_detail(connection, row)
+        return (await run_detail(connection, row, _verify_steps(request))).model_dump_json().encode()
+
+    return await _read_much(request, read)
 
 
 @router.get("/v1/commands/{command}")
@@ -197,6 +258,18 @@ async def approve(request: Request, caller: Actor, command: str, decision: Decis
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Turn a proposed command down."""
     return await _decide(request, caller, command, decision, approved=False)
+
+
+@router.post("/v1/commands/{command}/cancel")
+async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
+    """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
+    state = request.app.state
+    async with state.store.write() as connection:
+        await _reachable(connection, caller, command)
+        await commands.cancel(state.store, connection, command, f"{decision.who} ({caller.name})", decision.reason)
+        [status] = await commands.status(connection, None, command, 1)
+    state.broadcaster.wake()
+    return status
 
 
 @router.post("/v1/commands/{command}/undo", status_code=201)

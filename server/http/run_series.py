@@ -11,11 +11,14 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
+from foreshock.contract.incident import Incident
 from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
-from foreshock.server.runs.listing import active_warnings, health_totals, newest_samples, status_of
+from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.runs.listing import active_warnings, health_totals, status_of
+from foreshock.server.runs.newest import newest_samples
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events, warnings
 
@@ -31,7 +34,7 @@ class RunSeries:
 
     finished: bool
     urgent: list[list[Entry]] = field(default_factory=list)
-    """State, step and the worst warning; then one more warning each."""
+    """State, step, incidents and the worst warning; then one more warning each."""
     whole: list[Entry] = field(default_factory=list)
     layers: list[Entry] = field(default_factory=list)
     heads: list[Entry] = field(default_factory=list)
@@ -44,21 +47,27 @@ class RunRows:
     name: str
     boots: list[Row[Any]] = field(default_factory=list)
     raised: list[ActiveWarning] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     newest: tuple[Axis, list[Row[Any]]] | None = None
     causes: Counter[str] = field(default_factory=Counter)
     switches: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(mode, outcome) of every switch."""
 
 
-async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
-    """Read these runs, by id: in as many queries for many as for one."""
+async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
+    """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
     found = {row.id: RunRows(row.name) for row in rows}
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(found))):
         found[boot.run_id].boots.append(boot)
     for run_id, raised in (await active_warnings(connection, list(found))).items():
         found[run_id].raised = raised
-    for run_id, newest in (await newest_samples(connection, list(found))).items():
-        found[run_id].newest = newest
+    newest = await newest_samples(connection, list(found))
+    for run_id, own in newest.items():
+        found[run_id].newest = own
+    starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
+    made = await incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
+    for run_id, incidents in made.items():
+        found[run_id].incidents = [one for one in incidents if one.state != "closed"]
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
     for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
@@ -85,9 +94,11 @@ def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
 
 def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
     name = rows.name
-    first = [(BY_KEY["run.active"].name, (name,), float(not series.finished))]
+    first: list[Entry] = [(BY_KEY["run.active"].name, (name,), float(not series.finished))]
     if reading is not None:
         first.append((BY_KEY["run.step"].name, (name,), float(reading.steps[-1])))
+    for incident in rows.incidents:
+        first += _of_incident(name, incident)
     shown: list[list[Entry]] = []
     for warning in sorted(rows.raised, key=lambda w: _SEVERITIES.index(w.severity)):
         where = name, _text(warning.layer), _text(warning.head)
@@ -99,6 +110,19 @@ def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -
             told.append((BY_KEY["warning.forecast"].name, where, warning.forecast_steps))
         shown.append(told)
     series.urgent = [first + (shown[0] if shown else []), *shown[1:]]
+
+
+def _of_incident(run: str, incident: Incident) -> list[Entry]:
+    where = run, incident.cause
+    state = "open" if incident.state == "acknowledged" else incident.state  # told apart by a series of its own
+    told: list[Entry] = [
+        (BY_KEY["incident.active"].name, (*where, state, incident.severity, incident.act), 1.0),
+        (BY_KEY["incident.heads"].name, where, float(incident.standing)),
+        (BY_KEY["incident.acknowledged"].name, where, float(incident.acknowledged is not None)),
+    ]
+    if incident.steps_left is not None:
+        told.append((BY_KEY["incident.forecast"].name, where, incident.steps_left))
+    return told
 
 
 def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:

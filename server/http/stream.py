@@ -6,20 +6,21 @@ Events of the log carry their id; a client that comes back with Last-Event-ID ge
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from sqlalchemy import func, select
+from starlette.responses import StreamingResponse
 
 from foreshock.server.access.auth import Reader
-from foreshock.server.access.limits import retry_after
-from foreshock.server.access.problems import ProblemError
-from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, as_server_sent_event
+from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, Told, told
 from foreshock.server.runs.eventlog import read_events
 from foreshock.server.store.schema import events
 
 router = APIRouter()
+_PING_SECONDS: Final = 15.0
+_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def _listen(
@@ -30,10 +31,10 @@ async def _listen(
 ) -> AsyncIterator[Client]:
     """Join before the answer begins: what happens after the client sees the first byte is not missed."""
     broadcaster: Broadcaster = request.app.state.broadcaster
-    if len(broadcaster.clients) >= broadcaster.settings.stream_clients:
-        raise ProblemError(429, "Too many clients listen already.", headers=retry_after(5.0))
-    client = Client(run, caller.run_prefix, asyncio.Queue(broadcaster.settings.stream_queue_events))
-    broadcaster.clients.add(client)
+    waiting: asyncio.Queue[Told | None] = asyncio.Queue(broadcaster.settings.stream_queue_events)
+    address = request.client.host if request.client else ""
+    client = Client(run, caller.run_prefix, (caller.name, address), waiting)
+    broadcaster.join(client)
     try:
         async with broadcaster.store.read() as connection:
             newest = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
@@ -43,24 +44,41 @@ async def _listen(
         broadcaster.wake()
         yield client
     finally:
-        broadcaster.clients.discard(client)
+        broadcaster.leave(client)
 
 
-@router.get("/v1/stream", response_class=EventSourceResponse, summary="What happens, as it happens")
-async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) -> AsyncIterator[ServerSentEvent]:
+@router.get(
+    "/v1/stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
+    summary="What happens, as it happens",
+)
+async def stream(request: Request, client: Annotated[Client, Depends(_listen)]) -> StreamingResponse:
     """Server-sent events, of one run or of all; `started`, `verdict`, `switched`, `command`, `finished`, `sample`."""
     broadcaster: Broadcaster = request.app.state.broadcaster
-    yield ServerSentEvent(comment="listening", retry=2000)
+    return StreamingResponse(_tell(broadcaster, client), media_type="text/event-stream", headers=_HEADERS)
+
+
+async def _tell(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes]:
+    yield format_sse_event(comment="listening", retry=2000)
     sent = client.since
-    while client.resumes:
+    while client.resumes and not client.lost:
         async with broadcaster.store.read() as connection:
             missed = await read_events(connection, run=client.run, after=sent, limit=REPLAYED_AT_ONCE)
         for event in missed:
             sent = event.id
             if client.wants(event.run):
-                yield as_server_sent_event(event)
+                yield told(event).written
         if len(missed) < REPLAYED_AT_ONCE:
             break
-    while not broadcaster.closed and (item := await client.waiting.get()) is not None:
-        if item.id is None or int(item.id) > sent:
-            yield item
+    while not broadcaster.closed:
+        try:
+            async with asyncio.timeout(_PING_SECONDS):
+                item = await client.waiting.get()
+        except TimeoutError:
+            yield KEEPALIVE_COMMENT
+            continue
+        if item is None:
+            break
+        if item.id is None or item.id > sent:
+            yield item.written

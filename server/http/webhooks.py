@@ -2,29 +2,35 @@
 
 Alertmanager proves itself by a bearer token with the scope `act`, Grafana by signing the raw body. A delivery may come
 twice, late or resolved: an alert acts once (by fingerprint and start), and only alerts on the list below act at all.
-What it may do is the run's policy: under `observe` nothing but an audit row, under `approve` a proposed command, under
-`auto` a command, bounded by a cool-down and by so many an hour.
+It must speak of an incident that the service knows of itself: what may be done is that incident's own decision
+(contract.decision), the same that the agent takes and that people are told: nothing but an audit row, a proposed
+command, or a command, bounded by a cool-down and by so many an hour.
 """
 
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import delete, select, update
+from sqlalchemy import Row, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
+from foreshock.contract.decision import curable
+from foreshock.contract.incident import Incident
 from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.wire import HeadRef
 from foreshock.server.access.auth import Actor
 from foreshock.server.access.problems import ProblemError, items
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.heads_by_rank import holdings
 from foreshock.server.models import Problem, Storable, WebhookResult
-from foreshock.server.runs.listing import described
+from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store, insert_or_ignore
@@ -32,7 +38,7 @@ from foreshock.server.store.schema import boots, runs, service_state, webhook_al
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
-SWITCHING_ALERTS: Final = frozenset(alert.name for alert in BY_KEY["warning.active"].alerts)
+SWITCHING_ALERTS: Final = frozenset(alert.name for alert in BY_KEY["incident.active"].alerts)
 SIGNATURE: Final = "x-grafana-alerting-signature"
 TIMESTAMP: Final = "x-grafana-alerting-signature-timestamp"
 _REMEMBERED_SECONDS: Final = 7 * 86_400.0
@@ -164,23 +170,52 @@ async def _act(
         return "ignored: no action is tied to this alert"
     if alert.status != "firing":
         return "ignored: resolved alerts undo nothing"
-    run, layer, head = (alert.labels.get(label, "") for label in ("run", "layer", "head"))
+    run = alert.labels.get("run", "")
     row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
     if row is None or not run.startswith(prefix):
         return "refused: no such run"
     await store.lock_runs(connection, [row.id])
-    held = {ref for h in (await holdings(connection, [row.id])).get(row.id, {}).values() for ref in h.heads}
-    ref = (int(layer), int(head)) if _is_number(layer) and _is_number(head) else None
-    if ref is None or ref not in held:
-        return "refused: no such head"
-    key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{ref}".encode()).hexdigest()
+    found = (await incidents_of(connection, [row.id], settings.verify_steps)).get(row.id, [])
+    meant = next((one for one in found if _speaks_of(alert, one)), None)
+    if meant is None:
+        return "refused: the run has no such incident"
+    if meant.act == "none":
+        known = _told_policy(await _boots(connection, row.id)) if curable(meant.cause) else ""
+        why = f"the run's policy is {known}" if known else f"no switch helps against {meant.cause}"
+        details = {"alert": name, "incident": meant.id, "why": why}
+        await audit.append(store, connection, actor=sender, action="webhook observed", run=run, details=details)
+        return f"observed: {why}"
+    key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}:{_ref_of(alert)}".encode()).hexdigest()
     if not await _first_time(store, connection, key):
         return "duplicate: this alert has acted before"
-    return await _switch(settings, store, connection, sender, row.id, run, ref, alert)
+    return await _switch(settings, store, connection, sender, row.id, run, meant, alert)
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 7
+
+
+def _ref_of(alert: Alert) -> HeadRef | None:
+    """The head that an alert names; rules of 0.1.0 do, rules on incidents name none."""
+    layer, head = (alert.labels.get(label, "") for label in ("layer", "head"))
+    return (int(layer), int(head)) if _is_number(layer) and _is_number(head) else None
+
+
+def _speaks_of(alert: Alert, incident: Incident) -> bool:
+    """Whether an alert means an incident that stands: by its cause, and by its head where it names one."""
+    if incident.state == "closed" or alert.labels.get("cause", incident.cause) != incident.cause:
+        return False
+    if not (alert.labels.get("layer") or alert.labels.get("head")):
+        return "cause" in alert.labels
+    return any((head.layer, head.head) == _ref_of(alert) and head.state != "quiet" for head in incident.heads)
+
+
+async def _boots(connection: AsyncConnection, run_id: int) -> Sequence[Row[Any]]:
+    return (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
+
+
+def _told_policy(known: Sequence[Row[Any]]) -> str:
+    return str(described(known).get("policy", "observe"))
 
 
 async def _switch(
@@ -190,37 +225,42 @@ async def _switch(
     sender: str,
     run_id: int,
     run: str,
-    ref: tuple[int, int],
+    incident: Incident,
     alert: Alert,
 ) -> str:
-    known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
-    said = described(known)
-    policy, mode = said.get("policy", "observe"), said.get("mitigation", DEFAULT_MITIGATION)
-    details = {"alert": alert.labels.get("alertname"), "head": list(ref), "policy": policy, "mode": mode}
+    """Order or propose the switch that the incident calls for, of the heads that lack it within the run's scope."""
+    said = described(await _boots(connection, run_id))
+    mode, scope = said.get("mitigation", DEFAULT_MITIGATION), said.get("switch_scope") or "head"
+    held = {ref for h in (await holdings(connection, [run_id])).get(run_id, {}).values() for ref in h.heads}
+    named = _ref_of(alert)
+    loose = {(head.layer, head.head) for head in incident.heads if head.state == "unswitched"}
+    asked = loose if named is None else loose & {named}
+    layers = {ref[0] for ref in asked}
+    refs = sorted(ref for ref in held if scope == "model" or ref in asked or (scope == "layer" and ref[0] in layers))
+    details = {"alert": alert.labels.get("alertname"), "incident": incident.id, "policy": said.get("policy")}
+    details |= {"heads": [list(ref) for ref in refs[:64]], "mode": mode}
 
-    async def note(action: str) -> None:
-        await audit.append(store, connection, actor=sender, action=action, run=run, details=details)
+    async def note(action: str, why: str) -> str:
+        await audit.append(store, connection, actor=sender, action=action, run=run, details=details | {"why": why})
+        return f"{action.removeprefix('webhook ')}: {why}"
 
-    if policy == "observe":
-        await note("webhook observed")
-        return "observed: the run's policy is observe"
-    if why := await refusal(settings, connection, run_id, [ref], mode):
-        details["why"] = why
-        await note("webhook refused")
-        return f"refused: {why}"
+    if not asked:
+        return await note("webhook observed", "its heads are switched")
+    if why := await refusal(settings, connection, run_id, refs, mode):
+        return await note("webhook refused", why)
     order = commands.Order(
         run_id=run_id,
         run=run,
         source=sender,
         issued_by=sender,
-        reason=f"alert {alert.labels['alertname']}: {alert.labels.get('cause', '')} {alert.labels.get('signal', '')}",
-        heads=[ref],
+        reason=f"alert {alert.labels['alertname']}: {incident.sentence}"[:500],
+        heads=refs,
         mode=mode,
-        state="pending" if policy == "auto" else "proposed",
+        state="pending" if incident.act == "switch" else "proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
     await commands.create(store, connection, order)
-    return "ordered" if policy == "auto" else "proposed"
+    return "ordered" if incident.act == "switch" else "proposed"
 
 
 async def _seen(store: Store, connection: AsyncConnection) -> None:

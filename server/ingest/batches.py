@@ -10,6 +10,7 @@ import structlog
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 from sqlalchemy.exc import DataError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,13 +19,14 @@ from foreshock.contract.wire import Ack, Batch, read_batch
 from foreshock.server.access.auth import Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
-from foreshock.server.commands.delivery import exchange
+from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.ingest.arrivals import Arrival, arrival_of
-from foreshock.server.ingest.recorder import MisfitError, key_of, record
+from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
@@ -36,7 +38,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
@@ -138,9 +140,15 @@ class Writer:
         arrivals = {
             key_of(item.batch): item.arrival for item in sorted(items, key=lambda item: not item.arrival.replayed)
         }
-        async with self._store.write() as connection:
+
+        async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
             done = await record(self._store, connection, group, arrivals)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            if done.told:
+                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
+            return done, orders
+
+        done, orders = await self._store.transact(take_in)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:

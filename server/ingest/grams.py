@@ -5,7 +5,6 @@ sample of sequence 0, which no batch has, of the boot that sent the first part: 
 as any other sample's. A sum that stays incomplete expires.
 """
 
-import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -119,7 +118,7 @@ async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool
         }
         numbers = json.loads(heads)
         triangles = [held[row.boot_id] for row in parts.values()]
-        norms = await asyncio.to_thread(spectral_norms, triangles, len(numbers), head_dim)
+        norms = spectral_norms(triangles, len(numbers), head_dim)
         await _store_norms(connection, first, {(layer, head): i for i, head in enumerate(numbers)}, norms)
         await connection.execute(delete(grams).where(*mine))
         stored = True

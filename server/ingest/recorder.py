@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Row, bindparam, case, select, update
+from sqlalchemy import Row, bindparam, case, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
@@ -47,6 +47,23 @@ _MERGED = (
 )
 
 
+_FIND_RUNS = select(runs.c.name, runs.c.id).where(runs.c.name.in_(bindparam("names", expanding=True)))
+_FIND_BOOTS = select(boots.c.id, boots.c.run_id, boots.c.rank, boots.c.boot).where(
+    boots.c.run_id.in_(bindparam("run_ids", expanding=True)), boots.c.boot.in_(bindparam("names", expanding=True))
+)
+_KNOWN_BOOTS = select(boots).where(boots.c.id.in_(bindparam("boot_ids", expanding=True)))
+_MERGE_BOOTS = (
+    update(boots).where(boots.c.id == bindparam("row_id")).values({c: bindparam(f"new_{c}") for c in _MERGED})
+)
+_SEE_RUNS = (
+    update(runs)
+    .where(runs.c.id == bindparam("own"))
+    .values(
+        last_seen=case((runs.c.last_seen < bindparam("now"), bindparam("now")), else_=runs.c.last_seen),
+        changes=runs.c.changes + 1,
+    )
+)
+"""Made once: to put a statement together takes longer than to execute it."""
 _REMEMBERED = 4096
 _heads_of: dict[str, int] = {}
 """How many heads a topology has, by its hash: known without reading its layers again at every commit."""
@@ -66,6 +83,8 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
+    told: set[int] = field(default_factory=set)
+    """Runs of which something was told that an incident may change by: a verdict, a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
     """Process starts that have never said what they watch, as far as the store remembers."""
 
@@ -88,7 +107,7 @@ async def record(
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
-    known = await connection.execute(select(boots).where(boots.c.id.in_({done.boot_ids[key_of(b)] for b in done.new})))
+    known = await connection.execute(_KNOWN_BOOTS, {"boot_ids": sorted({done.boot_ids[key_of(b)] for b in done.new})})
     rows = {row.id: row for row in known}
     await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
@@ -98,14 +117,8 @@ async def record(
     await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
     await _add_up_grams(store, connection, done, now)
-    seen = update(runs).where(runs.c.id == bindparam("own"))
-    seen = seen.values(last_seen=_later(runs.c.last_seen, now), changes=runs.c.changes + 1)
-    await connection.execute(seen, [{"own": run_id} for run_id in sorted(run_ids)])
+    await connection.execute(_SEE_RUNS, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
-
-
-def _later(column: Column[Any], now: float) -> ColumnElement[Any]:
-    return case((column < now, now), else_=column)
 
 
 async def _find_runs_and_boots(
@@ -114,7 +127,7 @@ async def _find_runs_and_boots(
     """Find or make them."""
     names = sorted({batch.run for batch in group})
     for attempt in (1, 2):
-        found = await connection.execute(select(runs.c.name, runs.c.id).where(runs.c.name.in_(names)))
+        found = await connection.execute(_FIND_RUNS, {"names": names})
         done.run_ids = {row.name: row.id for row in found}
         missing = [name for name in names if name not in done.run_ids]
         if not missing or attempt == 2:
@@ -123,10 +136,9 @@ async def _find_runs_and_boots(
         await connection.execute(insert_or_ignore(store, runs), values)
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
+    wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
     for attempt in (1, 2):
-        query = select(boots.c.id, boots.c.run_id, boots.c.rank, boots.c.boot)
-        query = query.where(boots.c.run_id.in_(run_names), boots.c.boot.in_({boot for _, _, boot in keys}))
-        for row in await connection.execute(query):
+        for row in await connection.execute(_FIND_BOOTS, wanted):
             done.boot_ids[run_names[row.run_id], row.rank, row.boot] = row.id
         absent = [key for key in keys if key not in done.boot_ids]
         if not absent or attempt == 2:
@@ -236,7 +248,7 @@ async def _merge_boots(
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
         await connection.execute(insert_or_ignore(store, topologies), values)
     await connection.execute(
-        update(boots).where(boots.c.id == bindparam("row_id")).values({c: bindparam(f"new_{c}") for c in _MERGED}),
+        _MERGE_BOOTS,
         [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())],
     )
     if moved:
@@ -280,6 +292,8 @@ async def _write_events(
                 row |= {"sentence": finished_sentence(batch.rank, event)}
             else:
                 continue
+            if isinstance(event, Verdict | Switched):
+                done.told.add(done.run_ids[batch.run])
             row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
     if rows:

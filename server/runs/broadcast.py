@@ -1,12 +1,13 @@
 """What happens, handed to everybody who listens: events of the log with their id, and that a run moved."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
-from fastapi.sse import ServerSentEvent
+from fastapi.sse import format_sse_event
 
 from foreshock.contract.wire import Batch, Sample
 from foreshock.server.curves.merging import RUN_SCALARS, merge_scalars
@@ -23,13 +24,22 @@ _POLL_SECONDS: Final = 1.0
 _SAMPLE_SECONDS: Final = 0.25
 
 
+class Told(NamedTuple):
+    """An event as it travels: written once, whoever listens. Those that only say that a run moved have no id."""
+
+    id: int | None
+    written: bytes
+
+
 @dataclass(eq=False)
 class Client:
     """One who listens."""
 
     run: str | None
     prefix: str
-    waiting: asyncio.Queue[ServerSentEvent | None]
+    owner: tuple[str, str]
+    """Name of the token and address."""
+    waiting: asyncio.Queue[Told | None]
     lost: bool = False
     since: int = 0
     resumes: bool = False
@@ -39,15 +49,21 @@ class Client:
     def wants(self, run: str) -> bool:
         return self.run in (None, run) and run.startswith(self.prefix)
 
-    def offer(self, event: ServerSentEvent | None) -> None:
+    def offer(self, event: Told | None) -> None:
         """Put an event into the client's queue; a client too slow for its queue is cut off and may resume."""
         if self.lost:
             return
         if self.waiting.full():
-            self.lost = True
+            self.end()
+        else:
+            self.waiting.put_nowait(event)
+
+    def end(self) -> None:
+        """Cut the client off, whatever waits for it; it may resume."""
+        self.lost = True
+        while not self.waiting.empty():
             self.waiting.get_nowait()
-            event = None
-        self.waiting.put_nowait(event)
+        self.waiting.put_nowait(None)
 
 
 @dataclass
@@ -56,12 +72,29 @@ class Broadcaster:
 
     store: Store
     settings: Settings
-    clients: set[Client] = field(default_factory=set)
+    clients: dict[Client, None] = field(default_factory=dict)
+    """Those who listen, in the order in which they came."""
     closed: bool = False
 
     def __post_init__(self) -> None:
         self._moved = asyncio.Event()
         self._samples: dict[str, StreamSample] = {}
+
+    def join(self, client: Client) -> None:
+        """Let a client listen. When too many do, whoever holds most streams gives up the oldest of them.
+
+        Nobody can tell a client that reads nothing from one to whom nothing is told; but who was cut off and still
+        lives comes back, with the last event that it got.
+        """
+        if len(self.clients) >= self.settings.stream_clients:
+            [(owner, _)] = Counter(known.owner for known in self.clients).most_common(1)
+            self.leave(next(known for known in self.clients if known.owner == owner))
+        self.clients[client] = None
+
+    def leave(self, client: Client) -> None:
+        """The client listens no more."""
+        self.clients.pop(client, None)
+        client.end()
 
     def committed(self, batches: Sequence[Batch]) -> None:
         """Called after a commit."""
@@ -107,12 +140,13 @@ class Broadcaster:
             self._moved.set()
         for event in found:
             last = event.id
-            self._hand_out(event.run, as_server_sent_event(event))
+            self._hand_out(event.run, told(event))
         for run, sample in waiting.items():
-            self._hand_out(run, ServerSentEvent(event="sample", data=sample))
+            written = format_sse_event(event="sample", data_str=sample.model_dump_json())
+            self._hand_out(run, Told(None, written))
         return last
 
-    def _hand_out(self, run: str, event: ServerSentEvent) -> None:
+    def _hand_out(self, run: str, event: Told) -> None:
         for client in self.clients:
             if client.wants(run):
                 client.offer(event)
@@ -125,9 +159,10 @@ class Broadcaster:
             client.offer(None)
 
 
-def as_server_sent_event(event: RunEvent) -> ServerSentEvent:
+def told(event: RunEvent) -> Told:
     """An event of the log as it travels; a client that comes back names its id."""
-    return ServerSentEvent(event=event.kind, id=str(event.id), data=event)
+    written = format_sse_event(event=event.kind, id=str(event.id), data_str=event.model_dump_json())
+    return Told(event.id, written)
 
 
 def _as_stream_sample(run: str, sample: Sample) -> StreamSample:

@@ -1,14 +1,18 @@
 """Reading the log of what happened: verdicts, switches, commands, starts and ends."""
 
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Row, desc, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.incident import Acknowledged
 from foreshock.contract.wire import Switched, Verdict
-from foreshock.server.models import CommandChange, RunEvent
+from foreshock.server.models import CommandChange, IncidentChange, RunEvent
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import events, runs
+
+KINDS_OF_0_1_0: Final = ("started", "verdict", "switched", "command", "finished")
+"""Kinds of events that every reader knows."""
 
 
 async def read_events(
@@ -50,4 +54,8 @@ def _as_event(row: Row[Any]) -> RunEvent:
         event.switched = read_back(Switched, row.payload, "event", row.id)
     elif row.kind == "command":
         event.command = read_back(CommandChange, row.payload, "event", row.id)
+    elif row.kind == "incident":
+        event.incident = read_back(IncidentChange, row.payload, "event", row.id)
+    elif row.kind == "acknowledged":
+        event.acknowledged = read_back(Acknowledged, row.payload, "event", row.id)
     return event

@@ -2,26 +2,28 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, and_, desc, func, select, tuple_
+from sqlalchemy import Row, desc, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import mode_name
-from foreshock.contract.wire import AgentHealth, Layer, Started, Verdict
-from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, axes_of, axis_of, merge
+from foreshock.contract.wire import AgentHealth, Layer, Verdict
+from foreshock.server.curves.merging import MergedSteps, axis_of, merge
 from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
+from foreshock.server.runs.incidents import change_of, incidents_of
+from foreshock.server.runs.newest import described, newest_samples
 from foreshock.server.store import process_starts
 from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import boots, runs, samples, topologies, warnings
+from foreshock.server.store.schema import boots, runs, topologies, warnings
 from foreshock.server.store.topology import layers_of
 
-_STEPS_LOOKED_AT = 16
 
-
-async def list_runs(connection: AsyncConnection, prefix: str, cursor: str | None, limit: int) -> RunList:
+async def list_runs(
+    connection: AsyncConnection, prefix: str, cursor: str | None, limit: int, verify_steps: int
+) -> RunList:
     """Runs whose name begins with `prefix`, the one heard from last first."""
     query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
     if prefix:
@@ -31,19 +33,21 @@ async def list_runs(connection: AsyncConnection, prefix: str, cursor: str | None
         query = query.where(tuple_(runs.c.last_seen, runs.c.id) < tuple_(float.fromhex(last_seen), int(run_id)))
     rows = (await connection.execute(query)).all()
     more = rows[limit - 1] if len(rows) > limit else None
-    found = [RunSummary.model_validate(s) for s, _ in await summaries(connection, rows[:limit])]
+    found = [RunSummary.model_validate(s) for s, _ in await summaries(connection, rows[:limit], verify_steps)]
     return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.id}" if more else None)
 
 
 async def summaries(
-    connection: AsyncConnection, rows: Sequence[Row[Any]]
+    connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
 ) -> list[tuple[dict[str, Any], MergedSteps | None]]:
-    """The fields of RunSummary for each run, with its newest reading."""
+    """The fields of RunSummary for each run, with its newest reading. verify_steps: as for `incidents_of`."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
         found[boot.run_id].append(boot)
     raised = await active_warnings(connection, [row.id for row in rows])
-    newest = await newest_readings(connection, [row.id for row in rows])
+    samples = await newest_samples(connection, [row.id for row in rows])
+    standing = await incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
+    newest = {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in samples.items()}
     result = []
     for row in rows:
         reading = newest[row.id][1] if row.id in newest else None
@@ -59,6 +63,7 @@ async def summaries(
                     "worst_risk": latest.get("run.worst_risk"),
                     "active_warnings": len(raised.get(row.id, [])),
                     "forecast_steps": _shortest(raised.get(row.id, [])),
+                    "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
                     **_described(found[row.id]),
                 },
                 reading,
@@ -79,21 +84,6 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
 
 
-class _Description(Started):
-    """As a boot's is stored: its layers stand elsewhere."""
-
-    layers: tuple[Layer, ...] = ()
-
-
-def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
-    """What the newest process start said of itself, without its layers; empty when none has yet."""
-    for row in reversed(process_starts.in_order(rows)):
-        said = read_back(_Description, row.description, "description of boot", row.id) if row.description else None
-        if said is not None:
-            return said.model_dump(exclude={"layers"})
-    return {}
-
-
 def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     said = described(rows)
     keys = ("policy", "numerics", "mitigation", "switch_scope", "world_size")
@@ -103,36 +93,6 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
         "labels": said.get("labels", {}),
         **{key: said.get(key) for key in keys},
     }
-
-
-async def newest_readings(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, tuple[Axis, MergedSteps]]:
-    """The heads of each run that has a sample, and its newest reading."""
-    rows = await newest_samples(connection, run_ids)
-    return {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in rows.items()}
-
-
-async def newest_samples(
-    connection: AsyncConnection, run_ids: Collection[int]
-) -> dict[int, tuple[Axis, list[Row[Any]]]]:
-    """The heads of each run that has a sample, and the samples of its newest reading: three queries for all runs.
-
-    It is the newest step that as many ranks have reported as any of the last few.
-    """
-    live = LIVE_SAMPLES.order_by(None)
-    steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
-    nth = steps.order_by(desc(samples.c.step)).offset(_STEPS_LOOKED_AT - 1).limit(1).correlate(runs).scalar_subquery()
-    lately = select(runs.c.id, func.coalesce(nth, 0).label("first")).where(runs.c.id.in_(run_ids)).cte()
-    ranks = func.count(func.distinct(boots.c.rank))
-    place = func.row_number().over(partition_by=samples.c.run_id, order_by=(desc(ranks), desc(samples.c.step)))
-    placed = live.with_only_columns(samples.c.run_id, samples.c.step, place.label("place"))
-    placed = placed.join(lately, and_(samples.c.run_id == lately.c.id, samples.c.step >= lately.c.first))
-    newest = placed.group_by(samples.c.run_id, samples.c.step).cte()
-    same = and_(samples.c.run_id == newest.c.run_id, samples.c.step == newest.c.step, newest.c.place == 1)
-    rows: dict[int, list[Row[Any]]] = defaultdict(list)
-    for row in await connection.execute(LIVE_SAMPLES.join(newest, same)):
-        rows[row.run_id].append(row)
-    axes = await axes_of(connection, rows.keys())
-    return {run_id: (axes[run_id], own) for run_id, own in rows.items()}
 
 
 async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:
@@ -155,9 +115,9 @@ async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -
     return raised
 
 
-async def run_detail(connection: AsyncConnection, row: Row[Any]) -> RunDetail:
+async def run_detail(connection: AsyncConnection, row: Row[Any], verify_steps: int) -> RunDetail:
     """Everything known of a run."""
-    [(summary, reading)] = await summaries(connection, [row])
+    [(summary, reading)] = await summaries(connection, [row], verify_steps)
     rows = (await connection.execute(select(boots).where(boots.c.run_id == row.id))).all()
     dropped, faults = health_totals(rows)
     return RunDetail(

@@ -7,9 +7,10 @@ by URL and may be shared by several replicas of the service.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -21,14 +22,21 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from foreshock.server.store.lanes import LoopLane, ThreadLane, Work
 from foreshock.server.store.schema import runs
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
-_HEAVY_READS: Final = 4
-"""Large reads at work at once; each may hold a few hundred MiB."""
+_LOOKS: Final = 2
+"""Reads of many rows at work at once, of those that nobody can multiply: scrapes, roll-ups."""
+_HEAVY_READS: Final = 2
+"""Large reads at work at once; each may hold a few hundred MiB, and takes a processor from whoever writes."""
 _HEAVY_WAITING: Final = 64
 """Large reads that wait or work; beyond, they are told to come back."""
+_CACHE_KIB: Final = 8192
+"""Pages that a connection to SQLite keeps. Each keeps its own; the system's cache serves all of them."""
+_WAL_PAGES: Final = 4000
+"""Pages of 4 KiB after which the log is copied into the file: rarely, since the commit that does it waits."""
 
 
 T = TypeVar("T")
@@ -69,16 +77,28 @@ class Store:
         self.engine: AsyncEngine = create_async_engine(address, pool_size=8, **options)
         # The writer's connection is its own: readers, however many, never take it.
         self._write_engine: AsyncEngine = create_async_engine(address, pool_size=1, max_overflow=0, **options)
-        self._heavy = asyncio.Semaphore(_HEAVY_READS)
-        self._heavy_waiting = 0
-        self.path = Path(parsed.database) if self.sqlite and parsed.database else None
         self._writing = asyncio.Lock()
-        self._look_engine: Engine | None = None
+        self._turns, self._heavy_waiting = asyncio.Semaphore(_HEAVY_READS), 0
+        self.path = Path(parsed.database) if self.sqlite and parsed.database else None
+        self._writer: ThreadLane | LoopLane
+        self._looking: ThreadLane | LoopLane
+        self._heavy: ThreadLane | LoopLane
         if self.sqlite:
-            self._look_engine = create_engine(parsed.set(drivername="sqlite"))
-            for engine in (self.engine.sync_engine, self._write_engine.sync_engine, self._look_engine):
-                event.listen(engine, "connect", _sqlite_connect)
-                event.listen(engine, "begin", _sqlite_begin)
+            for engine in (self.engine.sync_engine, self._write_engine.sync_engine):
+                _prepare(engine)
+            plain = parsed.set(drivername="sqlite")
+            self._writer = ThreadLane(
+                "write", _prepare(create_engine(plain, pool_size=1, max_overflow=0)), 1, write=True
+            )
+            self._looking = ThreadLane("look", _prepare(create_engine(plain)), _LOOKS)
+            self._heavy = ThreadLane("read", _prepare(create_engine(plain)), _HEAVY_READS)
+        else:
+            own = create_async_engine(address, pool_size=1, max_overflow=0, **options)
+            self._writer = LoopLane("write", own, 1, write=True)
+            self._looking = LoopLane("look", create_async_engine(address, pool_size=_LOOKS, **options), _LOOKS)
+            self._heavy = LoopLane(
+                "read", create_async_engine(address, pool_size=_HEAVY_READS, **options), _HEAVY_READS
+            )
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
@@ -88,24 +108,26 @@ class Store:
                 await connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
+    async def look(self, read: Work[T]) -> T:
+        """Reads of one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
+        return await self._looking.run(read)
+
     @asynccontextmanager
-    async def read_much(self) -> AsyncIterator[AsyncConnection]:
-        """As `read`, for reads that may take much memory and time: a few at once. Raises BusyError when many wait."""
+    async def turn(self) -> AsyncIterator[Callable[[Work[T]], Coroutine[Any, Any, T]]]:
+        """Wait for a turn to read much, a few at once: gives what does as `look`. Raises BusyError when many wait."""
         if self._heavy_waiting >= _HEAVY_WAITING:
             raise BusyError
         self._heavy_waiting += 1
         try:
-            async with self._heavy, self.read() as connection:
-                yield connection
+            async with self._turns:
+                yield self._heavy.run
         finally:
             self._heavy_waiting -= 1
 
-    async def look(self, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
-        """Many reads of one consistent state. On SQLite they run in one thread: a busy event loop delays them once."""
-        if self._look_engine is not None:
-            return await asyncio.to_thread(_look, self._look_engine, read)
-        async with self.read() as connection:
-            return await read(connection)
+    async def transact(self, change: Work[T]) -> T:
+        """As `write`, for a change that awaits nothing but its connection: it runs beside the event loop."""
+        async with self._writing:
+            return await self._writer.run(change)
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
@@ -169,41 +191,28 @@ class Store:
         size = await connection.execute(text("SELECT pg_database_size(current_database())"))
         return float(size.scalar_one())
 
+    def hurry(self) -> None:
+        """The service goes down: reads under way are given up."""
+        self._looking.hurry()
+        self._heavy.hurry()
+
     async def close(self) -> None:
         """Close every connection."""
-        if self._look_engine is not None:
-            self._look_engine.dispose()
+        self.hurry()
+        for lane in (self._writer, self._looking, self._heavy):
+            await lane.close()
         await self._write_engine.dispose()
         await self.engine.dispose()
 
 
-class _Immediate:
-    """The face of an AsyncConnection whose answers are there at once."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    async def execute(self, statement: Any, parameters: Any = None) -> Any:
-        """Execute in the calling thread."""
-        return self._connection.execute(statement, parameters)
-
-
-def _look(engine: Engine, read: Callable[[AsyncConnection], Coroutine[Any, Any, T]]) -> T:
-    with engine.connect() as connection:
-        reading = read(cast(AsyncConnection, _Immediate(connection)))
-        try:
-            reading.send(None)
-        except StopIteration as done:
-            found: T = done.value
-            return found
-        reading.close()
-        raise RuntimeError("a look at the store waited for something else")
-
-
 def insert_or_ignore(store: Store, table: Table) -> Any:
     """An INSERT that leaves rows alone which are there already."""
-    insert = sqlite.insert(table) if store.sqlite else postgresql.insert(table)
-    return insert.on_conflict_do_nothing()
+    return _insert_or_ignore(store.sqlite, table)
+
+
+@cache
+def _insert_or_ignore(in_sqlite: bool, table: Table) -> Any:
+    return (sqlite.insert(table) if in_sqlite else postgresql.insert(table)).on_conflict_do_nothing()
 
 
 def _alembic_config(connection: Connection | None) -> Config:
@@ -220,10 +229,17 @@ def _upgrade(connection: Connection) -> None:
     command.upgrade(_alembic_config(connection), "head")
 
 
+def _prepare(engine: Engine) -> Engine:
+    event.listen(engine, "connect", _sqlite_connect)
+    event.listen(engine, "begin", _sqlite_begin)
+    return engine
+
+
 def _sqlite_connect(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # transactions begin where `_sqlite_begin` says, not where the driver guesses
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON", "cache_size=-65536"):
+    own = f"cache_size=-{_CACHE_KIB}", f"wal_autocheckpoint={_WAL_PAGES}"
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON", *own):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

@@ -2,7 +2,6 @@
 
 import math
 import struct
-from binascii import a2b_base64
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +27,7 @@ def pack_arrays(sample: Sample) -> bytes | None:
         if array is not None:
             shape: tuple[int, ...] = array.shape
             parts.append(struct.pack(f"<BBB{len(shape)}I", position, _DTYPES.index(array.dtype), len(shape), *shape))
-            parts.append(a2b_base64(array.data))  # what travels is what is stored: little-endian, in C order
+            parts.append(array.raw)  # what travels is what is stored: little-endian, in C order
     return b"".join(parts) or None
 
 

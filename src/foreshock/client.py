@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 DEFAULT_URL: Final = "http://127.0.0.1:8765"
-SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected"})
+SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
 """States of a command that no longer change."""
 
 Floats = npt.NDArray[np.float64]
@@ -223,6 +223,12 @@ class Service:
         """Turn a proposed switch down."""
         return self._object(
             self.post(f"/v1/commands/{command}/reject", {"who": who or getpass.getuser(), "reason": reason})
+        )
+
+    def cancel(self, command: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+        """Stop an order that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
+        return self._object(
+            self.post(f"/v1/commands/{command}/cancel", {"who": who or getpass.getuser(), "reason": reason})
         )
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:

@@ -124,8 +124,11 @@ def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
         (["run-1"], "give --mode"),
-        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo alone"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo or --cancel alone"),
         (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
+        (["run-1", "--undo", "last", "--cancel", "last"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last", "--layer", "0"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last"], "no order under way"),
     ],
 )
 def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
@@ -174,6 +177,19 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
     assert "layer 1 head 2: exact_delta -> plain" in undone.output
     assert again.exit_code == 1
     assert "run run-2 has no applied switch that stands" in again.stderr
+
+
+def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(service: LiveService) -> None:
+    rank = FakeRank(run="run-3")
+    post(service, rank.batch(rank.started(), rank.sample(1)))
+    order = ["--mode", "exact_delta", "--reason", "it drifts", "--wait", "0"]
+    assert foreshock("switch", "run-3", *order, "--url", service.url).exit_code == 1
+    assert len(post(service, rank.batch(rank.sample(2))).commands) == 1
+    stopped = foreshock("switch", "run-3", "--cancel", "last", "--reason", "the wrong run", "--url", service.url)
+    assert stopped.exit_code == 0, stopped.output
+    assert ": cancelled" in stopped.output
+    assert "rank 0 had it: no answer yet" in stopped.output
+    assert post(service, rank.batch(rank.sample(3))).commands == ()
 
 
 def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:
@@ -287,7 +303,7 @@ def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
 
 
 def test_the_password_of_a_database_that_cannot_be_reached_is_not_said(tmp_path: Path) -> None:
-    code, said = serve_with({"FORESHOCK_DATABASE_URL": "postgresql://me:pass@phrase:x@127.0.0.1:1/db"}, tmp_path)
+    code, said = serve_with({"FORESHOCK_DATABASE_URL": "postgresql://me:passphrase@127.0.0.1:1/db"}, tmp_path)
     assert code != 0
     assert "the database cannot be used" in said
     assert "phrase" not in said
@@ -301,3 +317,19 @@ def test_a_port_that_is_taken_is_a_sentence_that_says_what_to_do(tmp_path: Path)
     assert f"port {port} of 127.0.0.1 is taken" in said
     assert "--port" in said
     assert "{" not in said, "no line of the log"
+
+
+def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Path) -> None:
+    addresses = ["--grafana-url", "https://g.example", "--service-url", "https://s.example/"]
+    done = foreshock(
+        "dashboards", "generate", "--out", str(tmp_path), *addresses, "--runbooks-url", "https://r.example"
+    )
+    assert done.exit_code == 0, done.output
+    rules = (tmp_path / "dashboards/generated/prometheus-rules.yml").read_text()
+    assert "https://g.example/d/foreshock-run" in rules
+    assert "https://s.example/?runs=" in rules
+    assert "runbook_url: https://r.example/ForeshockRunHung.md" in rules
+    assert "127.0.0.1" not in rules
+    refused = foreshock("dashboards", "generate", *addresses)
+    assert refused.exit_code == 1
+    assert "--out" in refused.stderr

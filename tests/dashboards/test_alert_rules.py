@@ -1,20 +1,22 @@
 """Every alert fires when it should, resolves, and stays silent when it should, as promtool evaluates it."""
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from foreshock.contract.catalog import METRICS
-from foreshock.contract.modes import DEFAULT_MITIGATION
-from foreshock.dashboards.provisioning import to_yaml
+from foreshock.contract.catalog import BY_KEY, METRICS
+from foreshock.contract.decision import CAUSES, Act, decision
+from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]
 RUN: Labels = {"run": "a"}
+STATES = ("open", "switched", "arrested", "not arrested")
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,13 @@ class Case:
     firing: dict[int, list[Labels]]
 
 
-HEAD = {"run": "a", "layer": "0", "head": "2"}
-WARNED = HEAD | {"cause": "rounding", "signal": "score_offset"}
+WARNED = {"run": "a", "cause": "rounding", "state": "open", "act": "none"}
 
 
-def warned(severity: str) -> str:
-    """The series of one raised warning."""
-    return (
-        'foreshock_warning_active{run="a",layer="0",head="2",cause="rounding",signal="score_offset",'
-        f'severity="{severity}"}}'
-    )
+def warned(severity: str, **changes: str) -> str:
+    """The series of one incident."""
+    labels = WARNED | changes | {"severity": severity}
+    return "foreshock_incident_active{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
 
 
 def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
@@ -217,13 +216,13 @@ CASES = [
     ),
     Case(
         "ForeshockHeadFailing",
-        "fires at once with the warning's own severity, for each head alone, and resolves when it is cleared",
-        {warned("warning"): "0 1x5 0x5", warned("critical").replace('head="2"', 'head="3"'): "0 0 1x9"},
+        "fires at once with the incident's own severity, for each cause, and resolves when it is closed",
+        {warned("warning"): "0 1x5 0x5", warned("critical", cause="not finite"): "0 0 1x9"},
         {
             0: [],
             1: [WARNED | {"severity": "warning"}],
-            4: [WARNED | {"severity": "warning"}, WARNED | {"severity": "critical", "head": "3"}],
-            8: [WARNED | {"severity": "critical", "head": "3"}],
+            4: [WARNED | {"severity": "warning"}, WARNED | {"severity": "critical", "cause": "not finite"}],
+            8: [WARNED | {"severity": "critical", "cause": "not finite"}],
         },
     ),
     Case(
@@ -232,7 +231,12 @@ CASES = [
         {warned("warning"): "1x3 stale"},
         {3: [WARNED | {"severity": "warning"}], 4: []},
     ),
-    Case("ForeshockHeadFailing", "does not wake people for a hint", {warned("info"): "1x10"}, {10: []}),
+    Case(
+        "ForeshockHeadFailing",
+        "does not wake people for what was arrested",
+        {warned("info", state="arrested"): "1x10"},
+        {10: []},
+    ),
     Case(
         "ForeshockCommandUnanswered",
         "fires when a command waits for five minutes on an active run, resolves when it is answered",
@@ -355,37 +359,57 @@ def test_every_alert_has_a_case_that_fires_one_that_resolves_and_one_that_is_sil
 def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> None:
     series = {
         warned("critical"): "1x5",
-        'foreshock_warning_forecast_steps{run="a",layer="0",head="2"}': "1800x5",
-        'foreshock_head_score_offset{run="a",layer="0",head="2"}': "7.25x5",
-        'foreshock_head_score_max{run="a",layer="0",head="2"}': "62x5",
-        'foreshock_head_mode{run="a",layer="0",head="2"}': "0x1 1x3",
+        'foreshock_incident_forecast_steps{run="a",cause="rounding"}': "1800x5",
+        'foreshock_incident_heads{run="a",cause="rounding"}': "96x5",
     }
     expected = {
-        "summary": "Run a: layer 0 head 2 is on its way to a loss explosion (rounding)",
-        "description": "The signal score_offset tripped. Score offset 7.25, largest score 62. "
-        "Largest |score| reaches 512 in about 1.8k steps.",
-        "action": f"Switch the head to {DEFAULT_MITIGATION}, or let policy auto do it, "
-        "and watch its offset stop growing.",
+        "summary": "Run a is on its way to a loss explosion (rounding, heads: 96)",
+        "description": "All warnings of this cause are one incident; the page ranks its heads by how soon they come to "
+        "harm. The first head's largest |score| reaches 512 in about 1.8k steps.",
+        "done": "Nothing is switched: the run's policy is observe.",
+        "action": "Switch every head to the run's mitigation.",
         "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
         "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
         "page_url": "http://127.0.0.1:8765/?runs=a",
-        "done": "The head is switched.",
     }
     result = promtool(tmp_path, [annotation_test(series, expected)])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.servers
-def test_the_warning_reads_well_when_nothing_but_the_warning_is_known(tmp_path: Path) -> None:
-    result = promtool(tmp_path, [annotation_test({warned("critical"): "1x5"}, {})])
-    assert "Score offset on the page, largest score on the page" in result.stdout + result.stderr
-    assert "in about an unknown number of steps." in result.stdout + result.stderr
-    assert "No switch of the head is known; the page has the last word." in result.stdout + result.stderr
+def test_no_alert_speaks_of_a_switch_that_cannot_help_or_of_steps_that_nobody_knows(tmp_path: Path) -> None:
+    labels = {"cause": "not finite", "act": "none"}
+    result = promtool(tmp_path, [annotation_test({warned("critical", **labels): "1x5"}, {}, **labels)])
+    said = result.stdout + result.stderr
+    assert "Run a computes numbers that are not finite (not finite)" in said
+    assert "Nothing is switched: no switch repairs what is not finite." in said
+    assert "Stop the run and resume from a checkpoint before the first warning" in said
+    assert "unknown" not in said
 
 
-def annotation_test(series: dict[str, str], annotations: dict[str, str]) -> dict[str, Any]:
-    """A promtool case that compares every label and annotation of the warning of layer 0, head 2."""
-    labels = WARNED | {"severity": "critical"}
+@pytest.mark.parametrize(("cause", "state", "act"), [(c, s, a) for c in CAUSES for s in STATES for a in get_args(Act)])
+def test_every_alert_says_of_what_was_done_what_the_one_decision_says(cause: Any, state: Any, act: Any) -> None:
+    """The templates are a chain of conditions on labels, read here as Go reads them."""
+    [alert] = BY_KEY["incident.active"].alerts
+    policy: Any = {"none": "observe", "propose": "approve", "switch": "auto"}[act]
+    progress: Any = "unswitched" if state == "open" else state
+    made = decision(cause, policy, mitigation="the run's mitigation", progress=progress)
+    labels = {"cause": cause, "state": state, "act": act}
+    assert read_chain(alert.done, labels) == made.done
+    assert read_chain(alert.to_do, labels) == made.to_do
+
+
+def read_chain(template: str, labels: dict[str, str]) -> str:
+    """The text of the first condition that holds in `{{ if A }}a{{ else if B }}b{{ end }}`."""
+    for condition, text in re.findall(r"\{\{ (?:else )?if (.*?) \}\}(.*?)(?=\{\{)", template):
+        if all(labels[name] == value for name, value in re.findall(r'eq \$labels\.(\w+) "([^"]*)"', condition)):
+            return str(text)
+    raise AssertionError(f"nothing is said of {labels}")
+
+
+def annotation_test(series: dict[str, str], annotations: dict[str, str], **changes: str) -> dict[str, Any]:
+    """A promtool case that compares every label and annotation of a critical incident."""
+    labels = WARNED | changes | {"severity": "critical"}
     return {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
@@ -397,13 +421,6 @@ def annotation_test(series: dict[str, str], annotations: dict[str, str]) -> dict
             }
         ],
     }
-
-
-@pytest.mark.servers
-def test_a_warning_about_no_single_head_reads_well(tmp_path: Path) -> None:
-    series = 'foreshock_warning_active{run="a",layer="",head="",cause="other",signal="loss",severity="critical"}'
-    result = promtool(tmp_path, [annotation_test({series: "1x5"}, {})])
-    assert "Run a: the model as a whole is on its way to a loss explosion (other)" in result.stdout + result.stderr
 
 
 @pytest.mark.servers

@@ -40,6 +40,16 @@ def secrets_folder(path: Path, *options: str) -> Path:
     return path
 
 
+RECEIVERS = {
+    "slack": "slack_url",
+    "pagerduty": "pagerduty_key",
+    "webhook": "people_webhook_url",
+    "email": "email_password",
+    "dead-mans-switch": "dead_mans_switch_url",
+}
+"""What the script takes for each receiver becomes this secret."""
+
+
 # Promise S8
 
 
@@ -124,14 +134,15 @@ def test_a_service_says_when_it_is_healthy(service: dict[str, Any]) -> None:
 def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
     """(source, target) of every volume."""
     volumes = [volume for service in services.values() for volume in service.get("volumes", [])]
-    return [(volume.split(":")[0], volume.split(":")[1]) for volume in volumes]
+    parts = [re.match(r"((?:\$\{[^}]*\}|[^:])+):([^:]+)", volume) for volume in volumes]
+    return [(part[1], part[2]) for part in parts if part]
 
 
 def test_what_is_mounted_exists_and_what_holds_data_is_a_volume() -> None:
     for source, _ in mounts(SERVICES) + mounts(OVERRIDE):
         if source.startswith("./"):
             assert (REPOSITORY / source).exists(), source
-        elif source != "/dev/null":
+        elif not source.startswith(("/dev/null", "${FORESHOCK_SECRETS")):
             assert source in COMPOSE["volumes"]
 
 
@@ -147,11 +158,12 @@ def test_each_program_finds_its_configuration_where_its_command_says() -> None:
 def test_a_file_that_reads_a_secret_belongs_to_a_service_that_has_it() -> None:
     for service, files in {
         "prometheus": ["prometheus.yml", "prometheus-victoriametrics.yml"],
-        "alertmanager": ["alertmanager.yml"],
+        "alertmanager": ["alertmanager.yml", "receivers/*.yml"],
     }.items():
-        for file in files:
-            text = (REPOSITORY / "dashboards/generated" / file).read_text()
-            assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(SERVICES[service]["secrets"])
+        found = [path for file in files for path in (REPOSITORY / "dashboards/generated").glob(file)]
+        assert set(re.findall(r"/run/secrets/(\w+)", "".join(path.read_text() for path in found))) == set(
+            SERVICES[service]["secrets"]
+        )
     alerting = (REPOSITORY / "dashboards/generated/grafana-alerting.yml").read_text()
     assert set(re.findall(r"/run/secrets/(\w+)", alerting)) <= set(OVERRIDE["grafana"]["secrets"])
 
@@ -173,10 +185,10 @@ def test_with_grafanas_alerting_prometheus_evaluates_nothing(tmp_path: Path) -> 
 def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path: Path) -> None:
     folder = secrets_folder(tmp_path / "secrets")
     made = {file.name for file in folder.iterdir()}
-    assert made == {*COMPOSE["secrets"], "compose.env", ".gitignore"}
+    assert made == {*COMPOSE["secrets"], "alertmanager.yml", "compose.env", ".gitignore"}
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / ".gitignore").read_text() == "*\n"
-    values = [(folder / name).read_text() for name in COMPOSE["secrets"]]
+    values = [(folder / name).read_text() for name in COMPOSE["secrets"] if name not in RECEIVERS.values()]
     assert len(set(values)) == len(values)
     assert all(len(value) >= 24 for value in values)
 
@@ -206,6 +218,66 @@ def test_the_script_makes_no_secret_twice(tmp_path: Path) -> None:
     assert again.returncode == 1
     assert "exists" in again.stderr
     assert (tmp_path / "secrets/foreshock_token").read_text() == before
+
+
+SAID = {
+    "slack": "https://hooks.slack.com/services/T1/B2/x&y|z",
+    "pagerduty": "0123456789abcdef",
+    "webhook": "https://pager.example/hook?key=1",
+    "email": "smtp://ops@example.org:pa:ss@wd&x@smtp.example.org:587?from=foreshock@example.org&to=on-call@example.org",
+    "dead-mans-switch": "https://hc-ping.com/5ec1",
+}
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("kinds", [*([kind] for kind in SAID), list(SAID)], ids="+".join)
+def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: list[str]) -> None:
+    options: list[str] = []
+    for kind in kinds:
+        (tmp_path / kind).write_text(f"{SAID[kind]}\n")
+        options += [f"--{kind}", str(tmp_path / kind)]
+    folder = secrets_folder(tmp_path / "secrets", *options)
+    text = (folder / "alertmanager.yml").read_text()
+    receivers = {receiver.pop("name"): receiver for receiver in yaml.safe_load(text)["receivers"]}
+    assert set(receivers["people"]) == {f"{kind}_configs" for kind in kinds if kind != "dead-mans-switch"}
+    assert bool(receivers["dead-mans-switch"]) == ("dead-mans-switch" in kinds)
+    for kind in kinds:
+        value = (folder / RECEIVERS[kind]).read_text()
+        assert value == ("pa:ss@wd&x" if kind == "email" else SAID[kind])
+        assert value not in text, "a secret stays in its file"
+        assert f"/run/secrets/{RECEIVERS[kind]}" in text
+    if "email" in kinds:
+        [mail] = receivers["people"]["email_configs"]
+        assert (mail["to"], mail["from"]) == ("on-call@example.org", "foreshock@example.org")
+        assert (mail["smarthost"], mail["auth_username"]) == ("smtp.example.org:587", "ops@example.org")
+    # Debian's Alertmanager is older than the image, and reads the address of a webhook from no file yet.
+    older = tmp_path / "older.yml"
+    older.write_text(text.replace("url_file: /run", "url: https://x/run").replace("api_url: https:/", "api_url_file: "))
+    checked = subprocess.run(["amtool", "check-config", older], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_who_gives_no_receiver_is_told_that_nobody_is_woken(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [REPOSITORY / "scripts/compose-secrets", tmp_path / "secrets"], capture_output=True, text=True, check=True
+    )
+    assert "NOBODY IS WOKEN" in said.stdout
+    assert "no --dead-mans-switch was given" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "words"), [(None, "takes a file that holds its secret"), ("ops@example.org", "smtp://USER")]
+)
+def test_a_receiver_without_its_secret_is_refused_before_anything_is_made(
+    tmp_path: Path, written: str | None, words: str
+) -> None:
+    if written:
+        (tmp_path / "mail").write_text(written)
+    options: list[str | Path] = ["--email", tmp_path / "mail", tmp_path / "secrets"]
+    said = subprocess.run([REPOSITORY / "scripts/compose-secrets", *options], capture_output=True, text=True)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert not (tmp_path / "secrets").exists()
 
 
 def test_profiles_choose_their_configuration(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from foreshock.contract.catalog import WATCHDOG
+from foreshock.dashboards.alertmanager import alertmanager_config
 from foreshock.dashboards.generate import GENERATED, check, files, generate
-from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
+from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.dashboards.rules import Links, alerts, rules
 
 REPOSITORY = Path(__file__).parents[2]
@@ -92,10 +93,12 @@ def test_an_interval_that_is_no_duration_is_refused_with_a_sentence(interval: st
 def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_route(tmp_path: Path) -> None:
     config = tmp_path / "alertmanager.yml"
     config.write_text(alertmanager_config("http://127.0.0.1:8765/v1/webhooks/alertmanager", config))
-    assert "2 receivers" in run("amtool", "check-config", str(config))
+    assert "4 receivers" in run("amtool", "check-config", str(config))
     route = ("amtool", "config", "routes", "test", f"--config.file={config}")
-    assert run(*route, "alertname=ForeshockHeadFailing", "severity=critical", "run=a").strip() == "foreshock"
-    assert run(*route, f"alertname={WATCHDOG.name}", "severity=none").strip() == "watchdog"
+    assert run(*route, "alertname=ForeshockHeadFailing", "severity=critical", "run=a").strip() == "service,people"
+    assert run(*route, f"alertname={WATCHDOG.name}", "severity=none").strip() == "watchdog,dead-mans-switch"
+    assert run(*route, "alertname=ForeshockServiceDown", "severity=critical").strip() == "people"
+    assert run(*route, "alertname=ForeshockAlertPathBroken", "severity=warning").strip() == "service,people"
 
 
 # What the other provisioning files hold
@@ -104,7 +107,9 @@ def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_r
 def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
     scrape = generated("prometheus.yml")["scrape_configs"][0]
     assert scrape["authorization"] == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_read_token"}
-    for receiver in generated("alertmanager.yml")["receivers"]:
+    receivers = {receiver["name"]: receiver for receiver in generated("alertmanager.yml")["receivers"]}
+    assert receivers["people"] == {"name": "people"}, "whom to wake is the installation's choice"
+    for receiver in (receivers["service"], receivers["watchdog"]):
         authorization = receiver["webhook_configs"][0]["http_config"]["authorization"]
         assert authorization == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_webhook_token"}
     hmac = generated("grafana-alerting.yml")["contactPoints"][0]["receivers"][0]["settings"]["hmacConfig"]
@@ -137,10 +142,9 @@ def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> N
     late = next(rule for rule in rules(Links()) if rule.alert.name == "ForeshockAlertPathBroken")
     assert late.expr.endswith("> 300")
     routes = [
-        *generated("alertmanager.yml")["route"]["routes"],
-        *generated("grafana-alerting.yml")["policies"][0]["routes"],
+        *generated("alertmanager.yml")["route"]["routes"][:2],
+        generated("grafana-alerting.yml")["policies"][0]["routes"][0],
     ]
-    assert len(routes) == 2
     for route in routes:
         assert WATCHDOG.name in str(route.get("matchers", route.get("object_matchers")))
         assert route["group_interval"] == route["repeat_interval"] == "30s"

@@ -22,8 +22,10 @@ import numpy as np
 import pytest
 
 from foreshock.contract.wire import Ack, AgentHealth, Array, Event
+from foreshock.dashboards.alertmanager import alertmanager_config
 from foreshock.dashboards.live import Query, ask, queries
-from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config, to_yaml
+from foreshock.dashboards.plain import to_yaml
+from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank, LiveService

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from tests.e2e.running import Start, eventually, free_port
 
-from foreshock.dashboards.provisioning import alertmanager_config, prometheus_config
+from foreshock.dashboards.alertmanager import alertmanager_config
+from foreshock.dashboards.provisioning import prometheus_config
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"

@@ -121,7 +121,11 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_demo_without_a_warning_says_so() -> None:
-    assert "No head was warned about within 9 steps" in demo.comparison(result())
+    told = result()
+    told["arms"]["untreated"]["offset_by_step"] = {"4": [9.0], "9": [-2.5]}
+    said = demo.comparison(told)
+    assert "No head was warned about within 9 of 13 steps" in said
+    assert "Layer 0 head 1 drifted furthest: its score offset is -2.50 nats, 3.50 from the same head in float32" in said
 
 
 def test_a_warned_control_is_not_hidden() -> None:
@@ -148,6 +152,29 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
     assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
     assert "time ran out" not in said
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
+
+
+def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosion(tmp_path: Path) -> None:
+    said = io.StringIO()
+    told = demo.main(
+        tmp_path / "report.json",
+        seed=3,
+        port=0,
+        picture=tmp_path / "picture.png",
+        recipe=TINY,
+        seconds=0.0,
+        console=Console(file=said, width=200),
+    )
+    assert told["first_warning"] is None
+    recorded = told["recorded"]
+    assert recorded["switch_step"] < recorded["harm_step"]
+    assert recorded["first_warning_step"] < recorded["dangerous_step"] < recorded["harm_step"]
+    losses = recorded["losses"]
+    assert losses["rescued"] < 1.02 * losses["control"] < 2 * losses["control"] < losses["untreated"]
+    text = said.getvalue()
+    assert "No head was warned about" in text
+    assert f"step {recorded['harm_step']:>5}  untreated  the loss leaves that of the float32 training." in text
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(play: Any) 
     async def story(service: Any) -> None:
         store = service.app.state.store
         statements: list[str] = []
-        for engine in (store.engine.sync_engine, store._look_engine):
+        for engine in (store.engine.sync_engine, store._looking._engine):
             event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
         async def queries() -> int:

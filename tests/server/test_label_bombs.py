@@ -39,7 +39,7 @@ def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(play: Any
 def test_an_alert_with_a_thousand_labels_is_refused_and_switches_nothing(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
-        await service.store(rank, rank.started(policy="auto"))
+        await service.store(rank, rank.started(policy="auto"), rank.verdict(1))
         named = {"alertname": "ForeshockHeadFailing", "run": "run-1", "layer": "0", "head": "2"}
         for labels in ({**named, **{f"l{i}": "x" for i in range(1000)}}, {**named, "cause": "x" * 1025}):
             answer = await service.client.post("/v1/webhooks/alertmanager", json=alert(labels))
@@ -47,8 +47,11 @@ def test_an_alert_with_a_thousand_labels_is_refused_and_switches_nothing(play: A
         nul = await service.client.post("/v1/webhooks/alertmanager", json=alert({**named, "cause": "rounding\x00"}))
         assert nul.status_code == 422  # which PostgreSQL cannot keep
         hostile = {**named, "cause": "<img src=x onerror=alert(1)>\n", "signal": "{{ . }}"}
-        assert (await service.client.post("/v1/webhooks/alertmanager", json=alert(hostile))).status_code == 200
+        answer = await service.client.post("/v1/webhooks/alertmanager", json=alert(hostile))
+        assert answer.json()["results"] == ["refused: the run has no such incident"]
+        await service.client.post("/v1/webhooks/alertmanager", json=alert({**named, "signal": "{{ . }}\n"}))
         [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
         assert "\n" not in command["reason"]
+        assert "{{" not in command["reason"]
 
     play(story)

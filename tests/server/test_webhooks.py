@@ -35,7 +35,8 @@ async def alert(service: Any, body: dict[str, Any]) -> str:
 
 async def start(service: Any, policy: Policy) -> FakeRank:
     rank = FakeRank()
-    await service.store(rank, rank.started(policy=policy), rank.sample(1))
+    warned = [rank.verdict(1, head=head, name=f"warn-{head}") for head in rank.layers[0].heads]
+    await service.store(rank, rank.started(policy=policy), rank.sample(1), *warned)
     return rank
 
 
@@ -66,6 +67,51 @@ def test_an_alert_acts_once_however_often_it_is_delivered(play: Any) -> None:
         assert results == ["ordered", "duplicate", "duplicate"]
         assert await alert(service, delivery("resolved")) == "ignored"
         assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
+
+    play(story)
+
+
+@pytest.mark.promise("S9")
+@pytest.mark.parametrize("policy", ["auto", "approve"])
+@pytest.mark.parametrize(
+    ("cause", "signal", "told"),
+    [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
+)
+def test_no_alert_orders_a_switch_that_cannot_help(
+    play: Any, policy: Policy, cause: str, signal: str, told: str
+) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
+        await service.store(rank, rank.started(policy=policy), rank.sample(1), verdict)
+        assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
+        assert await alert(service, delivery(cause=told, layer="", head="")) == "observed"
+        assert (
+            await alert(service, delivery(cause="rounding")) == "refused"
+        )  # an alert that the store does not bear out
+        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
+        [incident] = (await service.get("/v1/runs/run-1/incidents"))["incidents"]
+        assert incident["act"] == "none"
+        assert incident["done"].startswith("Nothing is switched")
+
+    play(story)
+
+
+@pytest.mark.parametrize(("scope", "heads"), [("head", 2), ("layer", 3), ("model", 6)])
+def test_an_alert_about_an_incident_switches_what_the_run_would_switch_by_itself(
+    play: Any, scope: str, heads: int
+) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        started = rank.started(policy="auto").model_copy(update={"switch_scope": scope})
+        warned = [rank.verdict(1, layer=1, head=head, name=f"w{head}") for head in (0, 1)]
+        await service.store(rank, started, rank.sample(1), *warned)
+        labels = {"layer": "", "head": "", "state": "open", "act": "switch", "severity": "warning"}
+        assert await alert(service, delivery(**labels)) == "ordered"
+        [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        assert len(command["heads"]) == heads
+        assert (await service.store(rank, rank.sample(2, mode=1))).commands
+        assert await alert(service, delivery(**labels | {"state": "switched"})) in ("observed", "duplicate")
 
     play(story)
 

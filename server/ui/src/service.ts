@@ -10,6 +10,24 @@ export interface Ack {
   send_started?: boolean;
 }
 
+/** Somebody has seen an incident and takes care of it. */
+export interface Acknowledged {
+  cause: "rounding" | "score growth" | "not finite" | "other";
+  /** the incident's newest step when it was acknowledged */
+  step: number;
+  who: string;
+  reason: string;
+  unix_seconds: number;
+}
+
+/** Somebody takes care of an incident. */
+export interface Acknowledgement {
+  who: string;
+  reason: string;
+  /** its id: rounding, score-growth, not-finite or other */
+  incident: string;
+}
+
 /** A warning that is raised and not cleared, in its latest wording. layer and head are null for the whole run. */
 export interface ActiveWarning {
   id: string;
@@ -86,7 +104,7 @@ export interface Command {
 /** A transition of a command, as it stands in the event log and the stream. */
 export interface CommandChange {
   id: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   source: string;
   issued_by: string;
   reason: string;
@@ -119,7 +137,7 @@ export interface CommandRequest {
 export interface CommandStatus {
   id: string;
   run: string;
-  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected";
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
   source: "api" | "alertmanager" | "grafana" | "agent" | "rank" | "service";
   issued_by: string;
@@ -161,7 +179,7 @@ export interface Curves {
   lines: CurveLine[];
 }
 
-/** Approval or rejection of a proposed command. */
+/** Approval or rejection of a proposed command, or the end of one that is under way. */
 export interface Decision {
   who: string;
   reason: string;
@@ -184,6 +202,85 @@ export interface EventList {
 export interface Health {
   status: "ok" | "degraded";
   checks: Record<string, string>;
+}
+
+/** All warnings of one cause in a run. `id` names it within its run: its cause, with a dash for a space. */
+export interface Incident {
+  id: string;
+  cause: "rounding" | "score growth" | "not finite" | "other";
+  state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
+  /** of its worst head that is neither quiet nor arrested */
+  severity: "info" | "warning" | "critical";
+  opened_step: number;
+  /** of its newest word */
+  step: number;
+  closed_step: number | null;
+  /** how often it has opened in this run */
+  times: number;
+  /** heads that are warned about now; the whole run counts as one */
+  standing: number;
+  /** how many of them have a mode under which growth by rounding ends */
+  switched: number;
+  /** of the heads that stand, or of all where none does */
+  layers: number[];
+  /** of the head that comes to harm first */
+  steps_left: number | null;
+  harm_step: number | null;
+  harm_first_step: number | null;
+  harm_last_step: number | null;
+  /** soonest harm first; quiet ones last */
+  heads: IncidentHead[];
+  acknowledged: Acknowledged | null;
+  /** what machines do about it under the run's policy: switch, propose or none */
+  act: "switch" | "propose" | "none";
+  /** the incident in words */
+  sentence: string;
+  /** what was done about it, in words */
+  done: string;
+  /** what is left to people, in words */
+  to_do: string;
+}
+
+/** An incident in short: in the list of runs, in the event log, in the stream. */
+export interface IncidentChange {
+  id: string;
+  cause: "rounding" | "score growth" | "not finite" | "other";
+  state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
+  severity: "info" | "warning" | "critical";
+  opened_step: number;
+  step: number;
+  /** how often it has opened in this run */
+  times: number;
+  /** heads that are warned about now; the whole run counts as one */
+  standing: number;
+  steps_left: number | null;
+  sentence: string;
+}
+
+/** A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together. */
+export interface IncidentHead {
+  layer: number | null;
+  head: number | null;
+  /** quiet: no warning stands any more; else where the cure of this head stands */
+  state: "unswitched" | "switched" | "arrested" | "not arrested" | "quiet";
+  severity: "info" | "warning" | "critical";
+  signal: string;
+  raised_step: number;
+  /** of its newest word */
+  step: number;
+  /** until the largest |score| reaches 512; 0 past it, null: not foreseen */
+  steps_left: number | null;
+  /** the step at which that is expected */
+  harm_step: number | null;
+  harm_first_step: number | null;
+  harm_last_step: number | null;
+  sentence: string;
+  evidence: Record<string, number>;
+}
+
+/** Every incident of a run, one for each cause, the most urgent first. */
+export interface IncidentList {
+  incidents: Incident[];
 }
 
 /** One watched layer, all ranks together. `modes` and `risk` stand in the order of `heads`. */
@@ -320,6 +417,8 @@ export interface RunDetail {
   active_warnings: number;
   /** the shortest forecast of them: steps until the largest |score| reaches 512 */
   forecast_steps: number | null;
+  /** those that are not closed, the most urgent first */
+  incidents: IncidentChange[];
   labels: Record<string, string>;
   versions: Record<string, string>;
   layers: LayerState[];
@@ -334,7 +433,7 @@ export interface RunDetail {
 export interface RunEvent {
   id: number;
   run: string;
-  kind: "started" | "verdict" | "switched" | "command" | "finished";
+  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged";
   /** null for what the service did itself */
   rank: number | null;
   step: number | null;
@@ -344,6 +443,8 @@ export interface RunEvent {
   verdict: Verdict | null;
   switched: Switched | null;
   command: CommandChange | null;
+  incident: IncidentChange | null;
+  acknowledged: Acknowledged | null;
 }
 
 /** Runs, the one heard from last first. */
@@ -374,6 +475,8 @@ export interface RunSummary {
   active_warnings: number;
   /** the shortest forecast of them: steps until the largest |score| reaches 512 */
   forecast_steps: number | null;
+  /** those that are not closed, the most urgent first */
+  incidents: IncidentChange[];
   labels: Record<string, string>;
 }
 

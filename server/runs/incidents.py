@@ -1,0 +1,229 @@
+"""Incidents of runs: made from the stored warnings on every read, and written into the log where they change.
+
+Nothing of an incident is stored but that somebody acknowledged it, which is an event of the log. The log's own events
+of kind `incident` say how it went: what the stream hands on, and what people are told once.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row, desc, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
+from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name
+from foreshock.contract.wire import HeadRef, Switched, Verdict
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.curves.merging import ARRAYS_OF_MODES, Axis, MergedSteps, merge
+from foreshock.server.models import IncidentChange
+from foreshock.server.runs.newest import described, newest_samples
+from foreshock.server.runs.words import printable
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store
+from foreshock.server.store.reading import read_back
+from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
+
+Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
+"""Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
+
+
+async def incidents_of(
+    connection: AsyncConnection,
+    run_ids: Collection[int],
+    verify_steps: int,
+    *,
+    starts: Mapping[int, Sequence[Row[Any]]] | None = None,
+    newest: Newest | None = None,
+) -> dict[int, list[Incident]]:
+    """The incidents of each of these runs that has any, the most urgent first.
+
+    verify_steps: how long after a switch it is judged; it speaks of all warnings that were raised until then.
+    starts, newest: the runs' rows of `boots` and newest samples, where the caller has read them already.
+    """
+    warned = await _warned(connection, run_ids)
+    if not warned:
+        return {}
+    known = starts or await _starts(connection, warned)
+    if newest is None:
+        newest = await newest_samples(connection, list(warned))
+    modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
+    judged = await _judged(connection, warned, verify_steps)
+    acknowledged = await _acknowledged(connection, warned)
+    found = {}
+    for run_id, own in warned.items():
+        said = described(known.get(run_id, ()))
+        made = incidents(
+            own,
+            modes=modes.get(run_id),
+            judged=judged[run_id],
+            acknowledged=acknowledged[run_id],
+            policy=said.get("policy"),
+            mitigation=said.get("mitigation") or DEFAULT_MITIGATION,
+            scope=said.get("switch_scope"),
+            last_step=steps.get(run_id, 0),
+        )
+        if made:
+            found[run_id] = made
+    return found
+
+
+async def _warned(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, list[Warned]]:
+    """Every warning in its newest word, but for those of steps that a later boot does again."""
+    query = select(warnings, boots.c.until_step).join(boots, warnings.c.boot_id == boots.c.id)
+    found: dict[int, list[Warned]] = defaultdict(list)
+    for row in await connection.execute(query.where(warnings.c.run_id.in_(run_ids))):
+        said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
+        if said is not None and (row.until_step is None or said.step <= row.until_step):
+            found[row.run_id].append(Warned(row.rank, row.raised_step, said))
+    return found
+
+
+async def _starts(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(run_ids))):
+        found[boot.run_id].append(boot)
+    return found
+
+
+def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
+    """The mode of each head in the newest reading, where this version knows it, and the step of that reading."""
+    modes, steps = {}, {}
+    for run_id, (axis, rows) in newest.items():
+        reading = merge(axis, rows, ARRAYS_OF_MODES)
+        modes[run_id], steps[run_id] = modes_of(axis, reading), int(reading.steps[-1])
+    return modes, steps
+
+
+def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
+    """The mode of each head in a reading; heads whose mode nobody told, or this version does not know, are left out."""
+    found = {}
+    for ref, mode in zip(axis.heads, reading.fields["modes"][-1], strict=True):
+        if not math.isnan(mode):
+            try:
+                found[ref] = mode_name(int(mode))
+            except ValueError:
+                continue
+    return found
+
+
+async def _judged(connection: AsyncConnection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[Judged]]:
+    """What became of the switches that were verified."""
+    ruled = commands.c.run_id.in_(run_ids), commands.c.verification.in_(("verified", "not arrested"))
+    query = select(
+        commands.c.run_id, commands.c.id, commands.c.heads, commands.c.verification, command_ranks.c.switched
+    )
+    answers = await connection.execute(query.join(command_ranks).where(*ruled, command_ranks.c.switched.is_not(None)))
+    at: dict[str, tuple[int, frozenset[HeadRef] | None, int, bool]] = {}
+    for row in answers:
+        said = read_back(Switched, row.switched, "answer of command", row.id)
+        if said is not None and said.outcome == "applied":
+            heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
+            step = max(said.step, at[row.id][2] if row.id in at else 0)
+            at[row.id] = row.run_id, heads, step, row.verification == "verified"
+    found: dict[int, list[Judged]] = defaultdict(list)
+    for run_id, heads, step, arrested in at.values():
+        found[run_id].append(Judged(heads, step + verify_steps, arrested))
+    return found
+
+
+async def _acknowledged(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, list[Acknowledged]]:
+    query = select(events.c.id, events.c.run_id, events.c.payload)
+    query = query.where(events.c.run_id.in_(run_ids), events.c.kind == "acknowledged")
+    found: dict[int, list[Acknowledged]] = defaultdict(list)
+    for row in await connection.execute(query):
+        said = read_back(Acknowledged, row.payload, "event", row.id)
+        if said is not None:
+            found[row.run_id].append(said)
+    return found
+
+
+async def tell_incidents(
+    store: Store, connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
+) -> None:
+    """Write into the log which incidents of these runs have opened, turned worse, grown tenfold or changed their state.
+
+    The caller holds the runs (`Store.lock_runs`).
+    """
+    now = time.time()
+    rows = []
+    for run_id, found in (await incidents_of(connection, run_ids, verify_steps)).items():
+        for incident in found:
+            before = await _told(connection, run_id, incident.cause)
+            change = change_of(incident)
+            if before is None or is_news(before, change):
+                rows.append(
+                    {
+                        "run_id": run_id,
+                        "kind": "incident",
+                        "step": incident.step,
+                        "unix_seconds": now,
+                        "sentence": f"{incident.state.capitalize()}: {incident.sentence}",
+                        "outcome": incident.cause,
+                        "payload": change.model_dump_json(),
+                    }
+                )
+    if rows:
+        await store.lock_log(connection)
+        await connection.execute(events.insert(), rows)
+
+
+def change_of(incident: Incident) -> IncidentChange:
+    """What the log keeps of an incident."""
+    fields: Mapping[str, Any] = incident.model_dump(include=set(IncidentChange.model_fields))
+    return IncidentChange.model_validate(fields)
+
+
+def is_news(before: IncidentChange, now: IncidentChange) -> bool:
+    """Whether an incident has changed so much since it was last told that people should hear of it."""
+    if (before.state, before.times) != (now.state, now.times):
+        return True
+    worse = ("info", "warning", "critical")
+    grown = len(str(now.standing)) > len(str(before.standing))
+    return grown or worse.index(now.severity) > worse.index(before.severity)
+
+
+async def _told(connection: AsyncConnection, run_id: int, cause: str) -> IncidentChange | None:
+    of = events.c.run_id == run_id, events.c.kind == "incident", events.c.outcome == cause
+    query = select(events.c.id, events.c.payload).where(*of).order_by(desc(events.c.id)).limit(1)
+    row = (await connection.execute(query)).first()
+    return None if row is None else read_back(IncidentChange, row.payload, "event", row.id)
+
+
+async def acknowledge(
+    store: Store,
+    connection: AsyncConnection,
+    run: tuple[int, str],
+    incident_id: str,
+    who: str,
+    reason: str,
+    verify_steps: int,
+) -> Incident:
+    """Write down that `who` takes care of an incident of the run (its id and name); the incident as it is then.
+
+    The caller holds the run. Raises ProblemError where there is no such incident, or where it is closed.
+    """
+    run_id, name = run
+
+    async def present() -> Incident | None:
+        found = (await incidents_of(connection, [run_id], verify_steps)).get(run_id, [])
+        return next((one for one in found if one.id == incident_id), None)
+
+    known = await present()
+    if known is None:
+        raise ProblemError(
+            404, f"Run {name} has no incident {incident_id[:64]!r}; GET /v1/runs/RUN/incidents lists them."
+        )
+    if known.state == "closed":
+        raise ProblemError(409, f"The incident {incident_id} of run {name} is closed.")
+    now = time.time()
+    said = Acknowledged(cause=known.cause, step=known.step, who=who, reason=reason, unix_seconds=now)
+    details = {"incident": incident_id, "step": known.step, "reason": reason}
+    await audit.append(store, connection, actor=who, action="acknowledged", run=name, details=details)
+    row = {"run_id": run_id, "kind": "acknowledged", "step": known.step, "unix_seconds": now}
+    sentence = printable(f"{who} acknowledged the incident {incident_id}: {reason}")
+    await connection.execute(events.insert().values(**row, sentence=sentence, payload=said.model_dump_json()))
+    await tell_incidents(store, connection, [run_id], verify_steps)
+    return await present() or known

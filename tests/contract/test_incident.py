@@ -1,0 +1,194 @@
+"""What all warnings of a run come to: one voice for each cause, whatever the order in which ranks are heard."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshock.contract.decision import CAUSES, cause_of
+from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
+from foreshock.contract.wire import Verdict
+
+
+def warned(layer: int | None = 0, head: int | None = 0, step: int = 100, rank: int = 0, **changes: Any) -> Warned:
+    raised = int(changes.pop("raised", step))
+    fields: dict[str, Any] = {
+        "id": f"l{layer}h{head}-{raised}",
+        "state": "raised",
+        "severity": "warning",
+        "cause": "rounding",
+        "signal": "offset",
+        "sentence": f"Layer {layer} head {head} drifts",
+    }
+    return Warned(rank, raised, Verdict(step=step, layer=layer, head=head, **{**fields, **changes}))
+
+
+def of(*given_: Warned, **known: Any) -> list[Incident]:
+    return incidents(given_, mitigation="row_corrected", **known)
+
+
+@st.composite
+def one_of_a_flood(draw: st.DrawFn) -> Warned:
+    """A warning of a model of twelve layers and twelve heads, held by four ranks: of any cause, severity and state."""
+    run_level = draw(st.booleans()) and draw(st.booleans())
+    raised = draw(st.integers(0, 5000))
+    likely = draw(st.none() | st.floats(0, 1e5) | st.sampled_from([float("nan"), float("inf"), 1e300]))
+    return warned(
+        None if run_level else draw(st.integers(0, 11)),
+        None if run_level else draw(st.integers(0, 11)),
+        step=raised + draw(st.integers(0, 3000)),
+        rank=draw(st.integers(0, 3)),
+        raised=raised,
+        cause=draw(st.sampled_from(["rounding", "score growth", "other"])),
+        severity=draw(st.sampled_from(["info", "warning", "critical"])),
+        state=draw(st.sampled_from(["raised", "updated", "cleared"])),
+        signal=draw(st.sampled_from(["offset", "score", "nonfinite", "of a later version"])),
+        forecast_steps=likely,
+        forecast_low_steps=None if likely is None else likely / 2,
+        forecast_high_steps=None if likely is None else likely * 2,
+        id=f"w{draw(st.integers(0, 10**6))}",
+    )
+
+
+floods = st.lists(one_of_a_flood(), max_size=60, unique_by=lambda one: (one.rank, one.verdict.id))
+
+
+@given(flood=floods, seed=st.integers(0, 2**32))
+def test_the_order_in_which_ranks_are_heard_does_not_matter(flood: list[Warned], seed: int) -> None:
+    modes = {(layer, head): "row_corrected" for layer in range(6) for head in range(12)}
+    judged = [Judged(None, 2500, arrested=True), Judged(frozenset({(1, 1)}), 4000, arrested=False)]
+    seen = [Acknowledged(cause=c, step=s, who="ann", reason="x", unix_seconds=1.0) for c in CAUSES for s in (9, 4000)]
+    known: dict[str, Any] = {"modes": modes, "policy": "auto", "last_step": 6000}
+    mixed = list(flood)
+    random.Random(seed).shuffle(mixed)
+    one = of(*flood, judged=judged, acknowledged=seen, **known)
+    assert of(*mixed, judged=judged[::-1], acknowledged=seen[::-1], **known) == one
+
+
+@given(flood=floods)
+def test_every_warning_stands_in_the_one_incident_of_its_cause_and_notes_in_none(flood: list[Warned]) -> None:
+    found = of(*flood)
+    assert len({incident.cause for incident in found}) == len(found)
+    told = [one for one in flood if one.verdict.severity != "info"]
+    assert {incident.cause for incident in found} == {cause_of(one.verdict) for one in told}
+    standing = {
+        (cause_of(one.verdict), one.verdict.layer, one.verdict.head) for one in told if one.verdict.state != "cleared"
+    }
+    shown = {(i.cause, head.layer, head.head) for i in found for head in i.heads if head.state != "quiet"}
+    assert shown == standing
+    assert sum(incident.standing for incident in found) == len(standing)
+    assert all((incident.state == "closed") == (incident.standing == 0) for incident in found)
+
+
+@given(flood=floods)
+def test_heads_are_ranked_by_how_soon_they_come_to_harm_and_the_first_gives_the_incidents_forecast(
+    flood: list[Warned],
+) -> None:
+    for incident in of(*flood, last_step=9000):
+        finite = [h for h in incident.heads if h.state not in ("quiet", "arrested") and h.signal != "nonfinite"]
+        soon = [float("inf") if head.harm_step is None else head.harm_step for head in finite]
+        assert soon == sorted(soon)
+        if incident.standing:
+            assert (incident.steps_left, incident.harm_step) == (incident.first.steps_left, incident.first.harm_step)
+            assert incident.first.state != "quiet"
+        assert len(incident.sentence) + len(incident.done) + len(incident.to_do) < 900
+
+
+def test_a_flood_of_144_heads_is_one_incident_that_names_where_to_look_first() -> None:
+    flood = [
+        warned(layer, head, step=3375 + layer, forecast_steps=9000.0 - 100 * layer - head)
+        for layer in range(12)
+        for head in range(12)
+    ]
+    [incident] = of(*flood, policy="observe")
+    assert (incident.standing, incident.layers, incident.opened_step) == (144, list(range(12)), 3375)
+    assert (incident.first.layer, incident.first.head) == (11, 11)
+    assert incident.sentence == (
+        "Scores drift as rounding drives them in 144 heads of layers 0 to 11, since step 3,375. First: "
+        "layer 11 head 11. Its largest |score| reaches 512 about step 11,300."
+    )
+    assert incident.to_do == "Switch every head to row_corrected."
+
+
+def test_the_rank_that_expects_harm_first_speaks_for_a_head_that_several_hold() -> None:
+    calm = warned(2, 5, step=400, rank=0, forecast_steps=5000.0, sentence="calm", severity="warning")
+    soon = warned(2, 5, step=380, rank=3, forecast_steps=900.0, sentence="soon", severity="critical", raised=300)
+    [incident] = of(calm, soon, last_step=500)
+    [head] = incident.heads
+    assert (head.sentence, head.raised_step, head.step, head.severity) == ("soon", 300, 400, "critical")
+    assert (head.harm_step, head.steps_left) == (1280, 780.0)
+
+
+def test_causes_do_not_mix_and_what_is_not_finite_is_one_of_its_own_unless_rounding_led_there() -> None:
+    nan = warned(None, None, cause="other", signal="nonfinite", severity="critical")
+    growth = warned(0, 1, cause="score growth")
+    drifted = warned(3, 3, signal="nonfinite", severity="critical")
+    assert [(i.id, i.severity) for i in of(nan, growth, drifted)] == [
+        ("rounding", "critical"),
+        ("not-finite", "critical"),
+        ("score-growth", "warning"),
+    ]
+
+
+def test_an_incident_closes_when_all_are_quiet_and_opens_again_with_the_next_warning() -> None:
+    first, second = (
+        warned(0, head, step=900 + head, raised=100 * head, state="cleared", id=f"a{head}") for head in (1, 2)
+    )
+    [closed] = of(first, second)
+    assert (closed.state, closed.opened_step, closed.closed_step, closed.times) == ("closed", 100, 902, 1)
+    assert (closed.to_do, closed.steps_left, closed.act) == ("Nothing.", None, "none")
+    [again] = of(first, second, warned(0, 2, step=5000))
+    assert (again.state, again.opened_step, again.times, len(again.heads)) == ("open", 5000, 2, 1)
+
+
+def test_who_acknowledged_stands_until_the_incident_has_closed() -> None:
+    said = Acknowledged(cause="rounding", step=700, who="ann", reason="on it", unix_seconds=5.0)
+    [incident] = of(warned(step=700, raised=600), acknowledged=[said])
+    assert (incident.state, incident.acknowledged) == ("acknowledged", said)
+    [later] = of(warned(step=800, raised=600, state="cleared"), warned(0, 1, step=900), acknowledged=[said])
+    assert (later.state, later.acknowledged) == ("open", None)
+    [other] = of(warned(step=700, raised=600, cause="score growth"), acknowledged=[said])
+    assert other.acknowledged is None
+
+
+@pytest.mark.parametrize("mode", ["row_corrected", "exact_delta", "centred_keys+stable_softmax"])
+def test_a_head_that_was_switched_and_arrested_is_warned_about_no_more(mode: str) -> None:
+    """Its scores may stay past 512 for ever, and the detector's word with them: the cure has made that harmless."""
+    past = warned(4, 1, step=4000, raised=1000, severity="critical", forecast_steps=0.0)
+    [open_] = of(past, policy="auto")
+    assert (open_.state, open_.severity, open_.switched) == ("open", "critical", 0)
+    [switched] = of(past, modes={(4, 1): mode}, policy="auto")
+    assert (switched.state, switched.switched) == ("switched", 1)
+    [arrested] = of(past, modes={(4, 1): mode}, judged=[Judged(None, 2100, arrested=True)], policy="auto")
+    assert (arrested.state, arrested.severity) == ("arrested", "info")
+    assert arrested.done == "The head is switched, and the growth has stopped."
+
+
+def test_a_warning_raised_after_a_head_was_found_arrested_is_a_new_one() -> None:
+    [incident] = of(
+        warned(4, 1, step=9000, raised=8000),
+        modes={(4, 1): "row_corrected"},
+        judged=[Judged(frozenset({(4, 1)}), 2100, arrested=True)],
+    )
+    assert (incident.state, incident.severity) == ("switched", "warning")
+
+
+def test_a_head_that_goes_on_growing_under_its_cure_makes_the_incident_not_arrested() -> None:
+    modes = {(0, 0): "row_corrected", (0, 1): "row_corrected"}
+    judged = [Judged(frozenset({(0, 0)}), 2000, arrested=True), Judged(frozenset({(0, 1)}), 2000, arrested=False)]
+    [incident] = of(warned(0, 0), warned(0, 1), modes=modes, judged=judged, policy="auto")
+    assert incident.state == "not arrested"
+    assert [(head.head, head.state) for head in incident.heads] == [(1, "not arrested"), (0, "arrested")]
+
+
+def test_a_switch_that_was_taken_back_leaves_the_head_unswitched_whatever_was_found_before() -> None:
+    [incident] = of(warned(0, 0), modes={(0, 0): "plain"}, judged=[Judged(None, 2000, arrested=True)])
+    assert (incident.state, incident.heads[0].state) == ("open", "unswitched")
+
+
+def test_numbers_no_forecast_has_are_not_taken_for_steps() -> None:
+    for wild in (float("nan"), float("inf"), -float("inf"), 1e300):
+        [incident] = of(warned(forecast_steps=wild))
+        assert incident.steps_left is None

@@ -1,0 +1,35 @@
+"""How long the event loop is held: processor seconds of its thread, so that other processes change nothing."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Held:
+    """The longest that one callback held the event loop."""
+
+    longest_seconds: float = 0.0
+
+
+@contextmanager
+def watched_loop() -> Iterator[Held]:
+    """Watch every callback of this thread's loop within the block. Not for uvloop."""
+    held = Held()
+    plain = asyncio.events.Handle._run
+
+    def timed(self: asyncio.events.Handle) -> None:
+        began = time.thread_time()
+        plain(self)
+        if threading.current_thread() is own:
+            held.longest_seconds = max(held.longest_seconds, time.thread_time() - began)
+
+    own = threading.current_thread()
+    asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        asyncio.events.Handle._run = plain  # type: ignore[method-assign]

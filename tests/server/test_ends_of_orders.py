@@ -1,0 +1,157 @@
+"""Every order ends in a clear state: cancelled, answered by who lives, or expired with the names of the silent."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.server.test_commands import order, start, state_of
+
+from foreshock.contract.wire import Command
+from foreshock.server.commands import delivery
+from foreshock.server.settings import Scope, Token
+from foreshock.server.testing import FakeRank
+
+pytestmark = pytest.mark.promise("S11")
+WHY = {"who": "bob", "reason": "the wrong run"}
+
+
+async def cancel(service: Any, command: str, **headers: str) -> Any:
+    return await service.client.post(f"/v1/commands/{command}/cancel", json=WHY, headers=headers)
+
+
+async def deeds(service: Any, command: str) -> list[tuple[str, str]]:
+    """(actor, state or outcome) of every row of the audit trail about the command, oldest first."""
+    page = await service.get("/v1/audit", limit=500)
+    assert page["intact"]
+    own = [row for row in reversed(page["rows"]) if row["command"] == command]
+    return [(row["actor"], row["details"].get("state") or row["details"]["outcome"]) for row in own]
+
+
+def test_a_cancelled_order_goes_to_nobody_and_the_audit_trail_says_who_stopped_it(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await start(service, rank)
+        command = (await order(service)).json()["id"]
+        answer = await cancel(service, command)
+        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+        assert (await service.store(rank, rank.sample(1))).commands == ()
+        assert (await deeds(service, command))[-1] == ("bob (local)", "cancelled")
+        [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+        assert "is cancelled (bob (local))" in event["sentence"]
+        again = await cancel(service, command)
+        assert (again.status_code, "is cancelled, not under way" in again.json()["detail"]) == (409, True)
+
+    play(story)
+
+
+def test_what_ranks_did_before_the_cancel_stays_visible_and_can_be_undone(play: Any) -> None:
+    async def story(service: Any) -> None:
+        quick, slow, late = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2)
+        await start(service, quick, slow, late)
+        command = (await order(service)).json()["id"]
+        [sent] = (await service.store(quick, quick.sample(1))).commands
+        await service.store(slow, slow.sample(1))
+        await service.store(quick, quick.answer(sent, 2))
+        assert (await cancel(service, command)).status_code == 200
+        assert (await service.store(late, late.sample(1))).commands == ()
+        await service.store(slow, slow.answer(sent, 3))  # it was under way
+        shown = await service.get(f"/v1/commands/{command}")
+        assert shown["state"] == "cancelled"
+        assert [(a["rank"], a["outcome"]) for a in shown["ranks"]] == [(0, "applied"), (1, "applied")]
+        undone = await service.client.post(f"/v1/commands/{command}/undo", json=WHY)
+        assert undone.status_code == 201, undone.text
+        [back] = undone.json()["commands"]
+        assert (back["mode"], back["heads"], back["undoes"]) == ("plain", [[0, 2]], command)
+
+    play(story)
+
+
+@pytest.mark.parametrize("state", ["proposed", "applied"])
+def test_only_what_is_under_way_can_be_cancelled(play: Any, state: str) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await start(service, rank, policy="approve")
+        if state == "applied":
+            command = (await order(service)).json()["id"]
+            [sent] = (await service.store(rank, rank.sample(1))).commands
+            await service.store(rank, rank.answer(sent, 2))
+        else:
+            asked = Command(id="c", mode="exact_delta", heads=((0, 1),), reason="it drifts", issued_by="rank 0")
+            await service.store(rank, rank.answer(asked, 2, "proposed").model_copy(update={"command": None}))
+            command = (await service.get("/v1/runs/run-1/commands"))["commands"][0]["id"]
+        assert await state_of(service, command) == state
+        answer = await cancel(service, command)
+        assert (answer.status_code, answer.json()["title"]) == (409, "Conflict")
+        assert await state_of(service, command) == state
+        assert (await cancel(service, "cmd-nope")).status_code == 404
+
+    play(story)
+
+
+@pytest.mark.promise("S7")
+def test_who_may_not_act_or_reaches_other_runs_only_cancels_nothing(play: Any) -> None:
+    scopes: dict[str, tuple[Scope, ...]] = {
+        "ann": ("read", "act", "ingest"),
+        "reader": ("read",),
+        "sender": ("ingest",),
+    }
+    tokens = [Token.of(name, f"{name}-{'x' * 20}", granted) for name, granted in scopes.items()]
+    tokens.append(Token.of("stranger", f"stranger-{'x' * 20}", ("read", "act"), "other/"))
+
+    async def story(service: Any) -> None:
+        def headers(name: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {name}-{'x' * 20}"}
+
+        service.client.headers.update(headers("ann"))
+        rank = FakeRank()
+        await start(service, rank)
+        command = (await order(service)).json()["id"]
+        for name in ("reader", "sender", "stranger"):
+            assert (await cancel(service, command, **headers(name))).status_code == 403, name
+        assert await state_of(service, command) == "pending"
+        assert (await cancel(service, command)).status_code == 200
+
+    play(story, tokens=tokens)
+
+
+def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_successor(play: Any) -> None:
+    """It applied the order and was killed, its answer in its spool; the successor resumed from before the switch."""
+
+    async def story(service: Any) -> None:
+        dead, living = FakeRank(boot="b2"), FakeRank(boot="b1")
+        await service.store(dead, dead.started(), dead.sample(1), age=100)
+        command = (await order(service)).json()["id"]
+        [sent] = (await service.store(dead, dead.sample(2), age=101)).commands
+        await service.store(living, living.started(), age=1)
+        await service.store(dead, dead.answer(sent, 3), age=102, replayed=True)
+        assert await state_of(service, command) == "delivered"
+        assert ("rank 0, a former process", "applied") in await deeds(service, command)
+        [again] = (await service.store(living, living.sample(1), age=2)).commands
+        assert again == sent
+        await service.store(living, living.answer(again, 2), age=3)
+        shown = await service.get(f"/v1/commands/{command}")
+        assert (shown["state"], [a["step"] for a in shown["ranks"]]) == ("applied", [2])
+
+    play(story)
+
+
+def test_an_order_that_nobody_answers_any_more_expires_and_says_who_was_silent(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(service: Any) -> None:
+        ranks = [FakeRank(rank=number) for number in range(3)]
+        await start(service, *ranks)
+        command = (await order(service, expires_in_seconds=5.0)).json()["id"]
+        for rank in ranks[:2]:
+            [sent] = (await service.store(rank, rank.sample(1))).commands
+        await service.store(ranks[0], ranks[0].answer(sent, 2))
+        now = time.time()
+        monkeypatch.setattr(delivery, "time", SimpleNamespace(time=lambda: now + 5 + 61))
+        async with service.app.state.store.write() as connection:
+            await delivery.expire(service.app.state.store, connection)
+        assert await state_of(service, command) == "expired"
+        [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
+        assert "is expired; no answer from ranks 1, 2" in event["sentence"]
+
+    play(story)
