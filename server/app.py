@@ -43,6 +43,7 @@ from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
 from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.retention import Retention
+from foreshock.server.store.trouble import tell
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -140,8 +141,8 @@ async def _chores(
             broadcaster.wake()
         except ClosingError:
             return
-        except Exception:
-            log.exception("a chore failed; it is tried again")
+        except Exception as error:
+            tell("a chore failed; it is tried again", error)
 
 
 async def _open_once(settings: Settings) -> None:

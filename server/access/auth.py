@@ -27,9 +27,10 @@ from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_OPEN_PAGES: Final = ("/", "/healthz", "/readyz", "/v1/session", "/favicon.ico")
 _OPEN: Final = frozenset(
     {
-        *((method, path) for method in ("GET", "HEAD") for path in ("/", "/healthz", "/v1/session", "/favicon.ico")),
+        *((method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")),
         ("POST", "/v1/login"),
         ("POST", "/v1/webhooks/grafana"),  # signed instead: the route checks
     }
@@ -121,7 +122,9 @@ class Gate:
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,
-                "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
+                "The token that was sent is none of this service's: it was misspelt, withdrawn, or belongs to another."
+                if "authorization" in headers
+                else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},
             )
         return caller

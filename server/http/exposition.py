@@ -1,12 +1,14 @@
 """GET /metrics, derived from the catalogue: the service itself, runs, one value per layer, and the worst heads.
 
 Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
-step and warnings of every run come first, one round after the other; then what else is known of whole runs, layers,
-heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it changes.
+step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
+runs, layers, heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it
+changes.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,18 +50,20 @@ class Exposition:
 
     def add(self, name: str, labels: Labels, value: float | None) -> None:
         """Add one series, or count it as dropped. None and series that are there already are left out."""
-        if value is None or labels in self.values.setdefault(name, {}):
-            return
-        if self.used >= self.budget:
-            self.dropped += 1
-            return
-        self.used += 1
-        self.values[name][labels] = value
+        if value is not None:
+            self.extend([(name, labels, value)])
 
     def extend(self, entries: Iterable[Entry]) -> None:
         """Add series in this order."""
         for name, labels, value in entries:
-            self.add(name, labels, value)
+            of_name = self.values.setdefault(name, {})
+            if labels in of_name:
+                continue
+            if self.used < self.budget:
+                self.used += 1
+                of_name[labels] = value
+            else:
+                self.dropped += 1
 
 
 class _Snapshot(Collector):
@@ -118,19 +122,36 @@ class Exposer:
         await self._read_anew([row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
-        shown.sort(key=lambda run: (run[1].finished, run[0].first_seen, run[0].id))  # newcomers displace nobody
+        shown = self._in_turns(shown)
         rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
         exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
         for key, counts in per_run.items():
             name = BY_KEY[key].name
             exposition.extend((name, (row.name,), float(counts.get(row.id, 0))) for row, _ in shown)
-        for part in ("whole", "layers", "heads"):
-            exposition.extend(entry for _, series in shown for entry in getattr(series, part))
+        exposition.extend(entry for _, series in shown for entry in series.whole)
+        for table in (*(series.layers for _, series in shown), *(series.heads for _, series in shown)):
+            if exposition.used >= exposition.budget:
+                exposition.dropped += len(table or ())
+            else:
+                exposition.extend(table or ())
         # counted anew, now that the runs have been read
         exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
         return exposition
+
+    def _in_turns(self, shown: Sequence[tuple[Row[Any], RunSeries]]) -> list[tuple[Row[Any], RunSeries]]:
+        """Living runs first, each tenant's in turn, the oldest first: newcomers displace nobody, and many runs of one
+        tenant none of another's. Whose runs begin with the same prefix of a token are one tenant's.
+        """
+        prefixes = sorted({token.run_prefix for token in self._settings.all_tokens}, key=len, reverse=True)
+        turns: Counter[tuple[str, bool]] = Counter()
+        placed: list[tuple[bool, int, int, Row[Any], RunSeries]] = []
+        for row, series in sorted(shown, key=lambda run: (run[0].first_seen, run[0].id)):
+            tenant = next((prefix for prefix in prefixes if row.name.startswith(prefix)), "")
+            turns[tenant, series.finished] += 1
+            placed.append((series.finished, turns[tenant, series.finished], len(placed), row, series))
+        return [(row, series) for *_, row, series in sorted(placed, key=lambda place: place[:3])]
 
     async def _look(
         self, connection: AsyncConnection, exposition: Exposition, prefix: str
@@ -139,8 +160,7 @@ class Exposer:
         await _add_service(connection, exposition, self._store, self._counters)
         since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
         rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
-        if not prefix:  # whoever sees every run says which are forgotten
-            self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
+        self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
         per_run = {
             "service.commands_pending": await commands.pending_by_run(connection),
             "switch.not_arrested": await commands.not_arrested_by_run(connection),

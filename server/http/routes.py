@@ -135,13 +135,14 @@ async def get_matrix(
     metric: Annotated[str, Query(max_length=64)],
     step: StepQuery = None,
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
+    from_layer: Annotated[int, Query(ge=0, lt=100_000)] = 0,
 ) -> Response:
     """One per-head metric, layers by heads, at or just before a step."""
     wanted = metric_of(metric, per_head=True)
 
     async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return (await matrix(connection, run_id, run, wanted, step, max_steps)).model_dump_json().encode()
+        return (await matrix(connection, run_id, run, wanted, step, max_steps, from_layer)).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -326,8 +327,8 @@ async def get_healthz() -> Health:
 
 
 @router.get("/readyz")
-async def get_readyz(request: Request, _: Reader) -> Any:
-    """The service can store a batch: it has just written something."""
+async def get_readyz(request: Request) -> Any:
+    """The service can store a batch: it has written something within the last second. For probes, without a token."""
     state = request.app.state
     checks = {"ingest queue": "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"}
     checks["store"] = await state.readiness.of_store()

@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
-from sqlalchemy.exc import DataError, SQLAlchemyError
+from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,6 +30,7 @@ from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.trouble import tell
 
 log = structlog.get_logger()
 
@@ -128,8 +129,7 @@ class Writer:
             self._counters.batches["refused"] += 1
             answer = ProblemError(422, str(error))
         else:
-            expected = isinstance(error, SQLAlchemyError)
-            log.error("batch not stored", run=item.batch.run, error=str(error)[:500], exc_info=not expected)
+            tell("batch not stored", error, run=item.batch.run)
             answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
         if not item.done.done():
             item.done.set_exception(answer)
