@@ -69,6 +69,10 @@ def _read(app: Any, name: str, content: list[str]) -> None:
     elsewhere = {page.removesuffix(".md"): path for path, page in PAGES.items()}
     home = ROOT / elsewhere[name] if name in elsewhere else ROOT / "docs" / f"{name}.md"
     content[0] = _follow(home, home.read_text())
+    if name == "index":  # a page that nobody listed is a how-to
+        listed = set(re.findall(r"^[\w/-]+$", content[0], re.MULTILINE)) | {"index"}
+        others = sorted({page.stem for page in (ROOT / "docs").glob("*.md")} - listed)
+        content[0] = content[0].replace("\nothers\n", "".join(f"\n{page}" for page in others) + "\n")
 
 
 def setup(app: Any) -> None:
