@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # What codespell reads: words of people, not data.
 PROSE := *.md docs lab contract kernels monitor server/*.py server/*/*.py dashboards/*.py cli scripts examples src/foreshock/*.py
 
-.PHONY: site help demo test test-full faults-long check format docs servers screenshots clean
+.PHONY: site help demo test test-full faults-long check check-types check-rest format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,10 +50,14 @@ faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; h
 	@$(PY) -m pytest tests/faults tests/server --tier long --record long.json $(ARGS)
 
 check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-rest
+
+check-types: .venv/.dev # most of the time
+	@$(BIN)/mypy
+
+check-rest: .venv/.dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/mypy
-	@$(BIN)/mypy tests
 	@$(BIN)/lint-imports
 	@$(PY) -m foreshock dashboards check
 	@$(PY) scripts/generate_docs.py --check

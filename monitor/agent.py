@@ -60,6 +60,7 @@ class Agent:
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
+            self._switchboard.refuses = instruments.keeper.refusal
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
@@ -220,16 +221,20 @@ class Agent:
         outcome: wire.Outcome = "applied" if self.config.policy == "auto" else "proposed"
         self._switchboard.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
         modes = {head: mode for head, mode in self._switchboard.modes().items() if head not in self._switchboard.held}
-        for decision in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
-            switched = self._switchboard.switch(
-                decision.heads,
-                mode_name(decision.mode),
-                step=self.current_step,
-                reason=f"policy {self.config.policy}: {decision.verdict.sentence}",
-                outcome=outcome,
-                verdict=decision.verdict.id,
-            )
-            self._outbox.tell(switched)
+        for verdict, heads, mode in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
+            refused = self._switchboard.refusals(heads, mode)
+            told: list[tuple[wire.Outcome, list[tuple[int, int]], str]] = [
+                (outcome, [head for head in heads if head not in refused], verdict.sentence),
+                ("refused", list(refused), next(iter(refused.values()), "")),
+            ]
+            for what, those, why in told:
+                if those:
+                    reason = f"policy {self.config.policy}: {why}"
+                    name = mode_name(mode)
+                    switched = self._switchboard.switch(
+                        those, name, step=self.current_step, reason=reason, outcome=what, verdict=verdict.id
+                    )
+                    self._outbox.tell(switched)
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
