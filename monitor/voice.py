@@ -1,4 +1,4 @@
-"""What the agent says on the training's own terminal: a line when an incident opens, grows tenfold, turns worse or ends.
+"""What the agent says on the training's terminal: a line when an incident opens, grows tenfold, turns worse or ends.
 
 Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
 """
