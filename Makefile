@@ -6,7 +6,7 @@ BIN := .venv/bin
 PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test faults-long check format docs servers screenshots clean
+.PHONY: help demo test test-full faults-long check format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,8 +31,17 @@ demo: .venv/.demo ## watch a real training run being warned about and rescued (f
 servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages
 	@scripts/install-servers
 
-test: .venv/.dev servers ## every test, with the real servers
-	@$(PY) -m pytest $(ARGS)
+# One thread for each of two processes: more would wait for each other's cores.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
+WORKERS ?= 2
+
+test: .venv/.dev servers ## the tests, with the real servers, but for those that take long; eight minutes on two cores
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not alone" $(ARGS)
+	@$(PYTEST) -m alone $(ARGS)
+
+test-full: .venv/.dev servers ## the tests that `test` leaves out: kernels in the interpreter, the whole demo, from end to end
+	@$(PYTEST) --tier full -n $(WORKERS) --dist worksteal -m "full and not alone" $(ARGS)
+	@$(PYTEST) --tier full -m "full and alone" $(ARGS)
 
 faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours
 	@$(PY) -m pytest tests/faults tests/server --tier long --record long.json $(ARGS)

@@ -28,6 +28,7 @@ from foreshock.kernels.flash_attention.backward import launch_backward
 from foreshock.kernels.flash_attention.forward import launch_forward
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.passes import Tensors
+from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.tuning import configs
 
 TOKENS = 16_384
@@ -73,12 +74,13 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         spec = AttentionSpec(scale=query.shape[3] ** -0.5, causal="top_left" if causal else "none")
-        call = call_of(query, key, value, None, query.shape[2], key.shape[2], spec)
+        given = Arguments(None, None, None, query.shape[2], key.shape[2], None, spec)
+        call = call_of(query, key, value, given)
         chosen = configs(call.capability, call.block_d, call.mean_keys)
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:-1], device=query.device)
         row_max = torch.empty_like(lse)
-        launch_forward(call, chosen.forward, query, key, value, out, None, lse, row_max, None, None, None, None)
+        launch_forward(call, chosen.forward, (query, key, value), (out, None, lse, row_max), given)
         ctx.save_for_backward(query, key, value, out, lse, row_max)
         ctx.call, ctx.chosen = call, chosen
         return out

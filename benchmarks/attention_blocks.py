@@ -15,6 +15,7 @@ from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, 
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.means import launch_means
 from foreshock.kernels.flash_attention.passes import Tensors
+from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.tuning import Config
 
 CONFIGS = [
@@ -33,14 +34,12 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
         torch.randn(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(4)
     )
     spec = AttentionSpec(scale=head_dim**-0.5, causal="top_left" if causal else "none")
-    call = call_of(query, key, value, None, length, length, spec)
     modes, state = torch.zeros(heads, dtype=torch.int32, device="cuda"), new_state(heads, "cuda")
-    out, residual, lse, row_max = forward.attention_forward(
-        query, key, value, modes, None, None, length, length, None, spec
-    )
-    packed = (None, None, None)
+    arguments = Arguments(modes, None, None, length, length, None, spec)
+    call = call_of(query, key, value, arguments)
+    outputs = forward.attention_forward(query, key, value, arguments)
     means = launch_means(call, key, Mode.CENTRED_KEYS, modes, None)
-    given = Tensors(grad, query, key, value, out, residual, lse, row_max, state, modes, *packed, means)
+    given = Tensors(grad, query, key, value, *outputs, state, modes, None, None, None, means)
     plain = given._replace(residual=None, state=None, modes=None)
     rows, plain_rows = backward.launch_rows(call, given), backward.launch_rows(call, plain)
     grads = [torch.empty_like(x) for x in (query, key, value)]
@@ -52,14 +51,14 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
     }
     for config in CONFIGS:
         found[f"forward {tuple(config)}"] = partial(
-            forward.launch_forward, call, config, query, key, value, out, residual, lse, row_max, modes, *packed
+            forward.launch_forward, call, config, (query, key, value), outputs, arguments
         )
         found[f"dQ {tuple(config)}"] = partial(grad_query.launch_grad_query, call, config, given, rows, grads[0])
         found[f"dQ, no statistics {tuple(config)}"] = partial(
             grad_query.launch_grad_query, call, config, plain, plain_rows, grads[0]
         )
         found[f"dK dV {tuple(config)}"] = partial(
-            grad_key.launch_grad_key, call, config, given, rows, grads[1], grads[2]
+            grad_key.launch_grad_key, call, config, given, rows, (grads[1], grads[2])
         )
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from foreshock.contract.modes import Mode, mode_name
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, reference
 from foreshock.kernels.flash_attention.reference import row_sum_defect
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
 OFFSETS = (0.0, 30.0, 300.0, 3000.0, 1e4)
 MODES = (
@@ -63,11 +64,10 @@ def row_error(inputs: list[Tensor], mode: Mode, numerics: Numerics) -> RowError:
 
     def gradients(numerics: Numerics, dtype: torch.dtype) -> tuple[AttentionSpec, Tensor, Tensor]:
         spec = AttentionSpec(query.shape[3] ** -0.5, "top_left", numerics=numerics)
-        lengths = query.shape[2], key.shape[2]
+        given = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
         q, k, v, g = (x.to(dtype) for x in (query, key, value, grad))
-        out, lost, lse, row_max = reference.attention_forward(q, k, v, modes, None, None, *lengths, None, spec)
-        saved = (g, q, k, v, out, lost, lse, row_max)
-        grads = reference.attention_backward(*saved, None, modes, None, None, *lengths, None, spec)
+        saved = Saved(q, k, v, *reference.attention_forward(q, k, v, given))
+        grads = reference.attention_backward(g, saved, None, given)
         return spec, torch.einsum("bhsd,bse->de", grads[0].double(), x.double()), grads[1].double()
 
     _, truth, _ = gradients("float64", torch.float64)

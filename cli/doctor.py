@@ -6,7 +6,7 @@ import importlib.util
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import httpx
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foreshock import __version__
+from foreshock.cli.output import print_json
 
 State = Literal["ok", "absent", "wrong"]
 _MARKS: dict[State, str] = {"ok": "[green]ok[/green]", "absent": "[yellow]absent[/yellow]", "wrong": "[red]wrong[/red]"}
@@ -100,6 +101,13 @@ def report(url: str, console: Console) -> bool:
         healthy &= finding.state != "wrong"
     console.print(table)
     return healthy
+
+
+def report_json(url: str) -> bool:
+    """Print the findings as JSON; True when nothing is wrong."""
+    findings = list(examine(url))
+    print_json([asdict(finding) for finding in findings])
+    return all(finding.state != "wrong" for finding in findings)
 
 
 def report_model(path: str, console: Console) -> None:

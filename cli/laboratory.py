@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from foreshock.cli.output import print_json, print_json_line
 from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
+from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import ARMS, find_arm
@@ -32,30 +34,61 @@ def play(
     port: int,
     steps_per_second: float | None,
     offline: bool,
+    as_json: bool = False,
 ) -> None:
-    """Replay a trace into `url`, into a service of its own, or (offline) onto the terminal alone."""
+    """Replay a trace into `url`, into a service of its own, or (offline) onto the terminal alone.
+
+    Raises ValueError for a file that is no trace, before anything is started. As JSON every event is a line, and the
+    last one says what was played.
+    """
     if not trace.is_file():
         raise ValueError(f"there is no trace at {trace}")
+    played = read_trace(trace)
     with ExitStack() as stack:
         own = url is None and not offline
         if own:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-replay-"))
             url = stack.enter_context(local_service(Path(directory), port))
-        if url is not None:
+        if url is not None and not as_json:
             console.print(f"Live page: {url}/", soft_wrap=True)
 
         def tell(event: wire.Event) -> None:
-            if isinstance(event, wire.Verdict) and event.state != "updated":
+            if as_json:
+                if isinstance(event, wire.Verdict | wire.Switched):
+                    print_json_line(event.model_dump(mode="json"))
+            elif isinstance(event, wire.Verdict) and event.state != "updated":
                 console.print(f"[bold]step {event.step:>6}[/bold]  {event.state}: {event.sentence}", highlight=False)
             elif isinstance(event, wire.Switched):
                 heads = ", ".join(f"layer {layer} head {head}" for layer, head in event.heads)
                 text = f"{heads}: {event.outcome}, {', '.join(sorted(set(event.after)))}"
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
-        name = replay(trace, url=url, token=token, run=run, steps_per_second=steps_per_second, on_event=tell)
-        console.print(f"{trace.name} was played" + (f" as run {name}." if url else "."))
-        if own and console.is_terminal and sys.stdin.isatty():
+        name = replay(trace, played, url=url, token=token, run=run, steps_per_second=steps_per_second, on_event=tell)
+        if as_json:
+            print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})
+        else:
+            console.print(f"{trace.name} was played" + (f" as run {name}." if url else "."))
+        if own and not as_json and console.is_terminal and sys.stdin.isatty():
             console.input("The live page stays up until you press Enter. ")
+
+
+def recipes_as_json() -> None:
+    """Every recipe and arm as JSON."""
+    told = [
+        {
+            "name": recipe.name,
+            "summary": recipe.summary,
+            "layers": recipe.model.layers,
+            "heads": recipe.model.heads,
+            "width": recipe.model.width,
+            "context": recipe.model.context,
+            "batch": recipe.batch,
+            "learning_rate": recipe.learning_rate,
+            "steps": recipe.steps,
+        }
+        for recipe in RECIPES.values()
+    ]
+    print_json({"recipes": told, "arms": list(ARMS)})
 
 
 def list_recipes(console: Console) -> None:

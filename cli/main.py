@@ -19,7 +19,6 @@ from foreshock.contract.modes import MODE_NAMES
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Early warning for loss explosions: watches attention from inside a training run, warns before the loss "
@@ -34,6 +33,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(boards, name="dashboards")
 
 Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines; docs/command-line.md has its shape.")]
 Token = Annotated[
     str | None, typer.Option(envvar="FORESHOCK_TOKEN", help="Token with the scope that the command needs.")
 ]
@@ -94,36 +94,65 @@ def doctor(
         str | None, typer.Argument(help="module:factory; then what would be watched in that model is listed.")
     ] = None,
     url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine can do, and check attention against the truth."""
-    from rich.console import Console
-
     from foreshock.cli import doctor as examination
+    from foreshock.cli.output import console
 
-    console = Console()
     if model is not None:
-        examination.report_model(model, console)
-    elif not examination.report(url, console):
+        examination.report_model(model, console())
+    elif not (examination.report_json(url) if as_json else examination.report(url, console())):
         raise typer.Exit(1)
 
 
 @app.command()
 def runs(
     run: Annotated[str | None, typer.Argument(help="Show this run alone, with its layers and warnings.")] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the list as CSV.")] = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """List the runs that the service knows."""
-    from rich.console import Console
+    """List the runs that the service knows. Names stand whole in a pipe."""
+    from foreshock.cli import output
+    from foreshock.cli import runs as text
+    from foreshock.client import Service
 
+    if as_csv and (as_json or run is not None):
+        raise CommandError("--csv is for the list of runs, in place of --json")
+    with Service(url, token) as client:
+        if as_json:
+            output.print_json(list(client.runs()) if run is None else client.run(run))
+        elif as_csv:
+            text.csv_of_runs(client)
+        elif run is None:
+            text.list_runs(client, output.console())
+        else:
+            text.show_run(client, run, output.console())
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Run to read.")],
+    metric: Annotated[str, typer.Argument(help="A metric of docs/metrics.md by its key, such as run.loss.")],
+    layer: Annotated[int | None, typer.Option(help="Layer of a metric of heads.")] = None,
+    head: Annotated[int | None, typer.Option(help="Head of that layer; without it the layer's worst.")] = None,
+    from_step: Annotated[int | None, typer.Option(help="First step.", min=0)] = None,
+    to_step: Annotated[int | None, typer.Option(help="Last step.", min=0)] = None,
+    points: Annotated[int, typer.Option(help="Points at most; each keeps its minimum and maximum.", min=1)] = 10_000,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Print one metric of a run as CSV: step, low, high, last, and worst_head where no head was named."""
     from foreshock.cli import runs as text
     from foreshock.client import Service
 
     with Service(url, token) as client:
-        if run is None:
-            text.list_runs(client, Console())
-        else:
-            text.show_run(client, run, Console())
+        span = client.series(
+            run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points
+        )
+        text.csv_of_series(span)
 
 
 @app.command()
@@ -141,28 +170,35 @@ def switch(
     head: Annotated[list[int] | None, typer.Option(help="Head of that layer; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do; change nothing.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Switch heads of a running training to another mode and wait for the agent's word; undo or stop one."""
-    from rich.console import Console
+    """Switch heads of a running training to another mode and wait for the agent's word; undo or stop one.
 
+    Exit code 0: done. 3: ordered, and no agent has answered yet. 4: answered, and not done (refused, expired,
+    rejected). 1: not ordered.
+    """
     from foreshock.cli import runs as text
+    from foreshock.cli.output import console, print_json
     from foreshock.client import Service
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with Service(url, token) as client:
         if mode is not None and undo is None and cancel is None:
-            done = text.switch(client, Console(), layer=layer, heads=head, mode=mode, **order)
+            commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
         elif (undo is None) == (cancel is None) or mode is not None or layer is not None or head:
             raise CommandError("give --mode, with --layer and --head or without them, or give --undo or --cancel alone")
         elif undo is not None:
-            done = text.undo(client, Console(), command=undo, **order)
+            commands = text.undo(client, command=undo, **order)
         else:
-            text.cancel(client, Console(), run=run, command=str(cancel), reason=reason)
-            done = True
-    if not done:
-        raise typer.Exit(1)
+            commands = [text.cancel(client, run=run, command=str(cancel), reason=reason)]
+    if as_json:
+        print_json({"commands": commands})
+    else:
+        text.tell(commands, console(), wait)
+    if code := text.exit_code(commands, cancelled=cancel is not None):
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -176,15 +212,16 @@ def replay(
         float | None, typer.Option(help="Pace; as fast as possible by default.", min=0.001)
     ] = None,
     offline: Annotated[bool, typer.Option(help="Only tell what the detectors say; no service, no page.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Play a recorded run through the same detectors, service and page. What it did not record stays unknown."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
     laboratory.play(
         trace,
-        Console(),
+        console(),
+        as_json=as_json,
         url=url,
         token=token,
         run=run,
@@ -210,13 +247,12 @@ def diagnose(
     token: Token = None,
 ) -> None:
     """Name the failing head, who carries its rounding error, whether delta is the source, and what to do."""
-    from rich.console import Console
-
     from foreshock.cli import diagnose as text
+    from foreshock.cli.output import console
 
     text.report(
         run,
-        Console(),
+        console(),
         url=url,
         token=token,
         state=state,
@@ -229,13 +265,15 @@ def diagnose(
 
 
 @lab.command("recipes")
-def lab_recipes() -> None:
+def lab_recipes(as_json: AsJson = False) -> None:
     """List the recipes and their arms."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.list_recipes(Console())
+    if as_json:
+        laboratory.recipes_as_json()
+    else:
+        laboratory.list_recipes(console())
 
 
 @lab.command("run")
@@ -251,11 +289,10 @@ def lab_run(
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
 ) -> None:
     """Train one arm of a recipe and record every head of every sample."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.run(recipe, Console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
+    laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
 
 
 @lab.command("run-set")
@@ -273,13 +310,12 @@ def lab_run_set(
     rivals: Annotated[bool, typer.Option(help="Measure what rival monitors read; slow on a GPU.")] = True,
 ) -> None:
     """Make the published set of runs again: every recipe, arm and seed of it."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
     laboratory.run_set(
         name,
-        Console(),
+        console(),
         folder=folder,
         processes=processes,
         runs_per_process=runs_per_process,
@@ -295,11 +331,10 @@ def lab_compare(
     picture: Annotated[Path | None, typer.Option(help="Draw the courses of one recipe and seed (PNG).")] = None,
 ) -> None:
     """Say how runs ended beside their float32 control: loss, harm, largest score, offset, warning."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.compare(traces, Console(), picture=picture)
+    laboratory.compare(traces, console(), picture=picture)
 
 
 @lab.command("cure")
@@ -308,11 +343,10 @@ def lab_cure(
     json: Annotated[Path | None, typer.Option(help="Write every run there, as benchmarks/results/cure.json.")] = None,
 ) -> None:
     """Say what each cure did: loss over the control's, harm, offset and largest score after the switch."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.cure(traces, Console(), json=json)
+    laboratory.cure(traces, console(), json=json)
 
 
 @lab.command("corpus")
@@ -322,11 +356,10 @@ def lab_corpus(
     ] = "bytes",
 ) -> None:
     """Say what text this machine's runs are trained on, and its hash."""
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.show_corpus(text, Console())
+    laboratory.show_corpus(text, console())
 
 
 @lab.command("score")
@@ -341,11 +374,10 @@ def lab_score(
 
     Give the float32 control of a run beside it (same recipe and seed, arm "control"): harm is measured against it.
     """
-    from rich.console import Console
-
     from foreshock.cli import laboratory
+    from foreshock.cli.output import console
 
-    laboratory.score(traces, Console(), report=report, picture=picture)
+    laboratory.score(traces, console(), report=report, picture=picture)
 
 
 @lab.command("claims")

@@ -1,4 +1,4 @@
-"""`foreshock runs` and `foreshock switch`: what the service knows, and an order to it, as text."""
+"""`foreshock runs`, `foreshock export` and `foreshock switch`: what the service knows, and an order to it, as text."""
 
 import time
 from typing import Any
@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
-from foreshock.client import SETTLED, Service
+from foreshock.cli.output import DONE, REFUSED, UNANSWERED, print_csv
+from foreshock.client import SETTLED, Series, Service
 from foreshock.contract.modes import parse_mode
 
 
@@ -20,7 +21,7 @@ def list_runs(client: Service, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("run", "left"), ("status", "left"), ("step", "right"), ("loss", "right"), ("risk", "right"),
                           ("warnings", "right"), ("policy", "left"), ("heard from", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     now = time.time()
     for run in rows:
         table.add_row(
@@ -70,9 +71,32 @@ def _text(value: float | str | None, pattern: str) -> str:
     return "-" if value is None else value if isinstance(value, str) else pattern.format(value)
 
 
+def csv_of_runs(client: Service) -> None:
+    """Every run as CSV, the one heard from last first."""
+    columns = (
+        "run",
+        "status",
+        "last_step",
+        "loss",
+        "worst_risk",
+        "active_warnings",
+        "policy",
+        "last_seen_unix_seconds",
+    )
+    print_csv(columns, ([run[column] for column in columns] for run in client.runs()))
+
+
+def csv_of_series(series: Series) -> None:
+    """One metric against the step as CSV."""
+    columns = [series.steps, series.low, series.high, series.last]
+    names = ["step", "low", "high", "last"]
+    if series.worst_head is not None:
+        columns, names = [*columns, series.worst_head], [*names, "worst_head"]
+    print_csv(names, zip(*(column.tolist() for column in columns), strict=True))
+
+
 def switch(
     client: Service,
-    console: Console,
     *,
     run: str,
     layer: int | None,
@@ -81,8 +105,8 @@ def switch(
     reason: str,
     dry_run: bool,
     wait_seconds: float,
-) -> bool:
-    """Order a switch and wait for the agent's answer; True when it was applied (or would be, in a dry run).
+) -> list[dict[str, Any]]:
+    """Order a switch, wait for the agents' answers, and return the command.
 
     Without `layer` every head of the run is meant; with `layer` and no `heads`, every head of that layer.
     Raises CommandError for an unknown mode, layer or head.
@@ -93,20 +117,13 @@ def switch(
         raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
     command = client.switch(run, mode, reason=reason, heads=refs, dry_run=dry_run)
-    return _await(client, console, run, command, wait_seconds)
+    return [client.wait(command, wait_seconds)]
 
 
 def undo(
-    client: Service,
-    console: Console,
-    *,
-    run: str,
-    command: str,
-    reason: str,
-    dry_run: bool,
-    wait_seconds: float,
-) -> bool:
-    """Order the modes back that a command changed and wait for the answers; True when all were applied.
+    client: Service, *, run: str, command: str, reason: str, dry_run: bool, wait_seconds: float
+) -> list[dict[str, Any]]:
+    """Order the modes back that a command changed, wait for the answers, and return the commands.
 
     `command` is an id, or `last` for the newest switch of the run that was applied and stands. Raises CommandError when
     there is none.
@@ -119,13 +136,11 @@ def undo(
         if not standing:
             raise CommandError(f"run {run} has no applied switch that stands; `foreshock runs {run}` shows its modes")
         command = standing[0]
-    ordered = client.undo(command, reason=reason, dry_run=dry_run)
-    answers = [_await(client, console, run, one, wait_seconds) for one in ordered]
-    return all(answers)
+    return [client.wait(one, wait_seconds) for one in client.undo(command, reason=reason, dry_run=dry_run)]
 
 
-def cancel(client: Service, console: Console, *, run: str, command: str, reason: str) -> None:
-    """Stop an order that is under way, and say which ranks had it. `command` is an id, or `last` for the run's newest.
+def cancel(client: Service, *, run: str, command: str, reason: str) -> dict[str, Any]:
+    """Stop an order that is under way, and return it. `command` is an id, or `last` for the run's newest.
 
     Raises CommandError when no order of the run is under way.
     """
@@ -134,29 +149,36 @@ def cancel(client: Service, console: Console, *, run: str, command: str, reason:
         command = next((c["id"] for c in known if c["state"] in ("pending", "delivered")), "")
         if not command:
             raise CommandError(f"run {run} has no order under way; `foreshock runs {run}` shows its modes")
-    stopped = client.cancel(command, reason=reason)
-    console.print(f"command {stopped['id']}: {stopped['state']}")
-    for had in stopped["ranks"]:
-        console.print(f"  rank {had['rank']} had it: {had['outcome'] or 'no answer yet'}")
-    if stopped["ranks"]:
-        console.print(f"`foreshock switch {run} --undo {stopped['id']}` takes back what was applied.")
+    return client.cancel(command, reason=reason)
 
 
-def _await(client: Service, console: Console, run: str, command: dict[str, Any], wait_seconds: float) -> bool:
-    """Wait for the agents' answers and say them; True when the command was applied, or tried in a dry run."""
-    command = client.wait(command, wait_seconds)
-    console.print(f"command {command['id']}: {command['state']}")
-    for answer in command["ranks"]:
-        for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
-            console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
-        if answer["outcome"] not in (None, "applied"):
-            console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
-    if command["state"] not in SETTLED:
-        console.print(
-            f"No answer within {wait_seconds:g} s. The order stands and is delivered with the run's next batch; "
-            f"see `foreshock runs {run}`."
-        )
-    return command["state"] in ("applied", "dry_run")
+def tell(commands: list[dict[str, Any]], console: Console, wait_seconds: float) -> None:
+    """Say what became of commands, and what the agents answered."""
+    for command in commands:
+        console.print(f"command {command['id']}: {command['state']}")
+        for answer in command["ranks"]:
+            for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
+                console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
+            if command["state"] == "cancelled":
+                console.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
+            elif answer["outcome"] not in (None, "applied"):
+                console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
+        run = command["run"]
+        if command["state"] == "cancelled" and command["ranks"]:
+            console.print(f"`foreshock switch {run} --undo {command['id']}` takes back what was applied.")
+        if command["state"] not in SETTLED:
+            console.print(
+                f"No answer within {wait_seconds:g} s. The order stands and is delivered with the run's next batch; "
+                f"see `foreshock runs {run}`."
+            )
+
+
+def exit_code(commands: list[dict[str, Any]], *, cancelled: bool) -> int:
+    """What the shell is told: done, not answered yet, or answered and not done."""
+    states = {command["state"] for command in commands}
+    if not states <= SETTLED:
+        return UNANSWERED
+    return DONE if states <= ({"cancelled"} if cancelled else {"applied", "dry_run"}) else REFUSED
 
 
 def _head_refs(client: Service, run: str, layer: int | None, heads: list[int] | None) -> list[tuple[int, int]] | None:

@@ -61,6 +61,7 @@ class Agent:
         self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
+            self._switchboard.refuses = instruments.keeper.refusal
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
@@ -229,16 +230,22 @@ class Agent:
         for decision in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
             if (outcome := outcome_of(decision, self.config.policy)) is None:
                 continue
-            switched = self._switchboard.switch(
-                decision.heads,
-                mode_name(decision.mode),
-                step=self.current_step,
-                reason=f"policy {self.config.policy}: {decision.verdict.sentence}",
-                outcome=outcome,
-                verdict=decision.verdict.id,
-            )
-            self._outbox.tell(switched)
-            done.append(switched)
+            verdict, heads, mode = decision
+            refused = self._switchboard.refusals(heads, mode)
+            told: list[tuple[wire.Outcome, list[tuple[int, int]], str]] = [
+                (outcome, [head for head in heads if head not in refused], verdict.sentence),
+                ("refused", list(refused), next(iter(refused.values()), "")),
+            ]
+            for what, those, why in told:
+                if those:
+                    reason = f"policy {self.config.policy}: {why}"
+                    name = mode_name(mode)
+                    switched = self._switchboard.switch(
+                        those, name, step=self.current_step, reason=reason, outcome=what, verdict=verdict.id
+                    )
+                    self._outbox.tell(switched)
+                    if what != "refused":
+                        done.append(switched)
         self._say(self._voice.switched(done))
 
     def _say(self, lines: list[str]) -> None:

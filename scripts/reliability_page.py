@@ -23,7 +23,7 @@ INTRODUCTION: Final = """# What is promised, and how it is proven
 Each promise stands in tests/promises.toml and is proven by the tests that bear its number. A test's name says what it
 shows; `x 12` is how many cases of it there are. Figures are what the last run measured. The commands:
 ```
-.venv/bin/python -P -m pytest --record quick.json                                       # as make test: minutes
+.venv/bin/python -P -m pytest --tier full --record quick.json                           # make test, test-full
 .venv/bin/python -P -m pytest tests/faults tests/server --tier long --record long.json  # the promised sizes: hours
 .venv/bin/python -P scripts/reliability_page.py quick.json long.json
 ```

@@ -242,6 +242,9 @@ class Matrix(Response):
     measured_step: int | None = Field(description="by when the values were measured; null when they never were")
     layers: list[int]
     heads: list[int]
+    next_layer: int | None = Field(
+        default=None, description="the first layer that did not fit; ask again with from_layer for it and those after"
+    )
     values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")
     steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")
 

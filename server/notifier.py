@@ -30,6 +30,7 @@ from foreshock.server.runs.listing import status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.schema import boots, events, runs, service_state
+from foreshock.server.store.trouble import tell
 
 log = structlog.get_logger()
 _CURSOR: Final = "notified"
@@ -62,8 +63,8 @@ class Notifier:
         while not closing.is_set():
             try:
                 await self.turn()
-            except Exception:
-                log.exception("notifications could not be read; it is tried again")
+            except Exception as error:
+                tell("notifications could not be read; it is tried again", error)
             await pause(closing, _PAUSE_SECONDS)
 
     async def turn(self) -> None:

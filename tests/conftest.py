@@ -19,6 +19,23 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 MARKS: Final = ("promise", "execution")
+ROOT: Final = Path(__file__).parents[1]
+ALONE: Final = (
+    "tests/dashboards/test_live_queries.py",
+    "tests/e2e/",
+    "tests/examples/",
+    "tests/faults/test_host_cost.py",
+    "tests/faults/test_kills.py",
+    "tests/faults/test_processes.py",
+    "tests/faults/test_ranks.py",
+    "tests/faults/test_sender.py",
+    "tests/server/test_durability.py",
+    "tests/server/test_page_benchmark.py",
+    "tests/server/test_soak.py",
+    "tests/server/ui/",
+)
+"""Tests that measure time, or drive browsers and several servers: `make test` runs them one after another, with the
+machine to themselves, after the others, which share it."""
 
 
 class Recorder:
@@ -81,7 +98,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --record, --tier and --size."""
     parser.addoption("--record", metavar="FILE", type=Path, help="write the outcome of marked tests to FILE, as JSON")
     parser.addoption(
-        "--tier", choices=("quick", "long"), default="quick", help="long: the sizes that the promises name"
+        "--tier",
+        choices=("quick", "full", "long"),
+        default="quick",
+        help="full: also the tests marked `full`; long: all of them, at the sizes that the promises name",
     )
     parser.addoption("--size", metavar="NAME=N", action="append", default=[], help="one size of another number")
 
@@ -118,16 +138,41 @@ def sizes(pytestconfig: pytest.Config) -> Sizes:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of the long tier may take hours; it says itself when it hangs."""
-    if config.getoption("--tier") == "long":
+    """Marks what runs alone, leaves out what the tier does not ask for, and gives the tiers their time."""
+    for item in items:
+        if item.path.relative_to(ROOT).as_posix().startswith(ALONE):
+            item.add_marker("alone")
+    tier = config.getoption("--tier")
+    if tier == "quick":
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+    else:  # a test of the long tier may take hours; it says itself when it hangs
         for item in items:
-            item.add_marker(pytest.mark.timeout(6 * 3600), append=False)
+            item.add_marker(pytest.mark.timeout(6 * 3600 if tier == "long" else 900), append=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was not run and how to run it; how to run again what failed."""
+    tier = config.getoption("--tier")
+    if tier == "quick":
+        terminalreporter.write_line("tests marked `full` were left out (--tier quick); `make test-full` runs them")
+    reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+    failed = list(dict.fromkeys(report.nodeid for report in reports))
+    if failed:
+        more = f" (and {len(failed) - 5} more)" if len(failed) > 5 else ""
+        terminalreporter.write_line(f"to run what failed by itself{more}, with the log of each step and no other load:")
+        given = " ".join(shlex.quote(name) for name in failed[:5])
+        terminalreporter.write_line(f"  .venv/bin/python -P -m pytest -vv --tier {tier} {given}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts the recorder when it is asked for."""
     path = config.getoption("--record")
     if path is not None:
+        if hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None):
+            raise pytest.UsageError("--record keeps the outcomes of one process; leave out -n")
         given = (str(argument) for argument in config.invocation_params.args)
         arguments = shlex.join(path.name if argument == str(path) else argument for argument in given)
         config.pluginmanager.register(Recorder(path, f"pytest {arguments}"), "foreshock-recorder")

@@ -18,31 +18,17 @@ from foreshock.kernels.flash_attention.grad_query import launch_grad_query
 from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.means import launch_means
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, tiles_of
-from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.ties import slow_ties_kernel
 from foreshock.kernels.flash_attention.tuning import Configs, configs
 
 
 def attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    out_residual: Tensor,
-    lse: Tensor,
-    row_max: Tensor,
-    state: Tensor | None,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_seed: Tensor | None,
-    spec: AttentionSpec,
+    grad_out: Tensor, saved: Saved, state: Tensor | None, given: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
-    call = call_of(query, key, value, cu_seqlens_q, max_seqlen_q, max_seqlen_k, spec)
+    query, key, value = saved[:3]
+    call = call_of(query, key, value, given)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if call.blank(*grads):
         if state is not None:
@@ -52,14 +38,13 @@ def attention_backward(
         grad_out = grad_out.contiguous()
     chosen = configs(call.capability, call.block_d, call.mean_keys)
     with torch.cuda.device_of(query):
-        tensors = Tensors(
-            grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
-            dropout_seed, launch_means(call, key, Mode.CENTRED_KEYS, modes, cu_seqlens_k),
-        )  # fmt: skip
+        means = launch_means(call, key, Mode.CENTRED_KEYS, given.modes, given.cu_seqlens_k)
+        packed = (given.cu_seqlens_q, given.cu_seqlens_k)
+        tensors = Tensors(grad_out, *saved, state, given.modes, *packed, given.seed, means)
         launch_backward(call, chosen, tensors, grads)
         if call.packed:
-            call.blank_tail(cu_seqlens_q, (grads[0], 0.0))
-            call.blank_tail(cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
+            call.blank_tail(given.cu_seqlens_q, (grads[0], 0.0))
+            call.blank_tail(given.cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
     return grads
 
 
@@ -69,7 +54,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Te
     tiles = tiles_of(call, chosen.grad_query, given)
     launch_grad_query(call, chosen.grad_query, given, rows, grads[0], tiles)
     same = chosen.grad_query[:2] == chosen.grad_key[:2] and chosen.grad_query.tma == chosen.grad_key.tma
-    launch_grad_key(call, chosen.grad_key, given, rows, grads[1], grads[2], tiles if same else None)
+    launch_grad_key(call, chosen.grad_key, given, rows, grads[1:], tiles if same else None)
     if given.state is not None:
         launch_count(call, given, rows, given.state)
 
@@ -77,7 +62,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Te
 def launch_rows(call: Call, given: Tensors) -> RowVectors:
     """delta, and what the other passes need of every row."""
     grid = (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1)
-    lse, switches = given.lse, call.switches
+    lse = given.lse
     log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
     common = None
     factors = large = codes = None
@@ -112,26 +97,10 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
             given.cu_seqlens_k,
         ),
         (
-            *given.grad_out.stride()[:3],
-            *given.out.stride()[:3],
-            *given.query.stride()[:3],
-            call.heads,
-            call.heads // call.kv_heads,
-            call.total_q,
-            call.total_k,
-            call.dim,
-            float(call.spec.scale),
-            float(call.unit),
-            float(call.score_unit),
+            (given.grad_out.stride(), given.out.stride(), given.query.stride()),
+            (*call.planes, call.dim, float(call.spec.scale), float(call.unit), float(call.score_unit)),
         ),
-        {
-            "ROWS": call.row_block,
-            **{name: switches[name] for name in ("BLOCK_D", "DIM_FULL", "PACKED", "SOFTCAP", "DROPOUT")},
-            "HAS_MODES": given.modes is not None,
-            "RESIDUAL": given.residual is not None,
-            "COUNT": given.state is not None,
-            "FOLD": folded is not None,
-        },
+        {"SPEC": call.compiled, "ROWS": call.row_block},
         {"num_warps": 4},
     )
     return RowVectors(log2_lse, delta, bias, common, factors, large, codes, folded)
@@ -144,7 +113,8 @@ _COUNT_ROWS = 1024
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
     """Every statistic of every row, added to the state."""
     query, key = given.query, given.key
-    switches = {name: value for name, value in call.switches.items() if name not in ("BLOCK_D", "DROPOUT")}
+    spec, unit = call.spec, float(call.score_unit)
+    sight = (spec.window_left, spec.right)
     launch(
         slow_ties_kernel,
         (triton.cdiv(call.longest_q, 256), call.sequences * call.heads, 1),
@@ -160,24 +130,12 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             given.cu_seqlens_k,
         ),
         (
-            *query.stride()[:3],
-            *key.stride()[:3],
+            (query.stride(), key.stride()),
             call.longest_q,
-            call.heads,
-            call.heads // call.kv_heads,
-            call.total_q,
-            call.total_k,
-            call.dim,
-            float(call.spec.scale),
-            float(call.spec.softcap),
-            call.spec.window_left,
-            call.right,
-            float(call.score_unit),
+            (*call.planes, call.dim, float(spec.scale), float(spec.softcap), *sight, unit),
         ),
         {
-            "BLOCK_D": call.block_d,
-            **switches,
-            "HAS_MODES": given.modes is not None,
+            "SPEC": call.compiled,
             "ROWS": call.row_block,
             "BLOCK": 32 if call.capability == 0 else 64,
             "BLOCKS": 8 if call.capability == 0 else 4,
@@ -201,19 +159,10 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             given.cu_seqlens_q,
             given.cu_seqlens_k,
         ),
-        (
-            call.heads,
-            call.total_q,
-            call.total_k,
-            call.spec.window_left,
-            call.right,
-            float(call.score_unit),
-            float(call.unit),
-        ),
+        ((*call.planes, *sight, unit, float(call.unit)),),
         {
+            "SPEC": call.compiled,
             "ROWS": _COUNT_ROWS,
-            **{name: call.switches[name] for name in ("TOP_LEFT", "HAS_LEFT", "HAS_RIGHT", "PACKED")},
-            "HAS_MODES": given.modes is not None,
             "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
         },
         {"num_warps": 4},

@@ -1,4 +1,4 @@
-"""Device functions that the forward and the backward share: which keys a tile sees, loading it, rounding it."""
+"""Device functions that the forward and the backward share: loading a tile, rounding it, what a mode asks."""
 
 import torch
 import triton
@@ -38,19 +38,20 @@ def to_operand(x, dtype: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    source,
-    batch,
-    head,
-    row,
-    rows,
-    stride,
-    length,
-    dim,
-    BLOCK_D: tl.constexpr,
-    DIM_FULL: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    source, batch, head, row, rows, stride, length, dim,
+    SPEC: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """`load_columns` of as many as the head dim takes."""
+    return load_columns(
+        source, batch, head, row, rows, stride, length, dim, SPEC.BLOCK_D, SPEC.DIM_FULL, CHECK_ROWS, TMA
+    )
+
+
+@triton.jit
+def load_columns(
+    source, batch, head, row, rows, stride, length, dim,
+    BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Rows [row, row + rows) of one head as a tile [rows, BLOCK_D]; zero outside [0, length) x [0, dim).
 
     `source` is a tensor descriptor [B, H, S, D] under TMA, else a pointer to the head's first row.
@@ -85,25 +86,16 @@ def in_registers(tile):
 
 
 @triton.jit
-def store_tile(
-    pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr
-):
+def store_tile(pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, SPEC: tl.constexpr):
     """Write a tile [ROWS, BLOCK_D] to rows [row, ...) of the head at `pointer`, rounded to its type."""
     local = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, SPEC.BLOCK_D)
     pointers = pointer + tl.cast(row, tl.int64) * stride + local[:, None].to(tl.int64) * stride + columns[None, :]
     dtype: tl.constexpr = pointer.dtype.element_ty
     mask = (row + local < length)[:, None]
-    if not DIM_FULL:
+    if not SPEC.DIM_FULL:
         mask = mask & (columns < dim)[None, :]
     tl.store(pointers, to_operand(tile, dtype).to(dtype), mask=mask)
-
-
-@triton.jit
-def at_head(pointer, batch, head, start, stride_batch, stride_head, stride_row):
-    """`pointer` moved to row `start` of one head."""
-    pointer += tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
-    return pointer + tl.cast(start, tl.int64) * stride_row
 
 
 @triton.jit
@@ -126,75 +118,6 @@ def load_mean(means, plane, dim, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr):
-    """Of plane `plane`, with `planes` to a sequence: its batch entry and head, and of its sequence the first row and
-    length of queries and of keys."""
-    index = plane // planes
-    batch = 0 if PACKED else index
-    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
-    return batch, plane % planes, start_q, length_q, start_k, length_k
-
-
-@triton.jit
-def sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED: tl.constexpr):
-    """First row and length of the queries and keys of sequence `index`; the whole tensors unless PACKED."""
-    start_q = 0
-    start_k = 0
-    if PACKED:
-        start_q = tl.load(cu_seqlens_q + index)
-        start_k = tl.load(cu_seqlens_k + index)
-        length_q = tl.load(cu_seqlens_q + index + 1) - start_q
-        length_k = tl.load(cu_seqlens_k + index + 1) - start_k
-    return start_q, length_q, start_k, length_k
-
-
-@triton.jit
-def diagonal(length_q, length_k, TOP_LEFT: tl.constexpr):
-    """The key that stands on the diagonal of query 0."""
-    if TOP_LEFT:
-        return 0
-    return length_k - length_q
-
-
-@triton.jit
-def key_ranges(
-    first, last, offset, length_k, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """The keys that queries [first, last] see, as (low, full_low, full_high, high).
-
-    Some query sees a key only in [low, high); every query sees every key of [full_low, full_high). The first three
-    are multiples of BLOCK above `low`, so that a loop in steps of BLOCK may run over each part.
-    """
-    low = 0
-    full_low = 0
-    high = length_k
-    full_high = length_k
-    if HAS_RIGHT:
-        high = tl.maximum(tl.minimum(high, last + offset + right + 1), 0)
-        full_high = tl.maximum(tl.minimum(full_high, first + offset + right + 1), 0)
-    full_high = full_high // BLOCK * BLOCK
-    if HAS_LEFT:
-        low = tl.maximum(first + offset - left, 0) // BLOCK * BLOCK
-        full_low = tl.cdiv(tl.maximum(last + offset - left, 0), BLOCK) * BLOCK
-        full_low = tl.minimum(full_low, tl.maximum(tl.cdiv(high, BLOCK) * BLOCK, low))
-        full_high = tl.maximum(full_high, full_low)
-    return low, full_low, full_high, high
-
-
-@triton.jit
-def visible(queries, keys, offset, length_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Which query sees which key; `queries` and `keys` are indices that broadcast against each other."""
-    # One bound from both conditions, so that an entry costs one comparison.
-    last = length_k - 1
-    if HAS_RIGHT:
-        last = tl.minimum(last, queries + (offset + right))
-    mask = keys <= last
-    if HAS_LEFT:
-        mask = mask & (keys >= queries + (offset - left))
-    return mask
-
-
-@triton.jit
 def tanh(x):
     """Within a few units in the last place. Near 0 the quotient would cancel, and its error, times a large softcap, be
     larger than the score: there a Taylor series, whose first term left out is below 2^-27 of x."""
@@ -204,14 +127,23 @@ def tanh(x):
 
 
 @triton.jit
-def cap_scores(products, scale, softcap, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+def cap_scores(products, scale, softcap, SPEC: tl.constexpr):
     """Scores from products of queries and keys. Unless PRESCALED they stay in units of 1 / scale, which saves a
     multiplication an entry."""
-    if SOFTCAP:
+    if SPEC.SOFTCAP:
         return softcap * tanh(products * (scale / softcap))
-    if PRESCALED:
+    if SPEC.PRESCALED:
         return products * scale
     return products
+
+
+@triton.jit
+def load_seed(seeds):
+    """Dropout's seed; 0 without dropout."""
+    seed = 0
+    if seeds is not None:
+        seed = tl.load(seeds)
+    return seed
 
 
 @triton.jit

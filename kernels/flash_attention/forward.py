@@ -17,24 +17,21 @@ from foreshock.kernels.flash_attention.blocks import (
     PAPER_TOLERANCE,
     RESIDUAL_SCALE_FP16,
     asks,
-    at_head,
     cap_scores,
-    diagonal,
     in_registers,
     kept,
-    key_ranges,
     load_mean,
+    load_seed,
     load_tile,
-    place,
     served_shift,
     store_tile,
     to_operand,
-    visible,
 )
 from foreshock.kernels.flash_attention.launch import Call, call_of, launch
 from foreshock.kernels.flash_attention.means import launch_means
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
-from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.tuning import Config, configs
 
 PAPER_CAP_BF16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.bfloat16])
@@ -55,25 +52,25 @@ def stable_shift(row_max):
 
 @triton.jit
 def _attend(
-    running, shift, q, key, value, batch, kv_head, low, high, queries, seen, chance, strides, dim, unit, scale,
-    softcap, score_unit,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr, DTYPE: tl.constexpr,
+    running, shift, q, tensors, low, high, queries, seen, chance, strides, numbers,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
     acc, total, row_max, before, missing = running
     paper, paper_shift = shift
-    offset, length_k, left, right = seen
+    key, value, batch, kv_head = tensors
+    _, length_k, _, _ = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
+    dim, unit, scale, softcap, score_unit, _ = numbers
+    BLOCK_N: tl.constexpr = TILE.block_n
     for start in tl.range(low, high, BLOCK_N):
-        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
-        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, MASKED, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
         keys = start + tl.arange(0, BLOCK_N)
         if MASKED:
-            mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-            scores = tl.where(mask, scores, float("-inf"))
+            scores = tl.where(visible(queries[:, None], keys[None, :], seen, SPEC), scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
@@ -87,10 +84,10 @@ def _attend(
         rounded = to_operand(p, DTYPE)
         if CENTRE:
             missing = missing * shrink + tl.sum(p - rounded.to(tl.float32), 1)
-        if DROPOUT:
+        if SPEC.DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             rounded = tl.where(keep, rounded, 0.0)
-        v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, SPEC, MASKED, TILE.tma)
         acc = tl.dot(rounded, v, acc)
         row_max = new_max
         # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
@@ -100,25 +97,25 @@ def _attend(
 
 @triton.jit
 def _paper_shift(
-    q, key, batch, kv_head, low, high, queries, offset, length_k, stride_k, dim, scale, softcap, left, right,
-    score_unit,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+    q, tensors, low, high, queries, seen, stride_k, numbers,
+    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The paper's shift of each row in powers of two, from two passes over its scores: maximum, then ties."""
+    key, _, batch, kv_head = tensors
+    _, length_k, _, _ = seen
+    dim, _, scale, softcap, score_unit, _ = numbers
+    BLOCK_N: tl.constexpr = TILE.block_n
     largest = tl.full(queries.shape, float("-inf"), tl.float32)
     for start in tl.range(low, high, BLOCK_N):
-        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
-        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
-        keys = start + tl.arange(0, BLOCK_N)
-        mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
+        mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
         largest = tl.maximum(largest, tl.max(tl.where(mask, scores, float("-inf")), 1))
     count = tl.zeros(queries.shape, tl.int32)
     for start in tl.range(low, high, BLOCK_N):
-        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
-        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP) * score_unit
-        keys = start + tl.arange(0, BLOCK_N)
-        mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
+        mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
         count += tl.sum((mask & (largest[:, None] - scores <= PAPER_TOLERANCE)).to(tl.int32), 1)
     # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
     cap: tl.constexpr = PAPER_CAP_BF16 if tl.bfloat16 == DTYPE else PAPER_CAP_FP16
@@ -127,21 +124,17 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides, stride_o, dim,
-    unit, scale, score_unit, softcap, keep_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
-    CENTRE: tl.constexpr, DTYPE: tl.constexpr,
+    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    SHIFT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
     out, residual, lse, row_max_out = outputs
-    offset, length_k, left, right = seen
+    dim, _, _, _, score_unit, keep_scale = numbers
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     queries = first + tl.arange(0, BLOCK_M)
     last = tl.minimum(first + BLOCK_M, length_q) - 1
-    low, full_low, full_high, high = key_ranges(
-        first, last, offset, length_k, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
+    low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, total)
@@ -149,38 +142,33 @@ def _block(
     if SHIFT:
         paper = (mode & PAPER_SOFTMAX) != 0
         paper_shift = _paper_shift(
-            q, key, batch, kv_head, low, tl.where(paper, high, low), queries, offset, length_k, strides[0], dim, scale,
-            softcap, left, right, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, TMA,
-            DTYPE,
-        )  # fmt: skip
+            q, tensors, low, tl.where(paper, high, low), queries, seen, strides[0], numbers, SPEC, TILE, DTYPE
+        )
         shift = (paper, paper_shift)
-    if HAS_LEFT:
+    if SPEC.HAS_LEFT:
         running = _attend(
-            running, shift, q, key, value, batch, kv_head, low, full_low, queries, seen, chance, strides, dim,
-            unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
-            SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
+            running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+            SPEC, TILE, DTYPE,
         )  # fmt: skip
     running = _attend(
-        running, shift, q, key, value, batch, kv_head, full_low, full_high, queries, seen, chance, strides, dim,
-        unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED,
-        SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
+        running, shift, q, tensors, full_low, full_high, queries, seen, chance, strides, numbers, False, SHIFT, CENTRE,
+        SPEC, TILE, DTYPE,
     )  # fmt: skip
     acc, total, row_max, before, missing = _attend(
-        running, shift, q, key, value, batch, kv_head, full_high, high, queries, seen, chance, strides, dim,
-        unit, scale, softcap, score_unit, BLOCK_N, BLOCK_D, DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED,
-        SOFTCAP, DROPOUT, TMA, SHIFT, CENTRE, DTYPE,
+        running, shift, q, tensors, full_high, high, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+        SPEC, TILE, DTYPE,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     if CENTRE:
         # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum.
         acc += missing[:, None] * mean[None, :]
     exact = acc * (keep_scale / total)[:, None]
-    store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
-    if RESIDUAL:
+    store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
+    if residual is not None:
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
         if tl.float16 == DTYPE:
             lost *= RESIDUAL_SCALE_FP16
-        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, BLOCK_D, DIM_FULL)
+        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, SPEC)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
     log_sum = (before + tl.log2(total)) * LN2
@@ -190,90 +178,67 @@ def _block(
 @triton.jit
 def forward_kernel(
     query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k, seeds,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_os,
-    heads, group, length_q, length_k, dim, scale, unit, softcap, left, right, keep_scale, threshold, score_unit,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
-    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, HAS_MODES: tl.constexpr, TMA: tl.constexpr,
-    RESIDUAL: tl.constexpr, IN_REGISTERS: tl.constexpr,
+    strides, sizes, score_unit, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
     dtype: tl.constexpr = out.dtype.element_ty
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    total_q = length_q
-    batch, head, start_q, length_q, start_k, length_k = place(
-        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE.block_m
+    stride_q, stride_k, stride_v, stride_o = strides
+    heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
+    place, plane, rows, start_q, length_q, start_k, length_k = one_head(
+        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
     )
-    kv_head = head // group
-    plane = batch * heads + head
-    rows = tl.cast(plane, tl.int64) * total_q + start_q
-    out = at_head(out, batch, head, start_q, stride_ob, stride_oh, stride_os)
-    if RESIDUAL:
-        residual = at_head(residual, batch, head, start_q, stride_ob, stride_oh, stride_os)
-    if not TMA:
-        query = at_head(query, batch, head, start_q, stride_qb, stride_qh, stride_qs)
-        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
-        value = at_head(value, batch, kv_head, start_k, stride_vb, stride_vh, stride_vs)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(seeds)
+    batch, head, kv_head = place
+    out = at_head(out, batch, head, start_q, stride_o)
+    if residual is not None:
+        residual = at_head(residual, batch, head, start_q, stride_o)
+    if not TILE.tma:
+        query = at_head(query, batch, head, start_q, stride_q)
+        key = at_head(key, batch, kv_head, start_k, stride_k)
+        value = at_head(value, batch, kv_head, start_k, stride_v)
+    seed = load_seed(seeds)
     if first < length_q:
-        q = load_tile(query, batch, head, first, BLOCK_M, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, TMA)
-        if IN_REGISTERS:
+        q = load_tile(query, batch, head, first, TILE.block_m, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
+        if TILE.operands_in_registers:
             q = in_registers(q)
+        tensors = (key, value, batch, kv_head)
         outputs = (out, residual, lse, row_max_out)
-        seen = (diagonal(length_q, length_k, TOP_LEFT), length_k, left, right)
+        seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         chance = (seed, plane, start_q, start_k, threshold)
-        strides = (stride_ks, stride_vs)
+        key_strides = (stride_k[2], stride_v[2])
+        numbers = (dim, unit, scale, softcap, score_unit, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
         mode = 0
-        if HAS_MODES:
+        if modes is not None:
             mode = tl.load(modes + head)
-            if asks(mode, CENTRED_VALUES, DROPOUT):
-                mean = load_mean(mean_values, tl.program_id(1) // heads * (heads // group) + kv_head, dim, BLOCK_D)
+            if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
+                mean = load_mean(mean_values, tl.program_id(1) // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(
-                    q, key, value, outputs, mean, mode, batch, kv_head, first, rows, length_q, seen, chance, strides,
-                    stride_os, dim, unit, scale, score_unit, softcap, keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL,
-                    HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, RESIDUAL, False, True, dtype,
+                    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
+                    numbers, False, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif served_shift(mode) != 0:
                 _block(
-                    q, key, value, outputs, 0.0, mode, batch, kv_head,
-                    first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
-                    keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
-                    TMA, RESIDUAL, True, False, dtype,
+                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
+                    numbers, True, False, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, key, value, outputs, 0.0, mode, batch, kv_head,
-                    first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
-                    keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
-                    TMA, RESIDUAL, False, False, dtype,
+                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
+                    numbers, False, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, key, value, outputs, 0.0, mode, batch, kv_head,
-                first, rows, length_q, seen, chance, strides, stride_os, dim, unit, scale, score_unit, softcap,
-                keep_scale, BLOCK_M, BLOCK_N, BLOCK_D, DIM_FULL, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT,
-                TMA, RESIDUAL, False, False, dtype,
+                q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
+                numbers, False, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
 def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_seed: Tensor | None,
-    spec: AttentionSpec,
+    query: Tensor, key: Tensor, value: Tensor, given: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
-    call = call_of(query, key, value, cu_seqlens_q, max_seqlen_q, max_seqlen_k, spec)
+    call = call_of(query, key, value, given)
     out, residual = torch.empty_like(query), torch.empty_like(query)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     row_max = torch.empty_like(lse)
@@ -281,78 +246,45 @@ def attention_forward(
         lse.fill_(-math.inf)
         row_max.fill_(-math.inf)
         return out, residual, lse, row_max
-    config = configs(call.capability, call.block_d, call.mean_keys).forward
+    outputs = (out, residual, lse, row_max)
     with torch.cuda.device_of(query):
         launch_forward(
-            call,
-            config,
-            query,
-            key,
-            value,
-            out,
-            residual,
-            lse,
-            row_max,
-            modes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dropout_seed,
+            call, configs(call.capability, call.block_d, call.mean_keys).forward, (query, key, value), outputs, given
         )
         if call.packed:
-            call.blank_tail(cu_seqlens_q, (out, 0.0), (residual, 0.0), (lse, -math.inf), (row_max, -math.inf))
-    return out, residual, lse, row_max
+            fills = (0.0, 0.0, -math.inf, -math.inf)
+            call.blank_tail(given.cu_seqlens_q, *zip(outputs, fills, strict=True))
+    return outputs
 
 
 def launch_forward(
     call: Call,
     config: Config,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    lse: Tensor,
-    row_max: Tensor,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seed: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    given: Arguments,
 ) -> None:
-    """One launch under a given configuration; the benchmark calls it to compare configurations."""
-    tma = config.tma and call.takes_descriptors(query, key, value)
+    """One launch under a given configuration; the benchmark calls it to compare configurations.
+
+    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
+    """
+    query, key, value = inputs
+    config = config.fitted(call.takes_descriptors(*inputs))
     launch(
         forward_kernel,
         (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
         (
-            call.rows(query, config.block_m, tma),
-            call.rows(key, config.block_n, tma),
-            call.rows(value, config.block_n, tma),
-            out,
-            residual,
-            lse,
-            row_max,
-            modes,
-            launch_means(call, value, Mode.CENTRED_VALUES, modes, cu_seqlens_k),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seed,
+            call.rows(query, config.block_m, config.tma),
+            call.rows(key, config.block_n, config.tma),
+            call.rows(value, config.block_n, config.tma),
+            *outputs,
+            given.modes,
+            launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k),
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+            given.seed,
         ),
-        (
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *out.stride()[:3],
-            *call.sizes,
-            float(call.score_unit),
-        ),
-        {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            **call.switches,
-            "HAS_MODES": modes is not None,
-            "TMA": tma,
-            "RESIDUAL": residual is not None,
-            "IN_REGISTERS": config.operands_in_registers,
-        },
+        ((query.stride(), key.stride(), value.stride(), outputs[0].stride()), call.sizes, float(call.score_unit)),
+        {"SPEC": call.compiled, "TILE": config},
         config.options,
     )

@@ -6,19 +6,17 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.blocks import (
     INTERPRET,
-    at_head,
     cap_scores,
-    diagonal,
     kept,
-    key_ranges,
+    load_columns,
+    load_seed,
     load_tile,
-    place,
     store_tile,
     to_operand,
-    visible,
 )
 from foreshock.kernels.flash_attention.launch import Call, launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, place, visible
 from foreshock.kernels.flash_attention.tuning import Config
 
 
@@ -32,29 +30,27 @@ def take_columns(first: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_queries(
-    grads, k, v, tensors, takes, low, high, keys, seen, chance, strides, numbers,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr,
+    grads, k, v, tensors, takes, low, high, keys, length_q, seen, chance, strides, numbers,
+    MASKED: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the queries [low, high) of one head to dK and dV of one block of keys. Tiles are [keys, queries]."""
     grad_k, grad_v = grads
     query, grad_out, folded, log2_lses, deltas, batch, head, rows = tensors
     take_lse, take_delta = takes
-    offset, length_q, length_k, left, right = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_q, stride_o = strides
     dim, unit, scale, softcap, keep_scale = numbers
+    BLOCK_M: tl.constexpr = TILE.block_m
     for start in tl.range(low, high, BLOCK_M):
-        q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
-        do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, BLOCK_D, DIM_FULL, MASKED, TMA)
+        q = load_tile(query, batch, head, start, BLOCK_M, stride_q, length_q, dim, SPEC, MASKED, TILE.tma)
+        do = load_tile(grad_out, batch, head, start, BLOCK_M, stride_o, length_q, dim, SPEC, MASKED, TILE.tma)
         queries = start + tl.arange(0, BLOCK_M)
-        scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, PRESCALED, SOFTCAP)
+        scores = cap_scores(tl.dot(k, tl.trans(q)), scale, softcap, SPEC)
         grad_p = tl.dot(v, tl.trans(do))
         if FOLD:
             # -lse / unit and -delta are added by the matrix unit: no vector of the tile's queries is held in registers.
             # Past the last query these are 0, and so is all that P and dS are multiplied by.
-            row_parts = load_tile(folded, plane, 0, start, BLOCK_M, 16, length_q, 16, 16, True, MASKED, TMA)
+            row_parts = load_columns(folded, plane, 0, start, BLOCK_M, 16, length_q, 16, 16, True, MASKED, TILE.tma)
             scores = tl.dot(take_lse, tl.trans(row_parts), scores)
             grad_p = tl.dot(take_delta, tl.trans(row_parts), grad_p)
         else:
@@ -63,17 +59,16 @@ def _add_queries(
             log2_lse = tl.load(log2_lses + rows + queries, mask=inside, other=float("inf"))
             delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         if MASKED:
-            mask = visible(queries[None, :], keys[:, None], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-            scores = tl.where(mask, scores, float("-inf"))
+            scores = tl.where(visible(queries[None, :], keys[:, None], seen, SPEC), scores, float("-inf"))
         p = tl.exp2(scores * unit) if FOLD else tl.exp2(tl.fma(scores, unit, -log2_lse[None, :]))
-        if DROPOUT:
+        if SPEC.DROPOUT:
             keep = kept(seed, plane, start_q + queries[None, :], start_k + keys[:, None], threshold)
             grad_v = tl.dot(to_operand(tl.where(keep, p * keep_scale, 0.0), DTYPE), do, grad_v)
             grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
         else:
             grad_v = tl.dot(to_operand(p, DTYPE), do, grad_v)
         grad_s = p * grad_p if FOLD else p * (grad_p - delta[None, :])
-        if SOFTCAP:
+        if SPEC.SOFTCAP:
             capped = tl.where(p == 0.0, 0.0, scores / softcap)
             grad_s = grad_s * (1.0 - capped * capped)
         grad_k = tl.dot(to_operand(grad_s, DTYPE), q, grad_k)
@@ -83,45 +78,42 @@ def _add_queries(
 @triton.jit
 def grad_key_kernel(
     query, key, value, grad_out, grad_key, grad_value, folded, log2_lses, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, stride_wb, stride_wh, stride_ws,
-    heads, group, length_q, length_k, dim, scale, unit, softcap, left, right, keep_scale, threshold,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr,
-    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr,
+    strides, sizes, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, over every query head of its group."""
     dtype: tl.constexpr = grad_key.dtype.element_ty
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     first = tl.program_id(0) * BLOCK_N
-    total_q = length_q
+    stride_q, stride_k, stride_v, stride_o, stride_g, stride_w = strides
+    heads, group, total_q, total_k, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
     batch, kv_head, start_q, length_q, start_k, length_k = place(
-        tl.program_id(1), heads // group, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+        tl.program_id(1), heads // group, cu_seqlens_q, cu_seqlens_k, total_q, total_k, SPEC.PACKED
     )
-    grad_key = at_head(grad_key, batch, kv_head, start_k, stride_gb, stride_gh, stride_gs)
-    grad_value = at_head(grad_value, batch, kv_head, start_k, stride_wb, stride_wh, stride_ws)
-    if not TMA:
-        query = at_head(query, batch, 0, start_q, stride_qb, stride_qh, stride_qs)
-        grad_out = at_head(grad_out, batch, 0, start_q, stride_ob, stride_oh, stride_os)
-        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
-        value = at_head(value, batch, kv_head, start_k, stride_vb, stride_vh, stride_vs)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(seeds)
+    grad_key = at_head(grad_key, batch, kv_head, start_k, stride_g)
+    grad_value = at_head(grad_value, batch, kv_head, start_k, stride_w)
+    if not TILE.tma:
+        query = at_head(query, batch, 0, start_q, stride_q)
+        grad_out = at_head(grad_out, batch, 0, start_q, stride_o)
+        key = at_head(key, batch, kv_head, start_k, stride_k)
+        value = at_head(value, batch, kv_head, start_k, stride_v)
+    seed = load_seed(seeds)
     if first < length_k:
-        k = load_tile(key, batch, kv_head, first, BLOCK_N, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
-        v = load_tile(value, batch, kv_head, first, BLOCK_N, stride_vs, length_k, dim, BLOCK_D, DIM_FULL, True, TMA)
+        k = load_tile(key, batch, kv_head, first, BLOCK_N, stride_k[2], length_k, dim, SPEC, True, TILE.tma)
+        v = load_tile(value, batch, kv_head, first, BLOCK_N, stride_v[2], length_k, dim, SPEC, True, TILE.tma)
         keys = first + tl.arange(0, BLOCK_N)
-        offset = diagonal(length_q, length_k, TOP_LEFT)
+        offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
         last = tl.minimum(first + BLOCK_N, length_k) - 1
         # Key j is seen by the queries j - offset - right to j - offset + left: the same ranges with sides swapped.
         low, full_low, full_high, high = key_ranges(
-            first, last, -offset, length_q, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT
+            first, last, (-offset, length_q, right, left), TILE.block_m, SPEC.HAS_RIGHT, SPEC.HAS_LEFT
         )
         grads = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32))
         takes = (take_columns(0, BLOCK_N), take_columns(3, BLOCK_N))
-        seen = (offset, length_q, length_k, left, right)
-        strides = (stride_qs, stride_os)
+        seen = (offset, length_k, left, right)
+        row_strides = (stride_q[2], stride_o[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
+        FOLD: tl.constexpr = folded is not None
         for member in tl.range(0, group):
             head = kv_head * group + member
             plane = batch * heads + head
@@ -130,28 +122,28 @@ def grad_key_kernel(
             grad_rows = grad_out
             fold_rows = deltas  # in place of None, which no tuple in a loop may hold
             if FOLD:
-                fold_rows = folded if TMA else folded + rows * 16
-            if not TMA:
-                query_rows = query + tl.cast(head, tl.int64) * stride_qh
-                grad_rows = grad_out + tl.cast(head, tl.int64) * stride_oh
+                fold_rows = folded if TILE.tma else folded + rows * 16
+            if not TILE.tma:
+                query_rows = query + tl.cast(head, tl.int64) * stride_q[1]
+                grad_rows = grad_out + tl.cast(head, tl.int64) * stride_o[1]
             tensors = (query_rows, grad_rows, fold_rows, log2_lses, deltas, batch, head, rows)
             chance = (seed, plane, start_q, start_k, threshold)
-            if HAS_RIGHT:
+            if SPEC.HAS_RIGHT:
                 grads = _add_queries(
-                    grads, k, v, tensors, takes, low, full_low, keys, seen, chance, strides, numbers, BLOCK_M, BLOCK_D,
-                    DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+                    grads, k, v, tensors, takes, low, full_low, keys, length_q, seen, chance, row_strides, numbers,
+                    True, SPEC, TILE, FOLD, dtype,
                 )  # fmt: skip
             grads = _add_queries(
-                grads, k, v, tensors, takes, full_low, full_high, keys, seen, chance, strides, numbers, BLOCK_M,
-                BLOCK_D, DIM_FULL, False, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+                grads, k, v, tensors, takes, full_low, full_high, keys, length_q, seen, chance, row_strides, numbers,
+                False, SPEC, TILE, FOLD, dtype,
             )  # fmt: skip
             grads = _add_queries(
-                grads, k, v, tensors, takes, full_high, high, keys, seen, chance, strides, numbers, BLOCK_M, BLOCK_D,
-                DIM_FULL, True, HAS_LEFT, HAS_RIGHT, PRESCALED, SOFTCAP, DROPOUT, TMA, FOLD, dtype,
+                grads, k, v, tensors, takes, full_high, high, keys, length_q, seen, chance, row_strides, numbers,
+                True, SPEC, TILE, FOLD, dtype,
             )  # fmt: skip
         grad_k, grad_v = grads
-        store_tile(grad_key, grad_k * scale, first, stride_gs, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
-        store_tile(grad_value, grad_v, first, stride_ws, length_k, dim, BLOCK_N, BLOCK_D, DIM_FULL)
+        store_tile(grad_key, grad_k * scale, first, stride_g[2], length_k, dim, BLOCK_N, SPEC)
+        store_tile(grad_value, grad_v, first, stride_w[2], length_k, dim, BLOCK_N, SPEC)
 
 
 def launch_grad_key(
@@ -159,42 +151,20 @@ def launch_grad_key(
     config: Config,
     given: Tensors,
     rows: RowVectors,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    grads: tuple[Tensor, Tensor],
     tiles: Tiles | None = None,
 ) -> None:
     """dK and dV."""
-    grad_out, query, key, value = given[:4]
     tiles = tiles or tiles_of(call, config, given)
+    folded = None if rows.folded is None else call.rows(rows.folded, config.block_m, tiles.tma, 16)
     launch(
         grad_key_kernel,
         (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads, 1),
         (
-            *tiles[1:],
-            grad_key,
-            grad_value,
-            call.rows(rows.folded, config.block_m, tiles.tma, 16) if rows.folded is not None else None,
-            rows.log2_lse,
-            rows.delta,
-            given.cu_seqlens_q,
-            given.cu_seqlens_k,
-            given.seed,
+            *(*tiles.operands, *grads, folded, rows.log2_lse, rows.delta),
+            *(given.cu_seqlens_q, given.cu_seqlens_k, given.seed),
         ),
-        (
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *grad_out.stride()[:3],
-            *grad_key.stride()[:3],
-            *grad_value.stride()[:3],
-            *call.sizes,
-        ),
-        {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            **call.switches,
-            "TMA": tiles.tma,
-            "FOLD": rows.folded is not None,
-        },
+        ((*given.strides, grads[0].stride(), grads[1].stride()), call.sizes),
+        {"SPEC": call.compiled, "TILE": config.fitted(tiles.tma)},
         config.options,
     )

@@ -5,18 +5,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foreshock.kernels.flash_attention.blocks import blank_tail_kernel
-from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.blocks import (
+    blank_tail_kernel,
+)
+from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
 
 _LOG2E = 1 / math.log(2)
 _GPU: Final = torch.cuda.is_available()
+
+
+class Compiled(NamedTuple):
+    """What every kernel of one call is compiled for: its argument SPEC."""
+
+    BLOCK_D: int
+    """Head dim of a tile: the next power of two."""
+    DIM_FULL: bool
+    """That power is the head dim itself."""
+    TOP_LEFT: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    """A bound of what a query sees on either side."""
+    PRESCALED: bool
+    """Scores are multiplied by the scale entry by entry, which a cap or a scale that is not positive needs."""
+    SOFTCAP: bool
+    DROPOUT: bool
+    PACKED: bool
+
+
+def compiled_for(spec: AttentionSpec, dim: int, packed: bool) -> Compiled:
+    """As which the kernels are compiled for attention of this head dim."""
+    block_d = max(16, 1 << (dim - 1).bit_length())
+    return Compiled(
+        BLOCK_D=block_d,
+        DIM_FULL=block_d == dim,
+        TOP_LEFT=spec.causal == "top_left",
+        HAS_LEFT=spec.window_left >= 0,
+        HAS_RIGHT=spec.right >= 0,
+        PRESCALED=spec.softcap > 0 or spec.scale <= 0,
+        SOFTCAP=spec.softcap > 0,
+        DROPOUT=spec.dropout_p > 0,
+        PACKED=packed,
+    )
 
 
 @dataclass(frozen=True)
@@ -36,9 +72,14 @@ class Call:
     spec: AttentionSpec
 
     @cached_property
+    def compiled(self) -> Compiled:
+        """What the kernels of this call are compiled for."""
+        return compiled_for(self.spec, self.dim, self.packed)
+
+    @cached_property
     def block_d(self) -> int:
-        """Head dim of a tile: the next power of two."""
-        return max(16, 1 << (self.dim - 1).bit_length())
+        """Head dim of a tile."""
+        return self.compiled.BLOCK_D
 
     @cached_property
     def row_block(self) -> int:
@@ -46,21 +87,9 @@ class Call:
         return max(16, 4096 // self.block_d)
 
     @cached_property
-    def right(self) -> int:
-        """Keys visible after the diagonal; -1 for all."""
-        if self.spec.causal == "none":
-            return int(self.spec.window_right)
-        return 0
-
-    @cached_property
-    def prescaled(self) -> bool:
-        """Scores are multiplied by the scale entry by entry, which a cap or a scale that is not positive needs."""
-        return self.spec.softcap > 0 or self.spec.scale <= 0
-
-    @cached_property
     def score_unit(self) -> float:
         """A score as the kernels hold it, times this, is the score."""
-        return 1.0 if self.prescaled else self.spec.scale
+        return 1.0 if self.compiled.PRESCALED else self.spec.scale
 
     @cached_property
     def unit(self) -> float:
@@ -70,7 +99,7 @@ class Call:
     @cached_property
     def foldable(self) -> bool:
         """Whether the backward may add -lse and -delta to its products before anything else is done to them."""
-        return not self.prescaled and self.spec.dropout_p == 0
+        return not self.compiled.PRESCALED and self.spec.dropout_p == 0
 
     @cached_property
     def mean_keys(self) -> int:
@@ -85,37 +114,25 @@ class Call:
 
     @cached_property
     def sizes(self) -> tuple[Any, ...]:
-        """The arguments from `heads` to `threshold` of every kernel."""
+        """The argument `sizes` of the passes, from `heads` to `threshold`."""
         spec = self.spec
         return (
-            self.heads,
-            self.heads // self.kv_heads,
-            self.total_q,
-            self.total_k,
+            *self.planes,
             self.dim,
             float(spec.scale),
             float(self.unit),
             float(spec.softcap),
             spec.window_left,
-            self.right,
+            spec.right,
             self.keep_scale,
             round(spec.dropout_p * 2**32),
         )
 
-    @cached_property
-    def switches(self) -> dict[str, Any]:
-        """The compile-time arguments that every kernel shares."""
-        return {
-            "BLOCK_D": self.block_d,
-            "DIM_FULL": self.block_d == self.dim,
-            "TOP_LEFT": self.spec.causal == "top_left",
-            "HAS_LEFT": self.spec.window_left >= 0,
-            "HAS_RIGHT": self.right >= 0,
-            "PRESCALED": self.prescaled,
-            "SOFTCAP": self.spec.softcap > 0,
-            "DROPOUT": self.spec.dropout_p > 0,
-            "PACKED": self.packed,
-        }
+    @property
+    def planes(self) -> tuple[int, int, int, int]:
+        """What every `sizes` begins with (blocks.one_head): query heads, how many share a key head, all rows of
+        queries and of keys."""
+        return self.heads, self.heads // self.kv_heads, self.total_q, self.total_k
 
     def takes_descriptors(self, *tensors: Tensor) -> bool:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
@@ -161,19 +178,11 @@ _MOST_KNOWN: Final = 4096
 """Shapes, and launches, that are remembered; past so many all are forgotten, as lengths may differ at every step."""
 
 
-def call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    spec: AttentionSpec,
-) -> Call:
+def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments) -> Call:
     """The call, remembered by shape. Raises ValueError with a sentence for layouts that the kernels do not read."""
-    packed = cu_seqlens_q is not None
-    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else query.shape[0]
-    longest = (max_seqlen_q, max_seqlen_k) if packed else None
+    cu_seqlens, spec = given.cu_seqlens_q, given.spec
+    sequences = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else query.shape[0]
+    longest = (given.max_seqlen_q, given.max_seqlen_k) if cu_seqlens is not None else None
     strides = query.stride(-1), key.stride(-1), value.stride(-1)
     known = (query.shape, key.shape, strides, sequences, longest, query.device, spec)
     call = _CALLS.get(known)

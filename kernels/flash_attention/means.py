@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention.blocks import at_head, place
 from foreshock.kernels.flash_attention.launch import Call, launch
+from foreshock.kernels.flash_attention.places import at_head, place
 
 
 @triton.jit
 def mean_kernel(
-    rows, means, modes, cu_seqlens, stride_b, stride_h, stride_s, kv_heads, group, length, dim,
+    rows, means, modes, cu_seqlens, strides, kv_heads, group, length, dim,
     FLAG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The mean of some columns of one plane's rows, 0 where it is not finite: it would reach rows that do not see what
@@ -25,13 +25,13 @@ def mean_kernel(
         asked = asked | (tl.load(modes + kv_head * group + member) & FLAG)
     if asked != 0:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        pointers = at_head(rows, batch, kv_head, start, stride_b, stride_h, stride_s) + columns[None, :]
+        pointers = at_head(rows, batch, kv_head, start, strides) + columns[None, :]
         local = tl.arange(0, ROWS)[:, None]
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, length, ROWS):
             row = first + local
             mask = (row < length) & (columns < dim)[None, :]
-            sums += tl.load(pointers + row.to(tl.int64) * stride_s, mask=mask, other=0.0).to(tl.float32)
+            sums += tl.load(pointers + row.to(tl.int64) * strides[2], mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(sums, 0) / tl.maximum(length, 1)
         mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
         tl.store(means + tl.program_id(0).to(tl.int64) * dim + columns, mean, mask=columns < dim)
@@ -56,7 +56,7 @@ def launch_means(
         mean_kernel,
         (planes, triton.cdiv(call.dim, columns), 1),
         (rows, means, modes, cu_seqlens),
-        (*rows.stride()[:3], call.kv_heads, call.heads // call.kv_heads, call.total_k, call.dim),
+        (rows.stride(), call.kv_heads, call.heads // call.kv_heads, call.total_k, call.dim),
         {
             "FLAG": int(flag),
             "ROWS": 64 if call.capability == 0 else 512,

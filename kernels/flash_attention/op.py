@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch.autograd.function import once_differentiable
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import reference
 from foreshock.kernels.flash_attention.spec import (
+    Arguments,
     AttentionSpec,
     CausalAlignment,
     Numerics,
+    Saved,
     check_packed,
     check_tensors,
     compute_dtype,
+    constants,
     operand_dtype,
     residual_dtype,
     spec_of,
@@ -74,14 +77,13 @@ def _attention_forward(
     times `residual_scale`;
     log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
-    given = spec_of(spec)
-    modes, cu_seqlens_q, cu_seqlens_k = map(_adjacent, (modes, cu_seqlens_q, cu_seqlens_k))
-    sizes = (modes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
-    if (kernels := _kernels(query, given)) is not None:  # which write in the query's layout
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.attention_forward(query, key, value, *sizes)
+    packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
+    if (kernels := _kernels(query, given.spec)) is not None:  # which write in the query's layout
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.attention_forward(query, key, value, given)
         return result
     with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
-        out, residual, lse, row_max = reference.attention_forward(query, key, value, *sizes)
+        out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
     return _laid_out(out, query), _laid_out(residual, query), lse, row_max
 
 
@@ -118,15 +120,14 @@ def _attention_backward(
 
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
     """
-    given = spec_of(spec)
-    modes, cu_seqlens_q, cu_seqlens_k = map(_adjacent, (modes, cu_seqlens_q, cu_seqlens_k))
-    saved = (out, out_residual, lse, row_max, state, modes)
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_seed, given)
-    if (kernels := _kernels(query, given)) is not None:
-        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, query, key, value, *saved, *sizes)
+    saved = Saved(query, key, value, out, out_residual, lse, row_max)
+    packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
+    if (kernels := _kernels(query, given.spec)) is not None:
+        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given)
         return result
     with torch.autocast(query.device.type, enabled=False):
-        grads = reference.attention_backward(grad_out, query, key, value, *saved, *sizes)
+        grads = reference.attention_backward(grad_out, saved, state, given)
     return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 
 
@@ -161,20 +162,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
-    grads = attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        *output,
-        state,
-        ctx.modes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *ctx.max_seqlens,
-        dropout_seed,
-        ctx.spec,
-    )
+    given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
+    grads = attention_backward(grad_out, query, key, value, *output, *given)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * 8)
 
@@ -199,47 +188,31 @@ attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state
 torch.library.register_autograd("foreshock::attention_forward", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
+class _Options(TypedDict, total=False):
+    """What `flash_attention` takes by name, for the two types that it returns."""
+
+    causal: bool | CausalAlignment
+    scale: float | None
+    softcap: float
+    window: tuple[int, int]
+    dropout_p: float
+    numerics: Numerics
+    state: Tensor | None
+    modes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    attn_mask: None
+
+
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool | CausalAlignment = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    dropout_p: float = 0.0,
-    numerics: Numerics = "kernel",
-    state: Tensor | None = None,
-    modes: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    attn_mask: None = None,
-    return_lse: Literal[False] = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool | CausalAlignment = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    dropout_p: float = 0.0,
-    numerics: Numerics = "kernel",
-    state: Tensor | None = None,
-    modes: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    attn_mask: None = None,
-    return_lse: Literal[True],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 def flash_attention(
     query: Tensor,
@@ -292,8 +265,8 @@ def flash_attention(
             )
         causal = "top_left" if causal else "none"
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    if torch.compiler.is_compiling():  # and numbers may be symbols; a call's spec is part of its graph
-        scale, softcap, dropout_p = (float.fromhex(float(x).hex()) for x in (scale, softcap, dropout_p))
+    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    if torch.compiler.is_compiling():
         window = int(window[0]), int(window[1])
     spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
     # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.

@@ -28,6 +28,11 @@ class Tensors(NamedTuple):
     mean_keys: Tensor | None = None
     """The mean key of each plane (means.py), where a head asks; None without modes."""
 
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key, value and grad_out."""
+        return self.query.stride(), self.key.stride(), self.value.stride(), self.grad_out.stride()
+
 
 class RowVectors(NamedTuple):
     """What one pass leaves for the others, of every row [B, H, Sq]."""
@@ -56,6 +61,11 @@ class Tiles(NamedTuple):
     key: Any
     value: Any
     grad_out: Any
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """All four."""
+        return self[1:]
 
 
 def tiles_of(call: Call, config: Config, given: Tensors) -> Tiles:

@@ -15,7 +15,9 @@ from foreshock.kernels.flash_attention.centring import Centring, centring, check
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import (
+    Arguments,
     AttentionSpec,
+    Saved,
     compute_dtype,
     operand_dtype,
     residual_dtype,
@@ -32,18 +34,10 @@ from foreshock.kernels.flash_attention.visibility import hide
 
 
 def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_seed: Tensor | None,
-    spec: AttentionSpec,
+    query: Tensor, key: Tensor, value: Tensor, given: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them."""
+    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = given
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
@@ -96,24 +90,10 @@ def attention_forward(
 
 
 def attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    out_residual: Tensor,
-    lse: Tensor,
-    row_max: Tensor,
-    state: Tensor | None,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_seed: Tensor | None,
-    spec: AttentionSpec,
+    grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
+    (query, key, value, _, _, lse, row_max), modes, spec = saved, arguments.modes, arguments.spec
     if query.numel() == 0 or key.numel() == 0:
         if state is not None:
             nothing, never = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)
@@ -121,10 +101,7 @@ def attention_backward(
             accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     check_modes(modes, spec)
-    given = _score_gradient(
-        grad_out, query, key, value, out, out_residual, lse, row_max, state, modes, cu_seqlens_q, cu_seqlens_k,
-        dropout_seed, spec,
-    )  # fmt: skip
+    given = _score_gradient(grad_out, saved, state, arguments)
     operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
     score_grad = _round(given.sloped(given.score_grad), operand)
     grad_query = _product(score_grad, given.keys, spec.scale)
@@ -167,9 +144,9 @@ def row_sum_defect(
 
     As the dK, dV pass multiplies it, thus after a row correction.
     """
-    lengths = query.shape[2], key.shape[2]
-    outputs = attention_forward(query, key, value, modes, None, None, *lengths, None, spec)
-    given = _score_gradient(grad_out, query, key, value, *outputs, None, modes, None, None, None, spec)
+    arguments = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
+    outputs = attention_forward(query, key, value, arguments)
+    given = _score_gradient(grad_out, Saved(query, key, value, *outputs), None, arguments)
     score_grad = given.score_grad
     if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
@@ -201,23 +178,10 @@ class _ScoreGradient(NamedTuple):
         return x if self.slope is None else x * self.slope
 
 
-def _score_gradient(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    out_residual: Tensor,
-    lse: Tensor,
-    row_max: Tensor,
-    state: Tensor | None,
-    modes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    dropout_seed: Tensor | None,
-    spec: AttentionSpec,
-) -> _ScoreGradient:
+def _score_gradient(grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
+    query, key, value, out, out_residual, lse, row_max = saved
+    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = arguments
     operand, wide = operand_dtype(query.dtype), lse.dtype
     queries, keys, values, grads = (_of_heads(x, query.shape[1], wide) for x in (query, key, value, grad_out))
     delta_bias = -(grads * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)

@@ -6,31 +6,38 @@ GPU.
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, check-untyped-defs=False
-# ruff: noqa: N803  # Triton names its compile-time arguments in capitals
+# ruff: noqa: N803, N806  # Triton names its compile-time arguments in capitals
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention.blocks import LN2, LOG2E, diagonal, tanh, to_operand, visible
-from foreshock.kernels.flash_attention.counting import finite
+from foreshock.kernels.flash_attention.blocks import (
+    LN2,
+    LOG2E,
+    tanh,
+    to_operand,
+)
+from foreshock.kernels.flash_attention.counting import (
+    DELTA_BIAS_ABS_SLOT,
+    DELTA_BIAS_SUM_SLOT,
+    DELTA_BIAS_SUMSQ_SLOT,
+    EMPTY_SLOT,
+    NONFINITE_SLOT,
+    ROW_MAX_ABS_SLOT,
+    ROWS_SLOT,
+    SCORE_MAX_SLOT,
+    SCORE_OFFSET_SUM_SLOT,
+    SCORE_OFFSET_SUMSQ_SLOT,
+    TIED_BF16_SLOT,
+    TIED_ONE_SLOT,
+    finite,
+)
+from foreshock.kernels.flash_attention.launch import compiled_for
+from foreshock.kernels.flash_attention.places import diagonal, visible
 from foreshock.kernels.flash_attention.spec import AttentionSpec
 from foreshock.kernels.flash_attention.statistics import one_margin
-
-_ROWS: tl.constexpr = tl.constexpr(int(Slot.ROWS))
-_TIED_BF16: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
-_TIED_ONE: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
-_EMPTY: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
-_NONFINITE: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
-_SCORE_MAX: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
-_ROW_MAX_ABS: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
-_SCORE_OFFSET_SUM: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
-_SCORE_OFFSET_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ))
-_DELTA_BIAS_SUM: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
-_DELTA_BIAS_ABS: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
-_DELTA_BIAS_SUMSQ: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
 
 # What is kept of a row between the launches, one plane [h, r] each.
 _ROW_MAX: tl.constexpr = tl.constexpr(0)
@@ -67,25 +74,23 @@ def load_row(source, row, stride, columns, dim):
 
 
 @triton.jit
-def score(products, keys, row, offset, length_k, scale, softcap, left, right, SOFTCAP, HAS_LEFT, HAS_RIGHT):
+def score(products, keys, row, looks, scale, softcap, SPEC: tl.constexpr):
     """What enters the softmax from products of one query with `keys`; -inf where it does not see them."""
     scores = products * scale
-    if SOFTCAP:
+    if SPEC.SOFTCAP:
         scores = softcap * tanh(scores / softcap)
-    seen = visible(row, keys, offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-    return tl.where(seen, scores, float("-inf"))
+    return tl.where(visible(row, keys, looks, SPEC), scores, float("-inf"))
 
 
 @triton.jit
 def row_statistics_kernel(
-    grad_out, out, query, key, value, tick, kept, chosen,
-    stride_gb, stride_gh, stride_gs, stride_ob, stride_oh, stride_os, stride_qb, stride_qh, stride_qs,
-    stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    heads, group, turn, total, length_q, length_k, dim, scale, softcap, left, right, margin,
-    DRAWN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    grad_out, out, query, key, value, tick, kept, chosen, strides, sizes, margin,
+    DRAWN: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Everything about one row of one head, into the planes of `kept`; which head it is, into `chosen`."""
+    stride_g, stride_o, stride_q, stride_k, stride_v = strides
+    heads, group, turn, total, length_q, length_k, dim, scale, softcap, left, right = sizes
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     index = tl.program_id(1)
     count = tl.num_programs(0)
     sampled = tl.program_id(0) + index * count
@@ -97,23 +102,24 @@ def row_statistics_kernel(
     batch = place // length_q
     row = (place % length_q).to(tl.int32)
     columns = tl.arange(0, BLOCK_D)
-    query += batch * stride_qb + head.to(tl.int64) * stride_qh
-    key += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
-    value += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
-    asked = load_row(query, row, stride_qs, columns, dim)[None, :]
-    offset = diagonal(length_q, length_k, TOP_LEFT)
+    query += batch * stride_q[0] + head.to(tl.int64) * stride_q[1]
+    key += batch * stride_k[0] + (head // group).to(tl.int64) * stride_k[1]
+    value += batch * stride_v[0] + (head // group).to(tl.int64) * stride_v[1]
+    asked = load_row(query, row, stride_q[2], columns, dim)[None, :]
+    offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
+    looks = (offset, length_k, left, right)
     low = 0
     high = length_k
-    if HAS_RIGHT:
+    if SPEC.HAS_RIGHT:
         high = tl.maximum(tl.minimum(high, row + offset + right + 1), 0)
-    if HAS_LEFT:
+    if SPEC.HAS_LEFT:
         low = tl.minimum(tl.maximum(row + offset - left, 0), high) // BLOCK * BLOCK
     largest = float("-inf")
     broken = 0
     for start in range(low, high, BLOCK):
         keys = start + tl.arange(0, BLOCK)
-        products = tl.sum(load_rows(key, keys, stride_ks, keys < length_k, columns, dim) * asked, 1)
-        scores = score(products, keys, row, offset, length_k, scale, softcap, left, right, SOFTCAP, HAS_LEFT, HAS_RIGHT)
+        products = tl.sum(load_rows(key, keys, stride_k[2], keys < length_k, columns, dim) * asked, 1)
+        scores = score(products, keys, row, looks, scale, softcap, SPEC)
         broken += tl.sum((scores != scores).to(tl.int32), 0)
         largest = tl.maximum(largest, tl.max(scores, 0))
     floor = tl.where(largest == float("-inf"), 0.0, largest)
@@ -126,8 +132,8 @@ def row_statistics_kernel(
     for start in range(low, high, BLOCK):
         keys = start + tl.arange(0, BLOCK)
         inside = keys < length_k
-        products = tl.sum(load_rows(key, keys, stride_ks, inside, columns, dim) * asked, 1)
-        scores = score(products, keys, row, offset, length_k, scale, softcap, left, right, SOFTCAP, HAS_LEFT, HAS_RIGHT)
+        products = tl.sum(load_rows(key, keys, stride_k[2], inside, columns, dim) * asked, 1)
+        scores = score(products, keys, row, looks, scale, softcap, SPEC)
         there = scores != float("-inf")
         seen += tl.sum(there.to(tl.int32), 0)
         ties_bf16 += tl.sum(
@@ -136,15 +142,15 @@ def row_statistics_kernel(
         ties_one += tl.sum((there & (scores - floor >= -margin)).to(tl.int32), 0)
         weights = tl.exp2((scores - floor) * LOG2E)
         row_sum += tl.sum(weights, 0)
-        if BIAS:
+        if not SPEC.DROPOUT:
             rounded = to_operand(weights, out.dtype.element_ty).to(tl.float32)
-            product += tl.sum(load_rows(value, keys, stride_vs, inside, columns, dim) * rounded[:, None], 0)
+            product += tl.sum(load_rows(value, keys, stride_v[2], inside, columns, dim) * rounded[:, None], 0)
     delta = 0.0
     bias = 0.0
-    grad = load_row(grad_out + batch * stride_gb + head.to(tl.int64) * stride_gh, row, stride_gs, columns, dim)
-    given = load_row(out + batch * stride_ob + head.to(tl.int64) * stride_oh, row, stride_os, columns, dim)
+    grad = load_row(grad_out + batch * stride_g[0] + head.to(tl.int64) * stride_g[1], row, stride_g[2], columns, dim)
+    given = load_row(out + batch * stride_o[0] + head.to(tl.int64) * stride_o[1], row, stride_o[2], columns, dim)
     delta += tl.sum(grad * given, 0)
-    if BIAS:
+    if not SPEC.DROPOUT:
         bias += tl.sum(grad * (given - product / tl.where(row_sum == 0.0, 1.0, row_sum)), 0)
     plane = count * tl.num_programs(1)
     kept += sampled
@@ -200,20 +206,19 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
-            _add(state + _ROWS * stride_slot, tl.sum(counted.to(tl.int64), 0))
-            _add(state + _TIED_BF16 * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
-            _add(state + _TIED_ONE * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
-            _add(state + _EMPTY * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
-            _add(state + _NONFINITE * stride_slot, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
-            _raise(state + _SCORE_MAX * stride_slot, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
-            _raise(
-                state + _ROW_MAX_ABS * stride_slot, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64)
-            )
-            _add_float(state + _SCORE_OFFSET_SUM * stride_slot, tl.sum(offset, 0))
-            _add_float(state + _SCORE_OFFSET_SUMSQ * stride_slot, tl.sum(offset * offset, 0))
-            _add_float(state + _DELTA_BIAS_SUM * stride_slot, tl.sum(bias, 0))
-            _add_float(state + _DELTA_BIAS_ABS * stride_slot, tl.sum(tl.abs(bias), 0))
-            _add_float(state + _DELTA_BIAS_SUMSQ * stride_slot, tl.sum(bias * bias, 0))
+            _add(state + ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
+            _add(state + TIED_BF16_SLOT * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
+            _add(state + TIED_ONE_SLOT * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
+            _add(state + EMPTY_SLOT * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
+            _add(state + NONFINITE_SLOT * stride_slot, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+            _raise(state + SCORE_MAX_SLOT * stride_slot, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
+            size = tl.where(counted, tl.abs(largest), lowest)
+            _raise(state + ROW_MAX_ABS_SLOT * stride_slot, tl.max(size, 0).to(tl.float64))
+            _add_float(state + SCORE_OFFSET_SUM_SLOT * stride_slot, tl.sum(offset, 0))
+            _add_float(state + SCORE_OFFSET_SUMSQ_SLOT * stride_slot, tl.sum(offset * offset, 0))
+            _add_float(state + DELTA_BIAS_SUM_SLOT * stride_slot, tl.sum(bias, 0))
+            _add_float(state + DELTA_BIAS_ABS_SLOT * stride_slot, tl.sum(tl.abs(bias), 0))
+            _add_float(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, tl.sum(bias * bias, 0))
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
@@ -250,14 +255,15 @@ def count_sampled_rows(
         grad_out = grad_out.contiguous()
     kept = torch.empty(PLANES, heads, count, dtype=torch.float32, device=query.device)
     chosen = torch.empty(heads, dtype=torch.int32, device=query.device)
-    right = 0 if spec.causal != "none" else spec.window_right
-    block_d = max(16, triton.next_power_of_2(dim))
+    compiled = compiled_for(spec, dim, packed=False)
     row_statistics_kernel[(count, heads)](
         grad_out, out, query, key, value, tick, kept, chosen,
-        *grad_out.stride()[:3], *out.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        all_heads, all_heads // key.shape[1], heads if heads < all_heads else 0, total, length_q, key.shape[2], dim,
-        float(spec.scale), float(spec.softcap), spec.window_left, right, one_margin(query.dtype),
-        DRAWN=rows < total, BLOCK=max(16, 8192 // block_d), BLOCK_D=block_d, TOP_LEFT=spec.causal == "top_left",
-        HAS_LEFT=spec.window_left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=spec.softcap > 0, BIAS=spec.dropout_p == 0,
+        (grad_out.stride(), out.stride(), query.stride(), key.stride(), value.stride()),
+        (
+            *(all_heads, all_heads // key.shape[1], heads if heads < all_heads else 0, total, length_q, key.shape[2]),
+            *(dim, float(spec.scale), float(spec.softcap), spec.window_left, spec.right),
+        ),
+        one_margin(query.dtype),
+        DRAWN=rows < total, BLOCK=max(16, 8192 // compiled.BLOCK_D), SPEC=compiled,
     )  # fmt: skip
     sum_kernel[(heads + 1,)](state, tick, kept, chosen, *state.stride(), count, heads, BLOCK=256)

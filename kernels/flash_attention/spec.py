@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, cast, get_args
+from typing import Final, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -72,11 +72,23 @@ class AttentionSpec:
             raise ValueError(f"dropout_p is {self.dropout_p}; give a probability from 0 up to, not including, 1")
 
     @property
+    def right(self) -> int:
+        """Keys visible after the diagonal; -1 for all."""
+        return self.window_right if self.causal == "none" else 0
+
+    @property
     def text(self) -> str:
         """The fields in order, parted by spaces, as the operators take them: one argument costs PyTorch's dispatcher
         much less than seven."""
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
         return f"{numbers} {self.numerics}"
+
+
+def constants(*numbers: float) -> tuple[float, ...]:
+    """`numbers`, which torch.compile may hold as symbols, as constants of the graph: a call's spec is part of it."""
+    if not torch.compiler.is_compiling():
+        return numbers
+    return tuple(float.fromhex(float(number).hex()) for number in numbers)
 
 
 @lru_cache(maxsize=1024)
@@ -92,6 +104,30 @@ def spec_of(text: str) -> AttentionSpec:
         float(dropout_p),
         cast(Numerics, numerics),
     )
+
+
+class Arguments(NamedTuple):
+    """What a call is told beside its tensors and its state, as `foreshock::attention_forward` describes it (op.py)."""
+
+    modes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seed: Tensor | None
+    spec: AttentionSpec
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward, as `foreshock::attention_forward` describes it (op.py)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    residual: Tensor
+    lse: Tensor
+    row_max: Tensor
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,15 +8,11 @@ from foreshock.kernels.flash_attention.blocks import (
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
-    at_head,
     cap_scores,
-    diagonal,
-    key_ranges,
     load_tile,
-    place,
     served_shift,
-    visible,
 )
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
 
 _HIGH: tl.constexpr = tl.constexpr(2.0**18)
 """Weight of the narrower definition in the packed count; rows of up to 2^18 keys are counted exactly."""
@@ -157,12 +153,8 @@ def tied(code, wide_alone, narrow_alone, bf16_is_wide):
 
 @triton.jit
 def slow_ties_kernel(
-    query, key, row_max, commons, large, codes, modes, cu_seqlens_q, cu_seqlens_k,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    longest_q, heads, group, length_q, length_k, dim, scale, softcap, left, right, score_unit,
-    BLOCK_D: tl.constexpr, DIM_FULL: tl.constexpr, TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, PRESCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PACKED: tl.constexpr, HAS_MODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    query, key, row_max, commons, large, codes, modes, cu_seqlens_q, cu_seqlens_k, strides, longest_q, sizes,
+    SPEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows outside
     FAST_TIES_FROM and FAST_TIES_BELOW, and with 2^14 for those that the paper's rule shifts, which asks for ties of
@@ -170,44 +162,44 @@ def slow_ties_kernel(
 
     In the dQ pass these loops would cost every head registers. Nearly always there is nothing to do here.
     """
-    total_q = length_q
-    batch, head, start_q, length_q, start_k, length_k = place(
-        tl.program_id(1), heads, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED
+    stride_q, stride_k = strides
+    _, _, _, _, dim, scale, softcap, left, right, score_unit = sizes
+    place, _, rows, start_q, length_q, start_k, length_k = one_head(
+        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
     )
+    batch, head, kv_head = place
     papers = 0
-    if HAS_MODES:
+    if modes is not None:
         papers = served_shift(tl.load(modes + head)) & PAPER_SOFTMAX
     begin = tl.program_id(0) * (BLOCK * BLOCKS)
     part = begin // ROWS + tl.arange(0, (BLOCK * BLOCKS) // ROWS if BLOCK * BLOCKS > ROWS else 1)
     parts = tl.cdiv(longest_q, ROWS)
     past = tl.max(tl.load(large + tl.program_id(1) * parts + part, mask=part < parts, other=0).to(tl.int32), 0)
     if (past != 0) | (papers != 0):
-        kv_head = head // group
-        rows = tl.cast(batch * heads + head, tl.int64) * total_q + start_q
-        query = at_head(query, batch, head, start_q, stride_qb, stride_qh, stride_qs)
-        key = at_head(key, batch, kv_head, start_k, stride_kb, stride_kh, stride_ks)
+        query = at_head(query, batch, head, start_q, stride_q)
+        key = at_head(key, batch, kv_head, start_k, stride_k)
         dtype: tl.constexpr = query.dtype.element_ty
-        offset = diagonal(length_q, length_k, TOP_LEFT)
+        seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         for first in range(begin, tl.minimum(begin + BLOCK * BLOCKS, length_q), BLOCK):
             queries = first + tl.arange(0, BLOCK)
             inside = queries < length_q
-            q = load_tile(query, 0, 0, first, BLOCK, stride_qs, length_q, dim, BLOCK_D, DIM_FULL, True, False)
+            q = load_tile(query, 0, 0, first, BLOCK, stride_q[2], length_q, dim, SPEC, True, False)
             largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
             common = largest * 0.0
-            if HAS_MODES:
+            if modes is not None:
                 common = tl.load(commons + rows + queries, mask=inside, other=0.0)
                 largest -= common
             wide, narrow = tie_thresholds(largest, dtype)
             ties = tl.zeros((BLOCK,), tl.float32)
             near = tl.zeros((BLOCK,), tl.int32)
             last = tl.minimum(first + BLOCK, length_q) - 1
-            low, _, _, high = key_ranges(first, last, offset, length_k, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
+            low, _, _, high = key_ranges(first, last, seen, BLOCK, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
             for start in tl.range(low, high, BLOCK):
-                k = load_tile(key, 0, 0, start, BLOCK, stride_ks, length_k, dim, BLOCK_D, DIM_FULL, True, False)
-                scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, PRESCALED, SOFTCAP)
+                k = load_tile(key, 0, 0, start, BLOCK, stride_k[2], length_k, dim, SPEC, True, False)
+                scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
                 keys = start + tl.arange(0, BLOCK)
-                mask = visible(queries[:, None], keys[None, :], offset, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-                if HAS_MODES:
+                mask = visible(queries[:, None], keys[None, :], seen, SPEC)
+                if modes is not None:
                     scores -= common[:, None] / score_unit
                 scores = tl.where(mask, scores, float("-inf"))
                 ties += count_ties(scores, score_unit, wide, narrow)

@@ -16,6 +16,10 @@ class Config(NamedTuple):
     operands_in_registers: bool = False
     """Forward and dQ: the block of queries stays in registers, which frees shared memory and its bandwidth."""
 
+    def fitted(self, tma: bool) -> "Config":
+        """The same, without Hopper's copy engine where it cannot read the tensors."""
+        return self if tma or not self.tma else self._replace(tma=False)
+
     @property
     def options(self) -> dict[str, int | None]:
         """As Triton takes them."""

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import reference
-from foreshock.kernels.flash_attention.spec import AttentionSpec, Numerics, compute_dtype, operand_dtype, residual_scale
+from foreshock.kernels.flash_attention.spec import (
+    Arguments,
+    AttentionSpec,
+    Numerics,
+    Saved,
+    compute_dtype,
+    operand_dtype,
+    residual_scale,
+)
 from foreshock.kernels.flash_attention.statistics import one_margin, several_within
 from foreshock.kernels.flash_attention.visibility import hide
 from foreshock.lab.training.capture import AttentionCall
@@ -80,13 +88,13 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     operand = operand_dtype(call.query.dtype)
     query, key, value, grad = (x[:kept].detach().to(operand) for x in (call.query, call.key, call.value, call.grad_out))
     true = replace(spec, numerics="float64")
-    sizes = length, key.shape[2]
-    out, residual, lse, row_max = reference.attention_forward(query, key, value, None, None, None, *sizes, None, spec)
-    grad_query, grad_key = _gradients(grad, query, key, value, (out, residual, lse, row_max), spec)
+    given = Arguments(None, None, None, length, key.shape[2], None, spec)
+    exact = given._replace(spec=true)
+    out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
+    grad_query, grad_key = _gradients(grad, Saved(query, key, value, out, residual, lse, row_max), given)
     wide = query.double(), key.double(), value.double()
-    true_out = reference.attention_forward(*wide, None, None, None, sizes[0], sizes[1], None, true)
-    true_query, _ = _gradients(grad.double(), *wide, true_out, true)
-    mixed = reference.attention_forward(wide[0], wide[1], wide[1], None, None, None, sizes[0], sizes[1], None, true)[0]
+    true_query, _ = _gradients(grad.double(), Saved(*wide, *reference.attention_forward(*wide, exact)), exact)
+    mixed = reference.attention_forward(wide[0], wide[1], wide[1], exact)[0]
 
     error = -residual.double() / residual_scale(residual.dtype)
     product = grad.double() * error
@@ -122,20 +130,12 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     )
 
 
-def _gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: tuple[Tensor, ...], spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def _gradients(grad: Tensor, saved: Saved, given: Arguments) -> tuple[Tensor, Tensor]:
     """dQ and dK with delta plain and exact, stacked: [2, B, H, S, D] and [2, B, Hkv, S, D]."""
-    out, residual, lse, row_max = outputs
     found = []
     for mode in (Mode.PLAIN, Mode.EXACT_DELTA):
-        modes = torch.full((query.shape[1],), int(mode), dtype=torch.int32, device=query.device)
-        found.append(
-            reference.attention_backward(
-                grad, query, key, value, out, residual, lse, row_max, None, modes, None, None,
-                query.shape[2], key.shape[2], None, spec,
-            )
-        )  # fmt: skip
+        modes = torch.full((grad.shape[1],), int(mode), dtype=torch.int32, device=grad.device)
+        found.append(reference.attention_backward(grad, saved, None, given._replace(modes=modes)))
     return torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found])
 
 

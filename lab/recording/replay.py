@@ -41,6 +41,7 @@ def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Ve
 
 def replay(
     path: Path,
+    trace: Trace | None = None,
     *,
     url: str | None = None,
     token: str | None = None,
@@ -48,12 +49,12 @@ def replay(
     steps_per_second: float | None = None,
     on_event: Callable[[wire.Event], None] = lambda event: None,
 ) -> str:
-    """Play one trace; the name of the run it became. Without `url` nothing is sent.
+    """Play the trace at `path`, which is `trace` where it has been read; the name of the run it became.
 
-    steps_per_second: as fast as possible by default. Raises ValueError for a file that is no trace, and for a service
-    that is not there or refuses.
+    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a file that
+    is no trace, and for a service that is not there or refuses.
     """
-    trace = read_trace(path)
+    trace = read_trace(path) if trace is None else trace
     name = run or f"replay-{path.name.removesuffix('.gz').removesuffix('.jsonl')}"
     events = _paced(judged(trace), steps_per_second, on_event)
     if url is None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError
 from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.trouble import STORE_ERRORS, is_away
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
@@ -67,6 +68,15 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ClosingError)
     async def on_closing(_: Request, __: ClosingError) -> Response:
         return problem(503, "The service is going down; try again.", headers={"retry-after": "2"})
+
+    async def on_store(_: Request, error: Exception) -> Response:
+        if not is_away(error):
+            raise error
+        log.warning("the store is away", error=str(error).partition("\n")[0][:300])
+        return problem(503, "The store cannot be used just now; try again.", headers={"retry-after": "2"})
+
+    for kind in STORE_ERRORS:
+        app.add_exception_handler(kind, on_store)
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> Response:

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 from sqlalchemy import Row, bindparam, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -26,8 +25,8 @@ from foreshock.server.pause import pause
 from foreshock.server.store.database import Store
 from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.schema import boots, rollup_spans, rollups, runs, samples
+from foreshock.server.store.trouble import tell
 
-log = structlog.get_logger()
 COARSE: Final = 1024
 FINE: Final = 128
 _KEYS: Final = (*(metric.key for metric in HEAD_METRICS), *SERIES_KEYS)
@@ -91,8 +90,8 @@ class Roller:
                 await self.build_cold()
             except ClosingError:
                 return
-            except Exception:
-                log.exception("roll-ups could not be built; it is tried again")
+            except Exception as error:
+                tell("roll-ups could not be built; it is tried again", error)
 
     async def build_cold(self, cold_seconds: float = _COLD_SECONDS) -> None:
         """Build every roll-up that is cold."""

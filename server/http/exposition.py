@@ -1,12 +1,14 @@
 """GET /metrics, derived from the catalogue: the service itself, runs, one value per layer, and the worst heads.
 
 Labels come from closed sets and from names that the wire format has checked. The number of series is bounded: state,
-step and warnings of every run come first, one round after the other; then what else is known of whole runs, layers,
-heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it changes.
+step and warnings of every run come first, one round after the other, tenants in turn; then what else is known of whole
+runs, layers, heads. What does not fit into the budget is left out and counted. What was made of a run is kept until it
+changes.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +26,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.metric import Metric
+from foreshock.server.access.auth import Keyring
+from foreshock.server.access.quotas import owners
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
 from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
@@ -45,21 +49,34 @@ class Exposition:
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     dropped: int = 0
     used: int = 0
+    owners: dict[str, str] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    """By run its token, and by token the series that its quota leaves."""
 
     def add(self, name: str, labels: Labels, value: float | None) -> None:
         """Add one series, or count it as dropped. None and series that are there already are left out."""
-        if value is None or labels in self.values.setdefault(name, {}):
-            return
-        if self.used >= self.budget:
-            self.dropped += 1
-            return
-        self.used += 1
-        self.values[name][labels] = value
+        if value is not None:
+            self.extend([(name, labels, value)])
 
     def extend(self, entries: Iterable[Entry]) -> None:
         """Add series in this order."""
         for name, labels, value in entries:
-            self.add(name, labels, value)
+            of_name = self.values.setdefault(name, {})
+            if labels in of_name:
+                continue
+            if self.used < self.budget and (not self.left or self._within_quota(labels)):
+                self.used += 1
+                of_name[labels] = value
+            else:
+                self.dropped += 1
+
+    def _within_quota(self, labels: Labels) -> bool:
+        """Take one of what is left to the token whose run the first label names."""
+        owner = self.owners.get(labels[0]) if labels else None
+        if owner not in self.left:
+            return True
+        self.left[owner] -= 1
+        return self.left[owner] >= 0
 
 
 class _Snapshot(Collector):
@@ -92,8 +109,8 @@ class _Snapshot(Collector):
 class Exposer:
     """Answers scrapes. A snapshot serves everybody who asks within `metrics_seconds`: many scrapers cost one."""
 
-    def __init__(self, store: Store, settings: Settings, counters: Counters) -> None:
-        self._store, self._settings, self._counters = store, settings, counters
+    def __init__(self, store: Store, settings: Settings, counters: Counters, keyring: Keyring) -> None:
+        self._store, self._settings, self._counters, self._keyring = store, settings, counters, keyring
         self._taken: dict[str, tuple[float, Exposition]] = {}
         self._made: dict[int, tuple[int, RunSeries]] = {}
         self._taking = asyncio.Lock()
@@ -118,19 +135,40 @@ class Exposer:
         await self._read_anew([row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
-        shown.sort(key=lambda run: (run[1].finished, run[0].first_seen, run[0].id))  # newcomers displace nobody
+        shown = self._in_turns(shown)
+        quotas = {token.name: token.quota.series for token in self._keyring.tokens}
+        exposition.left = {name: series for name, series in quotas.items() if series is not None}
+        if exposition.left:
+            exposition.owners = await self._store.look(owners)
         rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
         exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
         for key, counts in per_run.items():
             name = BY_KEY[key].name
             exposition.extend((name, (row.name,), float(counts.get(row.id, 0))) for row, _ in shown)
-        for part in ("whole", "layers", "heads"):
-            exposition.extend(entry for _, series in shown for entry in getattr(series, part))
+        exposition.extend(entry for _, series in shown for entry in series.whole)
+        for table in (*(series.layers for _, series in shown), *(series.heads for _, series in shown)):
+            if exposition.used >= exposition.budget:
+                exposition.dropped += len(table or ())
+            else:
+                exposition.extend(table or ())
         # counted anew, now that the runs have been read
         exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
         self._counters.series_dropped = exposition.dropped
         exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
         return exposition
+
+    def _in_turns(self, shown: Sequence[tuple[Row[Any], RunSeries]]) -> list[tuple[Row[Any], RunSeries]]:
+        """Living runs first, each tenant's in turn, the oldest first: newcomers displace nobody, and many runs of one
+        tenant none of another's. Whose runs begin with the same prefix of a token are one tenant's.
+        """
+        prefixes = sorted({token.run_prefix for token in self._keyring.tokens}, key=len, reverse=True)
+        turns: Counter[tuple[str, bool]] = Counter()
+        placed: list[tuple[bool, int, int, Row[Any], RunSeries]] = []
+        for row, series in sorted(shown, key=lambda run: (run[0].first_seen, run[0].id)):
+            tenant = next((prefix for prefix in prefixes if row.name.startswith(prefix)), "")
+            turns[tenant, series.finished] += 1
+            placed.append((series.finished, turns[tenant, series.finished], len(placed), row, series))
+        return [(row, series) for *_, row, series in sorted(placed, key=lambda place: place[:3])]
 
     async def _look(
         self, connection: AsyncConnection, exposition: Exposition, prefix: str
@@ -139,8 +177,7 @@ class Exposer:
         await _add_service(connection, exposition, self._store, self._counters)
         since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
         rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
-        if not prefix:  # whoever sees every run says which are forgotten
-            self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
+        self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
         per_run = {
             "service.commands_pending": await commands.pending_by_run(connection),
             "switch.not_arrested": await commands.not_arrested_by_run(connection),

@@ -1,19 +1,21 @@
 """The time series of one run, by how much they are needed: alerts first, single heads last."""
 
-import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
 from foreshock.contract.incident import Incident
 from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
+from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.incidents import incidents_of
@@ -25,6 +27,9 @@ from foreshock.server.store.schema import boots, events, warnings
 Labels = tuple[str, ...]
 Entry = tuple[str, Labels, float]
 """(metric name, label values, value)."""
+_NAMES: Final = {metric.key: metric.name for metric in METRICS}
+_HEAD_NAMES: Final = tuple(metric.name for metric in HEAD_METRICS)
+_LAYER_NAMES: Final = tuple(metric.layer_name for metric in HEAD_METRICS)
 _SEVERITIES: Final = ("critical", "warning", "info")
 
 
@@ -34,10 +39,31 @@ class RunSeries:
 
     finished: bool
     urgent: list[list[Entry]] = field(default_factory=list)
-    """State, step, incidents and the worst warning; then one more warning each."""
+    """State, step, an incident and the worst warning; then one more of each."""
     whole: list[Entry] = field(default_factory=list)
-    layers: list[Entry] = field(default_factory=list)
-    heads: list[Entry] = field(default_factory=list)
+    layers: "Table | None" = None
+    heads: "Table | None" = None
+
+
+@dataclass
+class Table:
+    """Per-head metrics at some places, kept as numbers: of thousands of runs few fit into the budget."""
+
+    names: Sequence[str]
+    labels: Sequence[Labels]
+    values: Floats
+    """[places, names]; NaN where nothing was counted."""
+    by_place: bool
+    """In which order the entries stand: place by place, or name by name."""
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(~np.isnan(self.values)))
+
+    def __iter__(self) -> Iterator[Entry]:
+        there = ~np.isnan(self.values)
+        where = np.argwhere(there) if self.by_place else np.argwhere(there.T)[:, ::-1]
+        for place, name in where.tolist():
+            yield self.names[name], self.labels[place], float(self.values[place, name])
 
 
 @dataclass
@@ -94,41 +120,41 @@ def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
 
 def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
     name = rows.name
-    first: list[Entry] = [(BY_KEY["run.active"].name, (name,), float(not series.finished))]
+    first: list[Entry] = [(_NAMES["run.active"], (name,), float(not series.finished))]
     if reading is not None:
-        first.append((BY_KEY["run.step"].name, (name,), float(reading.steps[-1])))
-    for incident in rows.incidents:
-        first += _of_incident(name, incident)
+        first.append((_NAMES["run.step"], (name,), float(reading.steps[-1])))
+    incidents = [_of_incident(name, incident) for incident in rows.incidents]
     shown: list[list[Entry]] = []
     for warning in sorted(rows.raised, key=lambda w: _SEVERITIES.index(w.severity)):
         where = name, _text(warning.layer), _text(warning.head)
         signal = known(warning.signal, SIGNALS)
         told: list[Entry] = [
-            (BY_KEY["warning.active"].name, (*where, warning.cause, signal, warning.severity), 1.0),
+            (_NAMES["warning.active"], (*where, warning.cause, signal, warning.severity), 1.0),
         ]
         if warning.forecast_steps is not None:
-            told.append((BY_KEY["warning.forecast"].name, where, warning.forecast_steps))
+            told.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
         shown.append(told)
-    series.urgent = [first + (shown[0] if shown else []), *shown[1:]]
+    rounds = [[*incident, *warning] for incident, warning in zip_longest(incidents, shown, fillvalue=())]
+    series.urgent = [first + (rounds[0] if rounds else []), *rounds[1:]]
 
 
 def _of_incident(run: str, incident: Incident) -> list[Entry]:
     where = run, incident.cause
     state = "open" if incident.state == "acknowledged" else incident.state  # told apart by a series of its own
     told: list[Entry] = [
-        (BY_KEY["incident.active"].name, (*where, state, incident.severity, incident.act), 1.0),
-        (BY_KEY["incident.heads"].name, where, float(incident.standing)),
-        (BY_KEY["incident.acknowledged"].name, where, float(incident.acknowledged is not None)),
+        (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
+        (_NAMES["incident.heads"], where, float(incident.standing)),
+        (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
     ]
     if incident.steps_left is not None:
-        told.append((BY_KEY["incident.forecast"].name, where, incident.steps_left))
+        told.append((_NAMES["incident.forecast"], where, incident.steps_left))
     return told
 
 
 def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
     def add(key: str, value: float | None, *labels: str) -> None:
         if value is not None:
-            series.whole.append((BY_KEY[key].name, (rows.name, *labels), value))
+            series.whole.append((_NAMES[key], (rows.name, *labels), value))
 
     by_rank: Counter[int] = Counter()
     for boot in rows.boots:
@@ -160,26 +186,32 @@ def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
 
 
 def _add_heads(series: RunSeries, run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> None:
-    values = {metric: reading.head_values(metric)[-1] for metric in HEAD_METRICS}
-    layers = np.array([layer for layer, _ in axis.heads])
-    for metric, of_heads in values.items():
-        for layer in axis.layers:
-            own = of_heads[layers == layer]
-            own = own[~np.isnan(own)]
-            if own.size:
-                worst = own[np.argmax(metric.badness(own))]
-                series.layers.append((metric.layer_name, (run, str(layer)), float(worst)))
-    for i in worst_first(values[BY_KEY["head.risk"]], values[BY_KEY["head.row_max_abs"]])[:worst_heads]:
-        layer, head = axis.heads[i]
-        for metric, of_heads in values.items():
-            if not math.isnan(of_heads[i]):
-                series.heads.append((metric.name, (run, str(layer), str(head)), float(of_heads[i])))
+    values = np.stack([reading.head_values(metric)[-1] for metric in HEAD_METRICS], axis=1)
+    worst = _worst_of_layers(axis, values)
+    series.layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.layers], worst, by_place=False)
+    risk, size = (values[:, HEAD_METRICS.index(BY_KEY[key])] for key in ("head.risk", "head.row_max_abs"))
+    first = worst_first(risk, size)[:worst_heads]
+    labels = [(run, str(axis.heads[i][0]), str(axis.heads[i][1])) for i in first.tolist()]
+    series.heads = Table(_HEAD_NAMES, labels, values[first], by_place=True)
 
 
-def worst_first(risk: Any, size: Any) -> list[int]:
+def _worst_of_layers(axis: Axis, values: Floats) -> Floats:
+    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one."""
+    counts = [own.stop - own.start for own in axis.columns.values()]
+    layers, ends, earlier = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - 1, -np.arange(len(values))
+    worst = np.empty((len(counts), len(HEAD_METRICS)))
+    for i, metric in enumerate(HEAD_METRICS):
+        none = np.isnan(values[:, i])
+        size = np.where(none, -np.inf, metric.badness(values[:, i]))
+        worst[:, i] = values[np.lexsort((earlier, ~none, size, layers))[ends], i]
+    return worst
+
+
+def worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
     """Heads by risk, then by their largest |row maximum|, then by number; those with neither are left out."""
-    told = [i for i in range(len(risk)) if not (math.isnan(risk[i]) and math.isnan(size[i]))]
-    return sorted(told, key=lambda i: (-np.nan_to_num(risk[i], nan=-1.0), -np.nan_to_num(size[i], nan=-1.0), i))
+    order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0)))
+    told: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
+    return told
 
 
 def _text(value: int | None) -> str:

@@ -9,14 +9,15 @@ from typing import Final
 import structlog
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
-from sqlalchemy.exc import DataError, SQLAlchemyError
+from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
-from foreshock.server.access.auth import Needs, check_run
+from foreshock.server.access import quotas
+from foreshock.server.access.auth import ANYONE, Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import Orders, exchange
@@ -30,6 +31,7 @@ from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.trouble import tell
 
 log = structlog.get_logger()
 
@@ -47,6 +49,7 @@ RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incident
 class _Item:
     batch: Batch
     size: int
+    token: str
     arrival: Arrival
     done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -72,12 +75,15 @@ class Writer:
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
-    async def submit(self, batch: Batch, size: int, arrival: Arrival) -> Ack:
-        """Store a batch; returns after the commit. Raises ProblemError 429 when the queue is full, 503 on a fault."""
+    async def submit(self, batch: Batch, size: int, token: str, arrival: Arrival) -> Ack:
+        """Store a batch that this token sent; returns after the commit.
+
+        Raises ProblemError 429 when the queue is full, 503 on a fault.
+        """
         self.refuse_when_full(size)
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
-        item = _Item(batch, size, arrival)
+        item = _Item(batch, size, token, arrival)
         self._bytes += size
         self._waiting.put_nowait(item)
         try:
@@ -131,8 +137,7 @@ class Writer:
             self._counters.batches["refused"] += 1
             answer = ProblemError(422, str(error))
         else:
-            expected = isinstance(error, SQLAlchemyError)
-            log.error("batch not stored", run=item.batch.run, error=str(error)[:500], exc_info=not expected)
+            tell("batch not stored", error, run=item.batch.run)
             answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
         if not item.done.done():
             item.done.set_exception(answer)
@@ -154,6 +159,9 @@ class Writer:
 
         async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
             done = await record(self._store, connection, group, arrivals)
+            new = {id(batch) for batch in done.new}
+            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
+            await quotas.count(self._store, connection, own)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
             if told := done.told | self._mode_comes(done):
                 await tell_incidents(self._store, connection, told, self._settings.verify_steps)
@@ -206,8 +214,9 @@ class Shortcut:
 async def post_batch(request: Request) -> Response:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
     caller, state = await _may_ingest(request), request.app.state
-    try:
-        state.writer.refuse_when_full()  # before the batch is read: a refusal is cheap
+    try:  # before the batch is read: a refusal is cheap
+        state.writer.refuse_when_full()
+        await state.quotas.admit(caller, request.headers)
     except ProblemError:
         await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
         raise
@@ -221,12 +230,14 @@ async def post_batch(request: Request) -> Response:
             log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
         raise
     check_run(caller, batch.run)
+    await state.quotas.admit_run(caller, batch.run)
     buckets: Buckets = state.buckets
     wait = buckets.take((caller.name, batch.run))
     if wait > 0:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    ack = await state.writer.submit(batch, len(body), arrival_of(request.headers))
+    token = "" if caller is ANYONE else caller.name
+    ack = await state.writer.submit(batch, len(body), token, arrival_of(request.headers))
     body = ack.model_dump_json().encode()
     return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
 

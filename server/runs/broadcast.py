@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import structlog
 from fastapi.sse import format_sse_event
 
 from foreshock.contract.wire import Batch, Sample
@@ -16,8 +15,8 @@ from foreshock.server.runs.eventlog import read_events
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.packing import SCALARS
+from foreshock.server.store.trouble import tell
 
-log = structlog.get_logger()
 REPLAYED_AT_ONCE: Final = 1000
 """Events of the log that are read at once."""
 _POLL_SECONDS: Final = 1.0
@@ -116,8 +115,8 @@ class Broadcaster:
         while not self.closed:
             try:
                 last = await self._turn(last)
-            except Exception:
-                log.exception("the stream could not read the store")
+            except Exception as error:
+                tell("the stream could not read the store", error)
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _turn(self, last: int | None) -> int | None:

@@ -1,12 +1,14 @@
 """What a person types, and the sentence that comes back, good input or bad."""
 
+import csv
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from foreshock import __version__
 from foreshock.cli.main import app
-from foreshock.contract.wire import Ack, Batch, Switched
+from foreshock.contract.wire import Ack, Batch, Outcome, Switched
 from foreshock.server.testing import FakeRank, LiveService
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +185,7 @@ def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(serv
     rank = FakeRank(run="run-3")
     post(service, rank.batch(rank.started(), rank.sample(1)))
     order = ["--mode", "exact_delta", "--reason", "it drifts", "--wait", "0"]
-    assert foreshock("switch", "run-3", *order, "--url", service.url).exit_code == 1
+    assert foreshock("switch", "run-3", *order, "--url", service.url).exit_code == 3
     assert len(post(service, rank.batch(rank.sample(2))).commands) == 1
     stopped = foreshock("switch", "run-3", "--cancel", "last", "--reason", "the wrong run", "--url", service.url)
     assert stopped.exit_code == 0, stopped.output
@@ -195,7 +197,7 @@ def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(serv
 def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:
     order = ["--mode", "exact_delta", "--reason", "nobody listens", "--wait", "0.3"]
     done = foreshock("switch", "run-1", *order, "--url", service.url)
-    assert done.exit_code == 1
+    assert done.exit_code == 3
     assert "The order stands" in done.output
 
 
@@ -283,7 +285,6 @@ HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
             "tail-of",
         ),
         ({"FORESHOCK_NOTIFY_WEBHOOK_URL": "http://[bad/tail-of-the-address"}, "cannot be read", "tail-of"),
-        ({"FORESHOCK_DATABASE_URL": "postgresql://me:passphrase@h:port/db"}, "FORESHOCK_DATABASE_URL", "passphrase"),
         ({"FORESHOCK_TOKEN": "long-enough-secret", "FORESHOCK_RETENTION_SECOND": "9"}, "did you mean", "long-enough"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -302,10 +303,17 @@ def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
     assert "pydantic" not in said, "that is how it was found, not what is wrong"
 
 
-def test_the_password_of_a_database_that_cannot_be_reached_is_not_said(tmp_path: Path) -> None:
-    code, said = serve_with({"FORESHOCK_DATABASE_URL": "postgresql://me:passphrase@127.0.0.1:1/db"}, tmp_path)
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("postgresql://me:passphrase@127.0.0.1:1/db", "the database cannot be used"),
+        ("postgresql://me:passphrase@h:port/db", "FORESHOCK_DATABASE_URL is no address"),
+    ],
+)
+def test_the_password_of_a_database_that_cannot_be_used_is_not_said(address: str, words: str, tmp_path: Path) -> None:
+    code, said = serve_with({"FORESHOCK_DATABASE_URL": address}, tmp_path)
     assert code != 0
-    assert "the database cannot be used" in said
+    assert words in said
     assert "phrase" not in said
 
 
@@ -333,3 +341,122 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Pa
     refused = foreshock("dashboards", "generate", *addresses)
     assert refused.exit_code == 1
     assert "--out" in refused.stderr
+
+
+LONG = "sweep/2026-11-22/" + "a-very-long-name-" * 6 + "seed-8"
+
+
+@pytest.fixture(scope="module")
+def crowded(service: LiveService) -> LiveService:
+    rank = FakeRank(run=LONG, boot="b9")
+    post(service, rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=2.5)))
+    return service
+
+
+def piped(*words: str) -> subprocess.CompletedProcess[str]:
+    """A real command whose output goes into a pipe, as in a script."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", *words], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def test_a_long_name_stands_whole_in_a_pipe(crowded: LiveService) -> None:
+    done = piped("runs", "--url", crowded.url)
+    assert done.returncode == 0, done.stderr
+    assert LONG in done.stdout
+
+
+def test_what_runs_says_as_json_is_what_the_service_says(crowded: LiveService) -> None:
+    listed = json.loads(foreshock("runs", "--json", "--url", crowded.url).output)
+    said = httpx.get(f"{crowded.url}/v1/runs", timeout=10).json()["runs"]
+    assert [run["run"] for run in listed] == [run["run"] for run in said]
+    shown = json.loads(foreshock("runs", LONG, "--json", "--url", crowded.url).output)
+    assert (shown["run"], len(shown["layers"])) == (LONG, 2)
+
+
+def test_the_list_and_a_curve_are_exported_as_csv(crowded: LiveService) -> None:
+    rows = list(csv.DictReader(io.StringIO(foreshock("runs", "--csv", "--url", crowded.url).output)))
+    assert {"run-1", LONG} <= {row["run"] for row in rows}
+    curve = foreshock("export", LONG, "run.loss", "--url", crowded.url).output
+    points = list(csv.DictReader(io.StringIO(curve)))
+    assert [(point["step"], point["last"]) for point in points] == [("1", "3.0"), ("2", "2.5")]
+    worst = list(
+        csv.DictReader(
+            io.StringIO(foreshock("export", LONG, "head.score_max", "--layer", "1", "--url", crowded.url).output)
+        )
+    )
+    assert {point["worst_head"] for point in worst} <= {"0.0", "1.0", "2.0"}
+
+
+def test_every_command_that_tells_something_can_tell_it_as_json() -> None:
+    examined = foreshock("doctor", "--json", "--url", "http://127.0.0.1:9")
+    assert {finding["what"] for finding in json.loads(examined.output)} >= {"foreshock", "service"}
+    recipes = json.loads(foreshock("lab", "recipes", "--json").output)
+    assert "key-bias" in {recipe["name"] for recipe in recipes["recipes"]}
+    played = foreshock("replay", str(TRACE), "--offline", "--json").output.splitlines()
+    assert json.loads(played[-1]) == {"kind": "played", "trace": TRACE.name, "run": None, "url": None}
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("applied", 0), ("refused", 4), (None, 3)])
+def test_the_exit_code_tells_ordered_from_answered(service: LiveService, outcome: Outcome | None, code: int) -> None:
+    rank = FakeRank(run=f"codes-{code}", boot="b3")
+    post(service, rank.batch(rank.started(), rank.sample(1)))
+    over = threading.Event()
+
+    def agent() -> None:
+        step = 1
+        while not over.wait(0.1):
+            step += 1
+            for command in post(service, rank.batch(rank.sample(step))).commands:
+                if outcome is not None:
+                    post(service, rank.batch(rank.answer(command, step, outcome)))
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    try:
+        order = ["--mode", "exact_delta", "--reason", "a script", "--wait", "30" if outcome else "0.5", "--json"]
+        done = foreshock("switch", rank.run, *order, "--url", service.url)
+    finally:
+        over.set()
+        thread.join()
+    assert done.exit_code == code, done.output
+    [command] = json.loads(done.output)["commands"]
+    assert command["state"] == {0: "applied", 4: "refused", 3: "delivered"}[code]
+
+
+def test_no_token_and_a_wrong_one_read_differently(tmp_path: Path) -> None:
+    with LiveService(tmp_path, {"FORESHOCK_TOKEN": "the-right-one-of-all"}) as live:
+        none = foreshock("runs", "--url", live.url)
+        wrong = foreshock("runs", "--url", live.url, "--token", "not-the-right-one-at-all")
+    assert none.exit_code == wrong.exit_code == 1
+    assert "needs a token" in none.stderr
+    assert "give a token with --token" in none.stderr
+    assert "none of this service's" in wrong.stderr
+    assert "needs a token" not in wrong.stderr
+    assert "not-the-right-one" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda whole: b"no trace at all\n", lambda whole: whole[: len(whole) // 2]], ids=["text", "cut off"]
+)
+def test_replay_looks_at_the_file_before_it_starts_a_service(
+    spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a service was started for a file that is no trace")
+
+    monkeypatch.setattr("foreshock.cli.laboratory.local_service", started)
+    bad = tmp_path / "bad.jsonl.gz"
+    bad.write_bytes(spoil(TRACE.read_bytes()))
+    done = foreshock("replay", str(bad), "--port", "0")
+    assert done.exit_code == 1
+    assert "bad.jsonl.gz" in done.stderr
+
+
+def test_a_shell_can_complete_commands() -> None:
+    assert "--install-completion" in foreshock("--help").output
+    asked = {**os.environ, "_FORESHOCK_COMPLETE": "complete_bash", "COMP_WORDS": "foreshock ru", "COMP_CWORD": "1"}
+    script = "from foreshock.cli.main import app; app(prog_name='foreshock')"
+    done = subprocess.run([sys.executable, "-P", "-c", script], env=asked, capture_output=True, text=True, timeout=60)
+    assert "runs" in done.stdout

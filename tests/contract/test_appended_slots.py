@@ -23,7 +23,13 @@ OLDER = (
 
 
 @pytest.mark.promise("S16")
-@pytest.mark.parametrize("tests", [("tests/appended/cases.py",), OLDER], ids=["their own cases", "older tests"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(("tests/appended/cases.py",), id="their own cases"),
+        pytest.param(OLDER, id="older tests", marks=pytest.mark.full),
+    ],
+)
 def test_with_three_slots_more_everything_still_holds(tests: tuple[str, ...]) -> None:
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.appended.plugin"]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

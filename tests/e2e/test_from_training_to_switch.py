@@ -121,6 +121,7 @@ def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Pop
         process.wait()
 
 
+@pytest.mark.full
 @pytest.mark.servers
 @pytest.mark.timeout(1200)
 def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_silent(

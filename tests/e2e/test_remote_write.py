@@ -74,6 +74,7 @@ def value(store: Server, query: str) -> float | None:
     return float(found[0]["value"][1]) if found else None
 
 
+@pytest.mark.full
 @pytest.mark.servers
 @pytest.mark.promise("S6")
 def test_series_reach_the_long_term_store_end_with_their_run_and_stay_within_the_budget(

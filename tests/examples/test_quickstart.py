@@ -49,6 +49,7 @@ def test_the_first_block_is_the_demo_and_make_knows_it() -> None:
     assert "-m foreshock demo" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_back(tmp_path: Path) -> None:
     port = str(free_port())

@@ -105,6 +105,7 @@ def measured(trouble: str, folder: Path, blocks: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.promise("A1")
 @pytest.mark.parametrize("trouble", ["down", "slow", "dripping", "garbage"])
 def test_a_service_in_trouble_costs_a_step_next_to_nothing(

@@ -15,6 +15,7 @@ from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, CausalAlignment, Numerics, new_state, reference
 from foreshock.kernels.flash_attention.centring import refusal
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
 CURES = (
     "row_corrected",
@@ -92,26 +93,14 @@ class Problem:
         grad, query, key, value = self.tensors
         spec = replace(self.spec, numerics=numerics)
         flags = torch.tensor([int(mode) for mode in modes], dtype=torch.int32) if modes else None
-        out, residual, lse, row_max = reference.attention_forward(
-            query,
-            key,
-            value,
-            flags,
-            self.cu_queries,
-            self.cu_keys,
-            self.shape.queries,
-            self.shape.keys,
-            self.seed,
-            spec,
-        )
+        lengths = (self.shape.queries, self.shape.keys)
+        given = Arguments(flags, self.cu_queries, self.cu_keys, *lengths, self.seed, spec)
+        saved = Saved(query, key, value, *reference.attention_forward(query, key, value, given))
         if then is not None:
-            flags = torch.full((self.heads,), int(then), dtype=torch.int32)
+            given = given._replace(modes=torch.full((self.heads,), int(then), dtype=torch.int32))
         state = new_state(self.heads)
-        grads = reference.attention_backward(
-            grad, query, key, value, out, residual, lse, row_max, state, flags, self.cu_queries, self.cu_keys,
-            self.shape.queries, self.shape.keys, self.seed, spec,
-        )  # fmt: skip
-        return [out, lse, row_max, *grads], state
+        grads = reference.attention_backward(grad, saved, state, given)
+        return [saved.out, saved.lse, saved.row_max, *grads], state
 
     def served(self, mode: Mode) -> bool:
         return refusal(mode, self.spec) is None
@@ -259,4 +248,4 @@ def test_what_a_cure_cannot_serve_is_refused_with_a_sentence(
     spec = AttentionSpec(1.0, **options)  # type: ignore[arg-type]
     seed = torch.tensor(1) if spec.dropout_p else None
     with pytest.raises(ValueError, match=f"head 1 has mode {int(mode)}: {sentence}"):
-        reference.attention_forward(query, query, query, modes, None, None, 4, 4, seed, spec)
+        reference.attention_forward(query, query, query, Arguments(modes, None, None, 4, 4, seed, spec))

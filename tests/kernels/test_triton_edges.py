@@ -19,6 +19,7 @@ from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import new_state, op
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
+from foreshock.kernels.flash_attention.spec import Arguments
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
@@ -57,9 +58,10 @@ def test_a_softcap_is_as_exact_near_its_knee_as_without_one(attention: object, s
 
 def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
     many = torch.empty(8192, 8, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    given = Arguments(None, None, None, 1, 1, None, scaled(16))
     with pytest.raises(ValueError, match=r"8192 sequences of 8 heads are 65536 planes; .* split the batch"):
-        call_of(many, many, many, None, 1, 1, scaled(16))
-    assert call_of(many[1:], many[1:], many[1:], None, 1, 1, scaled(16)).sequences == 8191
+        call_of(many, many, many, given)
+    assert call_of(many[1:], many[1:], many[1:], given).sequences == 8191
 
 
 FAR = 2**31 - 1

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state, reference
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -75,15 +76,12 @@ def attend(
     """Forward and backward by the Triton kernels, or by the reference."""
     query, key, value, grad = inputs
     lengths = longest or (query.shape[2], key.shape[2])
-    packed = (cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
-    out, residual, lse, row_max = (reference if by_reference else forward).attention_forward(
-        query, key, value, modes, *packed
-    )
+    given = Arguments(modes, cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
+    outputs = (reference if by_reference else forward).attention_forward(query, key, value, given)
     state = new_state(query.shape[1], query.device)
-    grads = (reference if by_reference else backward).attention_backward(
-        grad, query, key, value, out, residual, lse, row_max, state, modes, *packed
-    )
-    return Outputs(out, residual, lse, row_max, grads[0], grads[1], grads[2], state)
+    saved = Saved(query, key, value, *outputs)
+    grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given)
+    return Outputs(*saved[3:], grads[0], grads[1], grads[2], state)
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:

@@ -38,6 +38,7 @@ def test_a_text_that_was_not_made_is_asked_for_by_its_command(small: Path) -> No
         byte_pairs()
 
 
+@pytest.mark.full
 def test_the_same_packages_give_the_same_text_and_it_is_read_back(small: Path) -> None:
     made = make_byte_pairs()
     again = make_byte_pairs(small / "again.xz")

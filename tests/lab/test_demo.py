@@ -198,6 +198,7 @@ def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None
         workers.stop()
 
 
+@pytest.mark.full
 def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> None:
     said = io.StringIO()
     told = demo.main(

@@ -40,6 +40,7 @@ def finish(run: many._Run) -> None:
     run.end("completed")
 
 
+@pytest.mark.full
 def test_a_set_is_made_by_processes_and_what_is_there_is_not_made_again(tmp_path: Path) -> None:
     entries = [TRUNK, replace(TRUNK, arm=CONTROL)]
     said: list[str] = []

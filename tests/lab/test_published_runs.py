@@ -30,6 +30,7 @@ def line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_page_holds_what_the_published_runs_give() -> None:
     scores = score_all(sorted((LAB / "traces").glob("*.gz")))

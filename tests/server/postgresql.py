@@ -7,11 +7,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 
@@ -23,35 +24,62 @@ def _binaries() -> Path | None:
     )
 
 
+class PostgresServer:
+    """A PostgreSQL on a free loopback port, which can be killed and started again."""
+
+    def __init__(self) -> None:
+        binaries = _binaries()
+        if binaries is None:
+            message = "PostgreSQL is missing; `make test` installs it with Debian's package postgresql"
+            if os.environ.get("CI") == "true":
+                pytest.fail(message)
+            pytest.skip(message)
+        self._folder = Path(tempfile.mkdtemp(prefix="foreshock-pg-"))
+        as_postgres = {}
+        if os.geteuid() == 0:  # the server refuses to run as root
+            shutil.chown(self._folder, "postgres", "postgres")
+            as_postgres = {"user": "postgres", "group": "postgres", "extra_groups": []}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        data = self._folder / "data"
+        self._common: dict[str, Any] = {**as_postgres, "cwd": self._folder, "stdout": subprocess.DEVNULL}
+        make: list[Any] = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
+        subprocess.run(make, check=True, **self._common)
+        self._control: list[Any] = [binaries / "pg_ctl", "-D", data, "-w", "-l", self._folder / "log"]
+        self.url = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
+
+    def start(self) -> None:
+        """Start, and wait until it answers; what a kill left is recovered."""
+        options = f"-p {self._port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+        subprocess.run([*self._control, "-o", options, "start"], check=True, **self._common)
+
+    def kill(self) -> None:
+        """kill -9 of the server and of every process of its own."""
+        server = psutil.Process(int((self._folder / "data" / "postmaster.pid").read_text().split()[0]))
+        processes = [server, *server.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=20)
+
+    def remove(self) -> None:
+        """Stop, and take the files away."""
+        subprocess.run(
+            [*self._control, "-m", "immediate", "stop"], check=False, stderr=subprocess.DEVNULL, **self._common
+        )
+        shutil.rmtree(self._folder)
+
+
 @contextmanager
 def started_postgres() -> Iterator[str]:
     """The URL of a new PostgreSQL on a free loopback port."""
-    binaries = _binaries()
-    if binaries is None:
-        message = "PostgreSQL is missing; `make test` installs it with Debian's package postgresql"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    folder = Path(tempfile.mkdtemp(prefix="foreshock-pg-"))
-    as_postgres = {}
-    if os.geteuid() == 0:  # the server refuses to run as root
-        shutil.chown(folder, "postgres", "postgres")
-        as_postgres = {"user": "postgres", "group": "postgres", "extra_groups": []}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    data = folder / "data"
-    common: dict[str, Any] = {**as_postgres, "cwd": folder, "check": True, "stdout": subprocess.DEVNULL}
-    make: list[Any] = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
-    subprocess.run(make, **common)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
-    control: list[Any] = [binaries / "pg_ctl", "-D", data, "-w", "-l", folder / "log"]
-    subprocess.run([*control, "-o", options, "start"], **common)
+    server = PostgresServer()
     try:
-        yield f"postgresql://postgres@127.0.0.1:{port}/postgres"
+        server.start()
+        yield server.url
     finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], **common)
-        shutil.rmtree(folder)
+        server.remove()
 
 
 async def new_database(postgres: str, name: str) -> str:

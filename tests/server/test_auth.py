@@ -13,6 +13,7 @@ from foreshock.server.testing import FakeRank
 SECRET = "a-secret-of-sixteen-or-more"
 OPEN = {
     ("GET", "/healthz"),
+    ("GET", "/readyz"),
     ("GET", "/v1/session"),
     ("POST", "/v1/login"),
     ("POST", "/v1/webhooks/grafana"),
@@ -58,6 +59,7 @@ def test_every_route_says_which_scope_it_needs() -> None:
                 unguarded |= {(method, route.path) for method in route.methods}
     assert unguarded == {
         ("GET", "/healthz"),
+        ("GET", "/readyz"),
         ("GET", "/v1/session"),
         ("POST", "/v1/login"),
         ("POST", "/v1/logout"),

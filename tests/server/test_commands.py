@@ -89,6 +89,7 @@ def test_a_command_ends_as_its_ranks_say(play: Any, outcomes: Any, state: str) -
     play(story)
 
 
+@pytest.mark.full
 def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_another(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank(layers=40, heads=range(100))

@@ -1,13 +1,13 @@
-"""Requests made from the service's own OpenAPI document, and batches that are nearly right.
+"""Requests made from the service's own OpenAPI document, and batches that are nearly right, on both stores.
 
-The long tier makes 25,000 of each, new ones every time.
+With tests/server/test_wire_fuzz.py 3,000 cases in `make test` and 50,000 in the long tier, new ones every time.
 """
 
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,12 +15,31 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import AgentHealth, Finished
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
 
+READS = (
+    "/v1/runs",
+    "/v1/runs/{run}",
+    "/v1/runs/{run}/events",
+    "/v1/runs/{run}/commands",
+    "/v1/runs/{run}/series?metric=run.loss",
+    "/v1/runs/{run}/series?metric=head.risk",
+    "/v1/runs/{run}/curves?line=head.score_max:0&line=run.loss",
+    "/v1/runs/{run}/matrix?metric=head.mode",
+    "/v1/runs/{run}/matrix?metric=head.score_offset",
+    "/v1/catalog",
+    "/v1/audit",
+    "/v1/session",
+    "/metrics",
+    "/healthz",
+    "/readyz",
+    "/",
+)
 LONGEST_SECONDS = 5.0  # the machine may be busy; alone, a case takes milliseconds
 METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
 
@@ -28,7 +47,7 @@ METHODS = ("get", "put", "post", "delete", "patch", "options", "head")
 @pytest.fixture
 def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
     """Runs a case as often as the tier asks for."""
-    cases = sizes("fuzz_cases", quick=300, long=25_000)
+    cases = sizes("fuzz_cases", quick=375, long=6_250)
     record_property("cases", cases)
     return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
@@ -52,9 +71,9 @@ odd_values = st.recursive(
 class Fuzzed:
     """A service within the process, and what its document says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, database_url: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.app = create_app(Settings(database_url=f"sqlite:///{folder}/fuzz.db", run_batches_per_second=1e9))
+        self.app = create_app(Settings(database_url=database_url, migrate=True, run_batches_per_second=1e9))
         self.document = self.app.openapi()
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://127.0.0.1:8765"
@@ -71,8 +90,9 @@ class Fuzzed:
     def send(self, method: str, path: str, body: bytes | None, **headers: str) -> httpx.Response:
         """Send; the answer, which is never a failure of the service and never late."""
         given = {"content-type": "application/json", **headers} if body is not None else headers
+        raw = {name.encode(): value.encode("latin-1") for name, value in given.items()}
         began = time.monotonic()
-        answer = self.loop.run_until_complete(self._client.request(method, path, content=body, headers=given))
+        answer = self.loop.run_until_complete(self._client.request(method, path, content=body, headers=raw))
         assert time.monotonic() - began < LONGEST_SECONDS
         assert answer.status_code < 500, (method, path, body, answer.text)
         if answer.status_code >= 400 and method != "HEAD":
@@ -89,9 +109,25 @@ class Fuzzed:
         self.loop.close()
 
 
-@pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    service = Fuzzed(tmp_path_factory.mktemp("fuzz"))
+def read_everything(fuzzed: Fuzzed, run: str) -> None:
+    for path in READS:
+        fuzzed.send("GET", path.replace("{run}", run), None)
+
+
+def assert_the_healthy_run_is_whole(fuzzed: Fuzzed) -> None:
+    """The run that sent something before the fuzzing is shown as it was."""
+    detail = fuzzed.send("GET", "/v1/runs/run-1", None).json()
+    assert (detail["last_step"], len(detail["layers"]), len(detail["warnings"])) == (1, 2, 1)
+    assert 'foreshock_run_step{run="run-1"} 1.0' in fuzzed.send("GET", "/metrics", None).text
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def fuzzed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    """A service on a new store of either kind."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('fuzz')}/fuzz.db"
+    if request.param == "postgresql":
+        url = asyncio.run(new_database(request.getfixturevalue("postgres"), f"fuzz_{uuid.uuid4().hex[:8]}"))
+    service = Fuzzed(url)
     yield service
     service.close()
 
@@ -164,7 +200,8 @@ def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, ma
         fuzzed.send(*request)
 
     case()
-    assert fuzzed.send("GET", "/readyz", None).status_code == 200
+    read_everything(fuzzed, "run-1")
+    assert_the_healthy_run_is_whole(fuzzed)
 
 
 def whole_batch() -> Any:
@@ -212,5 +249,5 @@ def test_no_batch_that_is_nearly_right_breaks_the_service(fuzzed: Fuzzed, many: 
 
     case()
     assert answers == {200, 422}
-    for path in ("/v1/runs", "/v1/runs/run-1", "/v1/runs/fuzzed", "/metrics", "/readyz"):
-        assert fuzzed.send("GET", path, None).status_code == 200
+    read_everything(fuzzed, "fuzzed")
+    assert_the_healthy_run_is_whole(fuzzed)

@@ -224,7 +224,7 @@ def in_order() -> dict[str, Any]:
     return {}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), repeats=st.integers(0, 20), at_once=st.integers(1, 8))
 def test_any_order_and_repetition_of_the_parts_gives_the_same_norms(
     player: Any, in_order: dict[str, Any], seed: int, repeats: int, at_once: int

@@ -8,6 +8,7 @@ from foreshock.benchmarks import page, page_runs
 from foreshock.server.testing import LiveService
 
 
+@pytest.mark.full
 def test_the_benchmarks_run_is_rolled_up_and_every_curve_of_the_page_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

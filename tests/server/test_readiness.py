@@ -31,6 +31,28 @@ def test_a_service_that_can_store_is_ready_again_and_again(play: Any) -> None:
     play(story)
 
 
+def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "_SAME_ANSWER_SECONDS", 3600.0)
+    tried = []
+
+    async def story(service: Any) -> None:
+        trying = service.app.state.readiness._tried
+
+        async def counted() -> str:
+            tried.append(1)
+            found: str = await trying()
+            return found
+
+        monkeypatch.setattr(service.app.state.readiness, "_tried", counted)
+        assert (await service.client.get("/v1/runs")).status_code == 401
+        assert set(await asyncio.gather(*(asked(service) for _ in range(50)))) == {(200, "ok")}
+
+    play(story, token="a-secret-of-sixteen-or-more")
+    assert len(tried) == 1
+
+
 def test_a_database_file_that_is_gone_is_not_ready(play: Any, tmp_path: Path) -> None:
     async def story(service: Any) -> None:
         (tmp_path / "foreshock.db").rename(tmp_path / "elsewhere.db")

@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from foreshock.contract import labels
 from foreshock.contract.wire import AgentHealth, Switched
+from foreshock.server.http.run_series import Table
+from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
 Shown = set[tuple[str, tuple[tuple[str, str], ...]]]
@@ -117,3 +119,52 @@ def test_only_runs_that_changed_are_read_again_for_a_scrape(play: Any) -> None:
         assert len(read) == 1
 
     play(story)
+
+
+@pytest.mark.promise("S6")
+def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(play: Any) -> None:
+    crowd, other = "crowd-secret-of-one", "other-secret-of-two"
+    tokens = (
+        Token.of("crowd", crowd, ("ingest",), "crowd/"),
+        Token.of("other", other, ("ingest", "read"), "other/"),
+        Token.of("all", "all-secret-of-three", ("read",)),
+    )
+
+    async def story(service: Any) -> None:
+        for number in range(60):
+            service.client.headers["authorization"] = f"Bearer {crowd}"
+            noisy = FakeRank(run=f"crowd/{number:02}", layers=1)
+            await service.store(noisy, noisy.started(), noisy.sample(1), noisy.verdict(1, layer=0))
+        service.client.headers["authorization"] = f"Bearer {other}"
+        victim = FakeRank(run="other/victim")
+        await service.store(victim, victim.started(), victim.sample(1), victim.verdict(1, severity="critical"))
+        own = await shown(service)
+        assert {dict(labels).get("run", "other/victim") for _, labels in own} == {"other/victim"}
+        service.client.headers["authorization"] = "Bearer all-secret-of-three"
+        found = await shown(service)
+        for metric in ("warning_active", "run_active", "run_step"):
+            assert "other/victim" in runs_of(found, f"foreshock_{metric}"), metric
+        assert len(found) <= 101
+
+    play(story, max_series=100, tokens=tokens)
+
+
+@pytest.mark.promise("S15")
+def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    each = Table.__iter__
+
+    def counted(self: Table) -> Any:
+        made.append(self.labels[0][0])
+        return each(self)
+
+    async def story(service: Any) -> None:
+        for number in range(30):
+            rank = FakeRank(run=f"run-{number:02}", layers=4, heads=range(6))
+            await service.store(rank, rank.started(), rank.sample(1))
+        monkeypatch.setattr(Table, "__iter__", counted)
+        assert len(await shown(service)) <= 481
+        assert made == ["run-00"]
+        assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same
+
+    play(story, max_series=480)

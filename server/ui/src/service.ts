@@ -327,6 +327,8 @@ export interface Matrix {
   measured_step: number | null;
   layers: number[];
   heads: number[];
+  /** the first layer that did not fit; ask again with from_layer for it and those after */
+  next_layer: number | null;
   /** [layers, heads]; null where a layer has no such head, or no count */
   values: ((number | null)[])[];
   /** steps that can be asked for, thinned to at most max_steps, ascending */

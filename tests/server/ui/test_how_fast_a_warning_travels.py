@@ -166,6 +166,7 @@ new MutationObserver(() => {
 """
 
 
+@pytest.mark.full
 @pytest.mark.promise("S11")
 def test_a_warning_is_on_the_page_within_two_seconds_and_an_order_in_the_kernel_within_two_flushes(
     chromium: Chrome, service: Service, alertmanager: str, record_property: Callable[[str, object], None]

@@ -178,6 +178,7 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     wait("the warning says so", lambda: "now exact delta" in text(chromium, ".warnings"))
 
 
+@pytest.mark.full
 def test_a_service_with_a_token_asks_for_it_once_and_takes_orders_from_the_page_alone(
     chromium: Chrome, guarded: Service, feeder: Feeder, complaints: Callable[[], list[str]]
 ) -> None:
@@ -430,6 +431,7 @@ def test_a_page_whose_first_question_fails_asks_again(
     assert all("ERR_BLOCKED" in line for line in refused), refused
 
 
+@pytest.mark.full
 def test_runs_side_by_side_can_be_told_apart_with_every_kind_of_eye(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

@@ -17,6 +17,7 @@ def _files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_the_committed_page_is_what_the_sources_build(tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not here: the committed page is taken as it is")

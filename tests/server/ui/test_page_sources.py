@@ -6,6 +6,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from foreshock.contract.catalog import METRICS
 
 ROOT = Path(__file__).parents[3]
@@ -23,6 +25,7 @@ def test_no_source_imports_itself_over_others() -> None:
     TopologicalSorter(graph).prepare()  # names the circle
 
 
+@pytest.mark.full
 def test_the_types_of_answers_are_those_of_the_services_schema() -> None:
     checked = subprocess.run(
         [sys.executable, "-P", "scripts/generate_docs.py", "--check"],

@@ -87,6 +87,7 @@ def first_chart(chromium: Chrome) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_names_of_ninety_characters_break_no_card(screen: Chrome, service: Service, feeder: Feeder) -> None:
     names = [f"{LONG}{i}" for i in range(3)]
     for name in names:
@@ -104,6 +105,7 @@ def test_names_of_ninety_characters_break_no_card(screen: Chrome, service: Servi
         assert screen.execute_script(OVERFLOW) == [], (width, "list")
 
 
+@pytest.mark.full
 def test_a_warned_run_stays_on_the_list_however_many_runs_are_younger(chromium: Chrome, service: Service) -> None:
     warned = Feeder(service.client, "flood/warned")
     warned.start()
@@ -138,6 +140,7 @@ def test_the_axis_of_a_drift_is_the_one_that_the_catalogue_names(
     wait("the heat map is drawn", lambda: "symmetric-log scale" in text(chromium, ".heatmap .scale"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("warnings", [3, 96])
 def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
     screen: Chrome, service: Service, warnings: int
@@ -212,6 +215,7 @@ def test_a_finished_run_offers_no_approval(chromium: Chrome, service: Service, f
     assert "The run has ended" in text(chromium, "section[aria-label=Approvals]")
 
 
+@pytest.mark.full
 def test_people_who_may_only_read_see_no_switch_and_everybody_can_log_out(
     chromium: Chrome, tmp_path: Path, complaints: Any
 ) -> None:
@@ -268,6 +272,7 @@ def test_steps_left_says_when_the_limit_is_behind(chromium: Chrome, service: Ser
     assert "past the limit" in text(chromium, ".warnings")
 
 
+@pytest.mark.full
 def test_the_audit_trail_of_a_run_is_found_behind_those_of_others(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

@@ -16,6 +16,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("commands") as table:
-        table.drop_column("verification")
-        table.drop_column("undoes")
+    # one by one: a batch makes the table anew on SQLite, and dropping the old one takes the ranks' answers along
+    op.drop_column("commands", "verification")
+    op.drop_column("commands", "undoes")

@@ -1,0 +1,51 @@
+"""What a command says: tables as wide as the terminal for people, whole names, JSON and CSV for machines."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+
+_PIPED_COLUMNS: Final = 10_000
+"""Nothing is shortened or broken where nobody watches."""
+
+DONE, FAILED, UNANSWERED, REFUSED = 0, 1, 3, 4
+"""Exit codes: done; an error in a sentence; ordered and not answered yet; answered, and not done (2 is wrong usage)."""
+
+
+def console() -> Console:
+    """A console for tables and sentences."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
+
+
+def print_json(data: Any) -> None:
+    """One JSON document; numbers that JSON has no word for are null."""
+    print(json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_json_line(data: Any) -> None:
+    """One JSON document on one line, at once."""
+    print(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def print_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """RFC 4180, with a line of names first; what is unknown is empty."""
+    writer = csv.writer(sys.stdout)
+    writer.writerow(head)
+    for row in rows:
+        writer.writerow(["" if _unknown(value) else value for value in row])
+
+
+def _unknown(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

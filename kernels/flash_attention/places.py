@@ -1,0 +1,93 @@
+"""Device functions for where a program stands in batch, heads and sequences, and for which keys its queries see."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def one_head(plane, sizes, cu_seqlens_q, cu_seqlens_k, SPEC: tl.constexpr):
+    """Of a plane, one query head of one sequence: batch entry, head and key head; its plane and first row among all
+    [B, H, Sq]; and as `place`, where its queries and keys start and how many there are."""
+    heads, group, total_q, total_k = sizes[0], sizes[1], sizes[2], sizes[3]
+    batch, head, start_q, length_q, start_k, length_k = place(
+        plane, heads, cu_seqlens_q, cu_seqlens_k, total_q, total_k, SPEC.PACKED
+    )
+    plane = batch * heads + head
+    rows = tl.cast(plane, tl.int64) * total_q + start_q
+    return (batch, head, head // group), plane, rows, start_q, length_q, start_k, length_k
+
+
+@triton.jit
+def place(plane, planes, cu_seqlens_q, cu_seqlens_k, length_q, length_k, PACKED: tl.constexpr):
+    """Of plane `plane`, with `planes` to a sequence: its batch entry and head, and of its sequence the first row and
+    length of queries and of keys."""
+    index = plane // planes
+    batch = 0 if PACKED else index
+    start_q, length_q, start_k, length_k = sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED)
+    return batch, plane % planes, start_q, length_q, start_k, length_k
+
+
+@triton.jit
+def sequence(cu_seqlens_q, cu_seqlens_k, index, length_q, length_k, PACKED: tl.constexpr):
+    """First row and length of the queries and keys of sequence `index`; the whole tensors unless PACKED."""
+    start_q = 0
+    start_k = 0
+    if PACKED:
+        start_q = tl.load(cu_seqlens_q + index)
+        start_k = tl.load(cu_seqlens_k + index)
+        length_q = tl.load(cu_seqlens_q + index + 1) - start_q
+        length_k = tl.load(cu_seqlens_k + index + 1) - start_k
+    return start_q, length_q, start_k, length_k
+
+
+@triton.jit
+def at_head(pointer, batch, head, start, strides):
+    """`pointer` to a tensor [B, H, S, D] moved to row `start` of one head."""
+    pointer += tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return pointer + tl.cast(start, tl.int64) * strides[2]
+
+
+@triton.jit
+def diagonal(length_q, length_k, TOP_LEFT: tl.constexpr):
+    """The key that stands on the diagonal of query 0."""
+    if TOP_LEFT:
+        return 0
+    return length_k - length_q
+
+
+@triton.jit
+def key_ranges(first, last, seen, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """The keys that queries [first, last] see, as (low, full_low, full_high, high).
+
+    Some query sees a key only in [low, high); every query sees every key of [full_low, full_high). The first three
+    are multiples of BLOCK above `low`, so that a loop in steps of BLOCK may run over each part.
+    """
+    offset, length_k, left, right = seen
+    low = 0
+    full_low = 0
+    high = length_k
+    full_high = length_k
+    if HAS_RIGHT:
+        high = tl.maximum(tl.minimum(high, last + offset + right + 1), 0)
+        full_high = tl.maximum(tl.minimum(full_high, first + offset + right + 1), 0)
+    full_high = full_high // BLOCK * BLOCK
+    if HAS_LEFT:
+        low = tl.maximum(first + offset - left, 0) // BLOCK * BLOCK
+        full_low = tl.cdiv(tl.maximum(last + offset - left, 0), BLOCK) * BLOCK
+        full_low = tl.minimum(full_low, tl.maximum(tl.cdiv(high, BLOCK) * BLOCK, low))
+        full_high = tl.maximum(full_high, full_low)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def visible(queries, keys, seen, SPEC: tl.constexpr):
+    """Which query sees which key; `queries` and `keys` are indices that broadcast against each other."""
+    offset, length_k, left, right = seen
+    # One bound from both conditions, so that an entry costs one comparison.
+    last = length_k - 1
+    if SPEC.HAS_RIGHT:
+        last = tl.minimum(last, queries + (offset + right))
+    mask = keys <= last
+    if SPEC.HAS_LEFT:
+        mask = mask & (keys >= queries + (offset - left))
+    return mask

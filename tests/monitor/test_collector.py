@@ -1,0 +1,143 @@
+"""What was counted leaves the device once, with the losses of its steps, and the state behind it is empty again."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshock.contract.slots import Slot, Words, identity_row, merge_words
+from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, largest, mean, nonfinite
+from foreshock.monitor.sampling.norms import Measured
+
+HEADS = 3
+PLAIN = np.zeros(HEADS, dtype=np.int32)
+
+
+def fresh_state() -> torch.Tensor:
+    return torch.from_numpy(identity_row()).repeat(HEADS, 1)
+
+
+def counted_rows(words: Words) -> list[int]:
+    return [int(row) for row in words[:, Slot.ROWS]]
+
+
+@given(counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
+def test_each_count_is_in_exactly_one_sample_whatever_is_counted_between_them(counts: list[int]) -> None:
+    state = fresh_state()
+    collector = Collector(state)
+    samples = []
+    for step, count in enumerate(counts, start=1):
+        state[:, Slot.ROWS] += count
+        assert collector.snapshot(step, PLAIN)
+        samples += collector.landed()
+    assert [counted_rows(sample.words) for sample in samples] == [[count] * HEADS for count in counts]
+    assert [(sample.since_step, sample.step) for sample in samples] == [(n, n + 1) for n in range(len(counts))]
+    assert counted_rows(merge_words([sample.words for sample in samples])) == [sum(counts)] * HEADS
+    assert torch.equal(state, fresh_state())
+
+
+def test_a_sample_holds_the_losses_of_its_own_steps_and_the_last_learning_rate() -> None:
+    collector = Collector(fresh_state(), step=100)
+    collector.note(2.5, None, 1e-3)
+    collector.note(torch.tensor([[math.nan]]), torch.tensor(7.0), None)
+    assert collector.snapshot(102, PLAIN, step_seconds=0.5, agent_seconds=0.001)
+    collector.note(1.5, 3, 5e-4)
+    assert collector.snapshot(103, PLAIN)
+    first, second = collector.landed()
+    assert (first.since_step, first.step, second.since_step) == (100, 102, 102)
+    np.testing.assert_array_equal(first.losses, [2.5, math.nan])
+    assert (first.grad_norms.tolist(), first.learning_rate, first.step_seconds) == ([7.0], 1e-3, 0.5)
+    assert (second.losses.tolist(), second.grad_norms.tolist(), second.learning_rate) == ([1.5], [3.0], 5e-4)
+    assert second.step_seconds is None
+
+
+def test_a_loss_that_the_training_overwrites_later_is_kept_as_it_was() -> None:
+    loss = torch.tensor(4.0)
+    collector = Collector(fresh_state())
+    collector.note(loss, loss, None)
+    loss.fill_(9.0)
+    collector.snapshot(1, PLAIN)
+    [sample] = collector.landed()
+    assert (sample.losses.tolist(), sample.grad_norms.tolist()) == ([4.0], [4.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "named"), [(torch.zeros(2), None, "loss"), (None, torch.zeros(2), "grad_norm")]
+)
+def test_what_is_not_one_number_is_refused_by_its_name(loss: object, norm: object, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"{named} has shape \[2\]; give one number, such as its mean"):
+        Collector(fresh_state()).note(loss, norm, None)
+
+
+def test_notes_without_a_sample_make_one_due() -> None:
+    collector = Collector(fresh_state())
+    for _ in range(MAX_NOTES - 1):
+        collector.note(1.0, None, None)
+    early = collector.crowded
+    collector.note(1.0, None, None)
+    due = collector.crowded
+    collector.snapshot(MAX_NOTES, PLAIN)
+    assert (early, due, collector.crowded) == (False, True, False)
+
+
+def test_while_too_many_copies_are_under_way_counting_goes_on_and_nothing_is_lost() -> None:
+    state = fresh_state()
+    collector = Collector(state)
+    for step in range(1, MAX_FLIGHTS + 1):
+        state[:, Slot.ROWS] += 1
+        assert collector.snapshot(step, PLAIN)
+    state[:, Slot.ROWS] += 5
+    collector.note(0.25, None, None)
+    assert not collector.snapshot(MAX_FLIGHTS + 1, PLAIN)
+    assert collector.since_step == MAX_FLIGHTS
+    assert len(collector.landed(wait=True)) == MAX_FLIGHTS
+    state[:, Slot.ROWS] += 2
+    assert collector.snapshot(MAX_FLIGHTS + 2, PLAIN)
+    [sample] = collector.landed()
+    assert (sample.since_step, counted_rows(sample.words)) == (MAX_FLIGHTS, [7] * HEADS)
+    assert sample.losses.tolist() == [0.25]
+
+
+def test_modes_and_norms_are_those_of_the_boundary() -> None:
+    modes = np.array([0, 1, 0], dtype=np.int32)
+    asked: list[int] = []
+
+    def norms() -> Measured:
+        asked.append(1)
+        return Measured({"query_norm": torch.tensor([1.0, 2.0, math.nan])})
+
+    collector = Collector(fresh_state())
+    collector.snapshot(1, modes, norms=norms)
+    modes[:] = 9
+    collector.snapshot(2, modes)
+    first, second = collector.landed()
+    assert (first.modes.tolist(), second.modes.tolist(), len(asked)) == ([0, 1, 0], [9, 9, 9], 1)
+    np.testing.assert_array_equal(first.norms["query_norm"], np.array([1.0, 2.0, math.nan], dtype=np.float32))
+    assert second.norms == {}
+
+
+@pytest.mark.parametrize(
+    ("reduced", "values", "expected"),
+    [
+        (nonfinite, [1.0, math.nan, -math.inf], 2),
+        (mean, [1.0, 2.0], 1.5),
+        (mean, [], None),
+        (mean, [1.0, math.inf], math.inf),
+        (largest, [3.0, 5.0, -7.0], 5.0),
+        (largest, [], None),
+    ],
+)
+def test_losses_of_a_sample_are_reduced_without_hiding_what_is_not_finite(
+    reduced: Callable[[object], object], values: list[float], expected: object
+) -> None:
+    assert reduced(np.array(values, dtype=np.float64)) == expected
+
+
+def test_a_nan_is_the_mean_and_the_largest_of_what_holds_one() -> None:
+    values = np.array([1.0, math.nan, 2.0])
+    assert math.isnan(mean(values) or 0.0)
+    assert math.isnan(largest(values) or 0.0)

@@ -1,0 +1,243 @@
+"""A store that fails under the service: what is acknowledged is kept, and all goes on when the fault is gone."""
+
+import asyncio
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from alembic import command
+from tests.server import version_0_1_0 as old
+from tests.server.test_durability import samples_by_batch
+
+from foreshock.server.ingest import recorder
+from foreshock.server.store.database import Store, _alembic_config
+from foreshock.server.testing import FakeRank, LiveService
+
+pytestmark = pytest.mark.promise("S1")
+JSON = {"content-type": "application/json"}
+
+
+def sent(client: httpx.Client, rank: FakeRank, step: int) -> int:
+    """Send the batch of a step; the status."""
+    batch = rank.batch(rank.started(), rank.sample(step, loss=float(step)), sequence=step)
+    return client.post("/v1/batches", content=batch.model_dump_json(), headers=JSON).status_code
+
+
+@contextmanager
+def full_disk(service: LiveService) -> Iterator[None]:
+    """No file of the service grows any more, as if its disk were full."""
+    most = max(path.stat().st_size for path in service.folder.iterdir())
+    _, hard = resource.prlimit(service.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_again_all_goes_on(
+    tmp_path: Path,
+) -> None:
+    rank, stored = FakeRank(), set()
+    with LiveService(tmp_path) as service, service.client() as client:
+        for step in range(1, 6):
+            assert sent(client, rank, step) == 200
+        with full_disk(service):
+            statuses = []
+            for step in range(6, 60):
+                statuses.append(sent(client, rank, step))
+                stored |= {step} if statuses[-1] == 200 else set()
+            assert statuses[-1] == 503
+            assert set(statuses) <= {200, 503}
+            time.sleep(1.1)  # past the answer that is kept
+            assert client.get("/readyz").status_code == 503
+            assert client.get("/healthz").status_code == 200
+            assert client.get("/v1/runs/run-1").json()["last_step"] == max(stored, default=5)
+        for step in range(6, 60):
+            assert sent(client, rank, step) == 200, "what was refused is taken when it comes again"
+        time.sleep(1.1)
+        assert client.get("/readyz").status_code == 200
+    kept = samples_by_batch(tmp_path / "foreshock.db")
+    assert set(kept) == {(0, step) for step in range(1, 60)}
+    assert set(kept.values()) == {1}
+
+
+def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank, store = FakeRank(), service.app.state.store
+        await service.store(rank, rank.started(), rank.sample(1))
+
+        async def only_reading(on: str) -> None:
+            raw = store._writer._engine.raw_connection()
+            raw.driver_connection.execute(f"PRAGMA query_only = {on}")
+            raw.close()
+            async with store._write_engine.connect() as connection:
+                driver = (await connection.get_raw_connection()).driver_connection
+                await driver.execute(f"PRAGMA query_only = {on}")
+
+        await only_reading("ON")
+        answer = await service.post(rank.batch(rank.sample(2)))
+        assert (answer.status_code, answer.headers["retry-after"] >= "1") == (503, True)
+        assert (await service.get("/v1/runs/run-1"))["last_step"] == 1
+        order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
+        assert (await service.client.post("/v1/runs/run-1/commands", json=order)).status_code == 503
+        await only_reading("OFF")
+        assert (await service.post(rank.batch(rank.sample(2), sequence=2))).status_code == 200
+
+    play(story)
+
+
+def test_after_its_log_was_taken_away_the_store_opens_and_what_is_sent_again_is_kept_once(tmp_path: Path) -> None:
+    rank = FakeRank()
+    with LiveService(tmp_path) as service, service.client() as client:
+        for step in range(1, 20):
+            assert sent(client, rank, step) == 200
+        service.kill()
+    for name in ("foreshock.db-wal", "foreshock.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    with LiveService(tmp_path) as service, service.client() as client:
+        for step in range(1, 20):
+            assert sent(client, rank, step) == 200
+        assert client.get("/v1/runs/run-1").json()["last_step"] == 19
+    with closing(sqlite3.connect(tmp_path / "foreshock.db")) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert set(samples_by_batch(tmp_path / "foreshock.db").values()) == {1}
+
+
+def cut_in_half(whole: bytes) -> bytes:
+    return whole[: len(whole) // 8192 * 4096]
+
+
+def first_page_overwritten(whole: bytes) -> bytes:
+    return b"\x07" * 4096 + whole[4096:]
+
+
+@pytest.mark.parametrize("torn", [cut_in_half, first_page_overwritten])
+def test_a_torn_file_is_refused_in_one_sentence(tmp_path: Path, torn: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "foreshock.db"
+    old.store_at(path)
+    path.write_bytes(torn(path.read_bytes()))
+    with pytest.raises(OSError, match=r"the database cannot be used: .*(malformed|not a database)") as said:
+        LiveService(tmp_path).start()
+    assert "Traceback" not in str(said.value)
+
+
+def test_pages_that_decayed_within_the_file_stop_no_batch_of_another_run(tmp_path: Path) -> None:
+    path, rank = tmp_path / "foreshock.db", FakeRank(run="healthy")
+    old.store_at(path)
+    with LiveService(tmp_path) as service, service.client() as client:  # brought up to date
+        assert sent(client, rank, 1) == 200
+    with closing(sqlite3.connect(path)) as database:
+        query = "SELECT pageno FROM dbstat WHERE name = 'samples' AND pagetype = 'overflow' ORDER BY 1"
+        pages = [number for (number,) in database.execute(query)]
+    whole = bytearray(path.read_bytes())
+    for number in pages[:20]:
+        whole[(number - 1) * 4096 : number * 4096] = bytes(4096)
+    path.write_bytes(whole)
+    with LiveService(tmp_path) as service, service.client() as client:
+        for step in (2, 3):
+            assert sent(client, rank, step) == 200
+        assert client.get("/v1/runs/healthy").json()["last_step"] == 3
+        for address in ("/v1/runs", "/metrics", "/healthz", "/readyz"):
+            assert client.get(address).status_code == 200, address
+
+
+@pytest.mark.promise("S17")
+def test_a_clock_that_goes_back_an_hour_takes_nothing_back(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(service: Any) -> None:
+        rank, now = FakeRank(), time.time()
+        await service.store(rank, rank.started(), rank.sample(1), age=1)
+        before = await service.get("/v1/runs/run-1")
+        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda: now - 3600))
+        await service.store(rank, rank.sample(2), rank.verdict(2), age=2)
+        after = await service.get("/v1/runs/run-1")
+        assert (after["last_step"], after["active_warnings"], after["status"]) == (2, 1, "active")
+        assert after["last_seen_unix_seconds"] >= before["last_seen_unix_seconds"]
+        assert (await service.client.get("/metrics")).status_code == 200
+
+    play(story)
+
+
+# ---- migrations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("S16")
+def test_a_migration_that_is_killed_again_and_again_ends_with_everything_there(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    kills, path, when = sizes("migration_kills", quick=3, long=60), tmp_path / "foreshock.db", random.Random(11)
+    rows = 0
+    for turn in range(kills):
+        if turn % 10 == 0:
+            old.store_at(path)
+            rows = _counts(path)["samples"]
+        migrating = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MIGRATE, f"sqlite:///{path}"], stdout=subprocess.PIPE, text=True
+        )
+        assert migrating.stdout is not None
+        migrating.stdout.readline()
+        time.sleep(when.uniform(0, 0.1))
+        migrating.send_signal(signal.SIGKILL)
+        migrating.wait()
+        migrating.stdout.close()
+        with closing(sqlite3.connect(path)) as database:
+            assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    with LiveService(tmp_path) as service, service.client() as client:
+        assert client.get("/readyz").status_code == 200
+        assert len(client.get("/v1/runs").json()["runs"]) > 0
+    assert _counts(path)["samples"] == rows
+    record_property("kill -9 while migrating", kills)
+
+
+_MIGRATE = """
+import asyncio, sys
+from foreshock.server.store.database import Store
+store = Store(sys.argv[1])
+print("go", flush=True)
+asyncio.run(store.migrate())
+"""
+
+
+def _counts(path: Path) -> dict[str, int]:
+    with closing(sqlite3.connect(path)) as database:
+        names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
+
+
+def _downgrade(connection: Any, revision: str) -> None:
+    command.downgrade(_alembic_config(connection), revision)
+
+
+@pytest.mark.promise("S16")
+def test_every_step_back_to_the_first_schema_loses_no_row_of_a_table_that_stays(tmp_path: Path) -> None:
+    path = tmp_path / "foreshock.db"
+    old.store_at(path)
+    first = _counts(path)
+    assert first["command_ranks"] > 0
+
+    async def walk() -> None:
+        store = Store(f"sqlite:///{path}")
+        await store.migrate()
+        newest = _counts(path)
+        for revision in ("0007", "0006", "0005", "0004", "0003", "0002", "0001"):
+            async with store.write() as connection:
+                await connection.run_sync(_downgrade, revision)
+            counts = _counts(path)
+            kept = counts.keys() & newest.keys() - {"rollups", "rollup_spans", "alembic_version"}
+            assert {name: counts[name] for name in kept} == {name: newest[name] for name in kept}, revision
+        await store.migrate()
+        await store.check_schema()
+        await store.close()
+
+    asyncio.run(walk())
