@@ -480,7 +480,8 @@ SERVICE_METRICS: Final = (
     Metric(
         key="service.batches",
         title="Batches received",
-        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later).",
+        help="Batches received, by result: stored, duplicate, refused as malformed, busy (429: sent again later), "
+        "quota (429: its token has no more to spend).",
         bad="Refused ones; busy ones that last.",
         board="service",
         kind="counter",

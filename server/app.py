@@ -23,6 +23,8 @@ import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
 from foreshock.server.access.limits import BodyLimit, Buckets
+from foreshock.server.access.quotas import Quotas
+from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
@@ -66,7 +68,7 @@ def create_app(settings: Settings) -> FastAPI:
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in chores]
+        others = [asyncio.create_task(chore) for chore in (*chores, app.state.rotation.run(closing))]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -92,11 +94,11 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
-    app.state.roller = roller
+    app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
-    app.state.buckets = Buckets(settings.run_batches_per_second)
+    app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
     app.state.refusals = Buckets(1 / 60)
-    app.state.exposer = Exposer(store, settings, counters)
+    app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
     for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):
         app.include_router(router)

@@ -99,6 +99,7 @@ class IncidentChange(Response):
     times: int = Field(description="how often it has opened in this run")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     steps_left: Number
+    grown: bool = Field(default=False, description="in the log: told because it grew tenfold, nothing else changed")
     sentence: str
 
 
@@ -241,6 +242,9 @@ class Matrix(Response):
     measured_step: int | None = Field(description="by when the values were measured; null when they never were")
     layers: list[int]
     heads: list[int]
+    next_layer: int | None = Field(
+        default=None, description="the first layer that did not fit; ask again with from_layer for it and those after"
+    )
     values: list[list[Number]] = Field(description="[layers, heads]; null where a layer has no such head, or no count")
     steps: list[int] = Field(description="steps that can be asked for, thinned to at most max_steps, ascending")
 

@@ -4,7 +4,7 @@ import hashlib
 import ipaddress
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -19,20 +19,65 @@ _TOKEN_CHARACTERS = 16
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
 
 
+class Quota(BaseModel):
+    """What a token may take at most; what is left out is not limited."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    batches_per_second: float | None = Field(default=None, gt=0, description="of all its runs together, per replica")
+    runs: int | None = Field(default=None, ge=1, description="runs in the store that it has sent batches of")
+    stored_bytes: int | None = Field(
+        default=None, ge=1, description="bytes of batches, as they were sent, of runs that are still in the store"
+    )
+    series: int | None = Field(default=None, ge=1, description="series of its runs in /metrics")
+
+
+NO_QUOTA: Final = Quota()
+
+
 class Token(BaseModel):
     """Who may do what. Only the hash of the secret is kept."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(min_length=1, max_length=64, description="stands in the audit trail and the log")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="hex SHA-256 of the secret")
+    next_sha256: str | None = Field(
+        default=None, pattern="^[0-9a-f]{64}$", description="of a second secret, taken too while the first is replaced"
+    )
     scopes: tuple[Scope, ...] = Field(min_length=1, description="ingest, read, act (commands, webhooks), admin (all)")
     run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
+    quota: Quota = Field(default=NO_QUOTA, description="what it may take at most")
 
     @classmethod
-    def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "") -> Self:
+    def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "", **more: Any) -> Self:
         """The entry for a secret."""
-        digest = hashlib.sha256(secret.encode()).hexdigest()
-        return cls(name=name, sha256=digest, scopes=scopes, run_prefix=run_prefix)
+        return cls(name=name, sha256=_digest(secret), scopes=scopes, run_prefix=run_prefix, **more)
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """Of the secrets that are taken: one, two while it is replaced."""
+        return (self.sha256,) if self.next_sha256 is None else (self.sha256, self.next_sha256)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def tokens_of(token: SecretStr | None, tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+    """Every token, the plain one hashed: a secret, or two on lines of their own while it is replaced.
+
+    Raises ValueError with a sentence for secrets that are too short or too many, and for names that stand twice.
+    """
+    secrets = [line.strip() for line in token.get_secret_value().strip().splitlines()] if token is not None else []
+    if token is not None and (not secrets or min(map(len, secrets)) < _TOKEN_CHARACTERS):
+        raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more besides blanks at its ends")
+    if len(secrets) > 2:
+        raise ValueError(f"token has {len(secrets)} lines; it takes one secret, or two while the first is replaced")
+    after = _digest(secrets[1]) if len(secrets) > 1 else None
+    plain = [Token.of("token", secret, ALL_SCOPES, next_sha256=after) for secret in secrets[:1]]
+    names = [one.name for one in (*plain, *tokens)]
+    if len(set(names)) != len(names):
+        raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
+    return (*plain, *tokens)
 
 
 class Settings(BaseSettings):
@@ -54,7 +99,9 @@ class Settings(BaseSettings):
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
     token: SecretStr | None = Field(
-        default=None, min_length=_TOKEN_CHARACTERS, description="a secret that may do everything"
+        default=None,
+        min_length=_TOKEN_CHARACTERS,
+        description="a secret that may do everything; a second line holds the next one while it is replaced",
     )
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
     grafana_hmac_secret: SecretStr | None = Field(
@@ -95,9 +142,12 @@ class Settings(BaseSettings):
     )
     webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
-    notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event} as JSON")
+    notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
         default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
+    )
+    notify_gather_seconds: float = Field(
+        default=5.0, ge=0, le=600, description="news wait so long for more, and are told in one message"
     )
     public_url: str = Field(
         default="",
@@ -121,11 +171,6 @@ class Settings(BaseSettings):
                     Target.of(url.get_secret_value(), [host.lower() for host in self.notify_hosts])
                 except OutgoingError as error:
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
-        if self.token is not None and len(self.token.get_secret_value().strip()) < _TOKEN_CHARACTERS:
-            raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more besides blanks at its ends")
-        names = [token.name for token in self.all_tokens]
-        if len(set(names)) != len(names):
-            raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
         return self
 
     @model_validator(mode="after")
@@ -152,8 +197,7 @@ class Settings(BaseSettings):
     @property
     def all_tokens(self) -> tuple[Token, ...]:
         """Every token, the plain one hashed."""
-        plain = (Token.of("token", self.token.get_secret_value(), ALL_SCOPES),) if self.token else ()
-        return (*plain, *self.tokens)
+        return tokens_of(self.token, self.tokens)
 
     @classmethod
     def settings_customise_sources(
@@ -166,6 +210,21 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments win over variables, variables over *_FILE."""
         return (init_settings, env_settings, _SecretFiles(settings_cls))
+
+
+def secret_in_file(name: str) -> str | None:
+    """What the file holds that FORESHOCK_<NAME>_FILE names; None when the variable is not set.
+
+    Raises ValueError with a sentence when the file cannot be read.
+    """
+    variable = f"FORESHOCK_{name.upper()}_FILE"
+    path = os.environ.get(variable)
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{variable} names {path}, which cannot be read: {error}") from None
 
 
 class UnusableSettingsError(ValueError):
@@ -196,15 +255,8 @@ class _SecretFiles(PydanticBaseSettingsSource):
     )
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        path = os.environ.get(f"FORESHOCK_{field_name.upper()}_FILE")
-        if field_name not in self.NAMES or path is None:
-            return None, field_name, False
-        try:
-            return Path(path).read_text("utf-8").strip(), field_name, field_name == "tokens"
-        except OSError as error:
-            raise ValueError(
-                f"FORESHOCK_{field_name.upper()}_FILE names {path}, which cannot be read: {error}"
-            ) from None
+        value = secret_in_file(field_name) if field_name in self.NAMES else None
+        return value, field_name, field_name == "tokens"
 
     def __call__(self) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from starlette.types import Scope as AsgiScope
 from foreshock.server.access.limits import Guesses
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
 from foreshock.server.access.sessions import Sessions
-from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
+from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
 
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -53,6 +53,7 @@ class Caller:
     scopes: frozenset[str]
     run_prefix: str = ""
     csrf_token: str | None = None
+    quota: Quota = NO_QUOTA
 
     def may(self, scope: Scope) -> bool:
         """True when the caller holds the scope; admin holds all of them."""
@@ -142,7 +143,7 @@ class Gate:
 
 
 class Keyring:
-    """The tokens, and the sessions that stand for them. Holds hashes only."""
+    """The tokens, which may be replaced at any time, and the sessions that stand for them. Holds hashes only."""
 
     def __init__(self, settings: Settings, sessions: Sessions) -> None:
         self.tokens, self.sessions = settings.all_tokens, sessions
@@ -159,16 +160,18 @@ class Keyring:
     def _token_with(self, digest: str) -> Token | None:
         found = None
         for token in self.tokens:  # compares with every token, so that time tells nothing
-            if hmac.compare_digest(token.sha256, digest):
-                found = token
+            for known in token.hashes:
+                if hmac.compare_digest(known, digest):
+                    found = token
         return found
 
     async def login(self, secret: str) -> tuple[str, Caller] | None:
         """The cookie of a new session for a token's secret, or None when no token has it."""
-        token = self._token_with(hashlib.sha256(secret.encode()).hexdigest())
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        token = self._token_with(digest)
         if token is None:
             return None
-        cookie = await self.sessions.begin(token.sha256)
+        cookie = await self.sessions.begin(digest)
         return cookie, _as_caller(token, _csrf_token(cookie))
 
     async def _session(self, cookie: str) -> Caller:
@@ -181,7 +184,8 @@ class Keyring:
             await self.sessions.end(cookie)
         token = next((token for token in self.tokens if token.name == caller.name), None)
         if everywhere and token is not None:
-            await self.sessions.end_all(token.sha256)
+            for digest in token.hashes:
+                await self.sessions.end_all(digest)
 
 
 def cookie_of(headers: Headers) -> str | None:
@@ -196,7 +200,7 @@ def _csrf_token(cookie: str) -> str:
 def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
     if token is None:
         return NOBODY
-    return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token)
+    return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token, token.quota)
 
 
 def _host_name(netloc: str) -> str:

@@ -16,12 +16,20 @@ from foreshock.server.curves.series import edges, number
 from foreshock.server.models import Matrix
 from foreshock.server.store.schema import boots, rollups, samples
 
+_CELLS: Final = 2**18
+"""So many values an answer holds at most: layers of which each has other head numbers make a wide matrix of nulls."""
 _LOOK_BACK: Final = 128
 """Samples looked through for a metric that is measured now and then; older ones are found in the roll-ups."""
 
 
 async def matrix(
-    connection: AsyncConnection, run_id: int, run: str, metric: Metric, step: int | None, max_steps: int
+    connection: AsyncConnection,
+    run_id: int,
+    run: str,
+    metric: Metric,
+    step: int | None,
+    max_steps: int,
+    from_layer: int = 0,
 ) -> Matrix:
     """One per-head metric of every head at the newest step that is not after `step`; see models.Matrix."""
     axis = await axis_of(connection, run_id)
@@ -29,14 +37,18 @@ async def matrix(
     if step is not None:
         query = query.where(samples.c.step <= step)
     found: int | None = (await connection.execute(query.order_by(samples.c.step.desc()).limit(1))).scalar()
-    layers, heads = axis.layers, sorted({head for _, head in axis.heads})
+    heads = sorted({head for layer, head in axis.heads if layer >= from_layer})
+    asked = [layer for layer in axis.layers if layer >= from_layer]
+    fit = max(1, _CELLS // max(1, len(heads)))
+    layers = asked[:fit]
     values = np.full((len(layers), len(heads)), np.nan)
     measured = None
     if found is not None and axis.heads:
         measured, of_heads = await _measured(connection, axis, run_id, metric, found)
         row_of, column_of = {n: i for i, n in enumerate(layers)}, {n: i for i, n in enumerate(heads)}
         for (layer, head), value in zip(axis.heads, of_heads, strict=True):
-            values[row_of[layer], column_of[head]] = value
+            if layer in row_of:
+                values[row_of[layer], column_of[head]] = value
     return Matrix(
         run=run,
         metric=metric.key,
@@ -45,6 +57,7 @@ async def matrix(
         measured_step=measured,
         layers=layers,
         heads=heads,
+        next_layer=asked[fit] if len(asked) > fit else None,
         values=[[number(value) for value in row] for row in values],
         steps=await _steps(connection, run_id, max_steps),
     )

@@ -26,6 +26,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.metric import Metric
+from foreshock.server.access.auth import Keyring
+from foreshock.server.access.quotas import owners
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
 from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
@@ -47,6 +49,9 @@ class Exposition:
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     dropped: int = 0
     used: int = 0
+    owners: dict[str, str] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    """By run its token, and by token the series that its quota leaves."""
 
     def add(self, name: str, labels: Labels, value: float | None) -> None:
         """Add one series, or count it as dropped. None and series that are there already are left out."""
@@ -59,11 +64,19 @@ class Exposition:
             of_name = self.values.setdefault(name, {})
             if labels in of_name:
                 continue
-            if self.used < self.budget:
+            if self.used < self.budget and (not self.left or self._within_quota(labels)):
                 self.used += 1
                 of_name[labels] = value
             else:
                 self.dropped += 1
+
+    def _within_quota(self, labels: Labels) -> bool:
+        """Take one of what is left to the token whose run the first label names."""
+        owner = self.owners.get(labels[0]) if labels else None
+        if owner not in self.left:
+            return True
+        self.left[owner] -= 1
+        return self.left[owner] >= 0
 
 
 class _Snapshot(Collector):
@@ -96,8 +109,8 @@ class _Snapshot(Collector):
 class Exposer:
     """Answers scrapes. A snapshot serves everybody who asks within `metrics_seconds`: many scrapers cost one."""
 
-    def __init__(self, store: Store, settings: Settings, counters: Counters) -> None:
-        self._store, self._settings, self._counters = store, settings, counters
+    def __init__(self, store: Store, settings: Settings, counters: Counters, keyring: Keyring) -> None:
+        self._store, self._settings, self._counters, self._keyring = store, settings, counters, keyring
         self._taken: dict[str, tuple[float, Exposition]] = {}
         self._made: dict[int, tuple[int, RunSeries]] = {}
         self._taking = asyncio.Lock()
@@ -123,6 +136,10 @@ class Exposer:
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
         shown = self._in_turns(shown)
+        quotas = {token.name: token.quota.series for token in self._keyring.tokens}
+        exposition.left = {name: series for name, series in quotas.items() if series is not None}
+        if exposition.left:
+            exposition.owners = await self._store.look(owners)
         rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
         exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
         for key, counts in per_run.items():
@@ -144,7 +161,7 @@ class Exposer:
         """Living runs first, each tenant's in turn, the oldest first: newcomers displace nobody, and many runs of one
         tenant none of another's. Whose runs begin with the same prefix of a token are one tenant's.
         """
-        prefixes = sorted({token.run_prefix for token in self._settings.all_tokens}, key=len, reverse=True)
+        prefixes = sorted({token.run_prefix for token in self._keyring.tokens}, key=len, reverse=True)
         turns: Counter[tuple[str, bool]] = Counter()
         placed: list[tuple[bool, int, int, Row[Any], RunSeries]] = []
         for row, series in sorted(shown, key=lambda run: (run[0].first_seen, run[0].id)):

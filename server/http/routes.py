@@ -135,13 +135,14 @@ async def get_matrix(
     metric: Annotated[str, Query(max_length=64)],
     step: StepQuery = None,
     max_steps: Annotated[int, Query(ge=0, le=10_000)] = 500,
+    from_layer: Annotated[int, Query(ge=0, lt=100_000)] = 0,
 ) -> Response:
     """One per-head metric, layers by heads, at or just before a step."""
     wanted = metric_of(metric, per_head=True)
 
     async def read(connection: AsyncConnection) -> bytes:
         run_id = await commands.run_id_of(connection, run)
-        return (await matrix(connection, run_id, run, wanted, step, max_steps)).model_dump_json().encode()
+        return (await matrix(connection, run_id, run, wanted, step, max_steps, from_layer)).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -302,13 +303,31 @@ async def _decide(
 @router.get("/v1/audit")
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
-    if caller.run_prefix:
-        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+    _speaks_of_all(caller)
     async with _store(request).read() as connection:
         rows = await audit.page(connection, cursor, limit + 1)
     intact = audit.intact(rows)
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
+
+
+@router.get("/v1/audit/export", response_class=Response)
+async def export_audit(
+    request: Request,
+    caller: Reader,
+    after: Annotated[int, Query(ge=0, le=2**62)] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Response:
+    """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
+    _speaks_of_all(caller)
+    async with _store(request).read() as connection:
+        rows = await audit.after(connection, after, limit)
+    return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
+
+
+def _speaks_of_all(caller: Caller) -> None:
+    if caller.run_prefix:
+        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
 
 
 @router.get("/metrics", response_class=Response)

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
-from foreshock.server.access.auth import Needs, check_run
+from foreshock.server.access import quotas
+from foreshock.server.access.auth import ANYONE, Needs, check_run
 from foreshock.server.access.limits import Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import Orders, exchange
@@ -39,6 +40,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
+_SHOWN_SECONDS: Final = 60.0
 RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
@@ -47,6 +49,7 @@ RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incident
 class _Item:
     batch: Batch
     size: int
+    token: str
     arrival: Arrival
     done: asyncio.Future[Ack] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -62,6 +65,8 @@ class Writer:
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
         self._bytes = 0
         self._closed = False
+        self._switched: dict[int, float] = {}
+        """Runs in which something was switched just now, and until when that is just now."""
 
     def refuse_when_full(self, size: int = 0) -> None:
         """Raises ProblemError 429 when the queue has no room for a batch of so many bytes."""
@@ -70,12 +75,15 @@ class Writer:
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
-    async def submit(self, batch: Batch, size: int, arrival: Arrival) -> Ack:
-        """Store a batch; returns after the commit. Raises ProblemError 429 when the queue is full, 503 on a fault."""
+    async def submit(self, batch: Batch, size: int, token: str, arrival: Arrival) -> Ack:
+        """Store a batch that this token sent; returns after the commit.
+
+        Raises ProblemError 429 when the queue is full, 503 on a fault.
+        """
         self.refuse_when_full(size)
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
-        item = _Item(batch, size, arrival)
+        item = _Item(batch, size, token, arrival)
         self._bytes += size
         self._waiting.put_nowait(item)
         try:
@@ -135,6 +143,14 @@ class Writer:
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
+    def _mode_comes(self, done: Recorded) -> set[int]:
+        """Runs whose samples may show a mode that a rank told of before: a switch is seen when samples have it."""
+        now = time.monotonic()
+        self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
+        come = {run_id for run_id, _ in done.stepped} & self._switched.keys()
+        self._switched |= {done.run_ids[batch.run]: now + _SHOWN_SECONDS for batch, _ in done.switched}
+        return come
+
     async def _write(self, items: list[_Item]) -> list[Ack]:
         group = [item.batch for item in items]
         arrivals = {
@@ -143,9 +159,12 @@ class Writer:
 
         async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
             done = await record(self._store, connection, group, arrivals)
+            new = {id(batch) for batch in done.new}
+            own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
+            await quotas.count(self._store, connection, own)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
-            if done.told:
-                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
+            if told := done.told | self._mode_comes(done):
+                await tell_incidents(self._store, connection, told, self._settings.verify_steps)
             return done, orders
 
         done, orders = await self._store.transact(take_in)
@@ -195,8 +214,9 @@ class Shortcut:
 async def post_batch(request: Request) -> Response:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
     caller, state = await _may_ingest(request), request.app.state
-    try:
-        state.writer.refuse_when_full()  # before the batch is read: a refusal is cheap
+    try:  # before the batch is read: a refusal is cheap
+        state.writer.refuse_when_full()
+        await state.quotas.admit(caller, request.headers)
     except ProblemError:
         await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
         raise
@@ -210,12 +230,14 @@ async def post_batch(request: Request) -> Response:
             log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
         raise
     check_run(caller, batch.run)
+    await state.quotas.admit_run(caller, batch.run)
     buckets: Buckets = state.buckets
     wait = buckets.take((caller.name, batch.run))
     if wait > 0:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    ack = await state.writer.submit(batch, len(body), arrival_of(request.headers))
+    token = "" if caller is ANYONE else caller.name
+    ack = await state.writer.submit(batch, len(body), token, arrival_of(request.headers))
     body = ack.model_dump_json().encode()
     return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
 

@@ -70,5 +70,35 @@ async def page(connection: AsyncConnection, before: int | None, limit: int) -> l
     return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
 
 
+async def after(connection: AsyncConnection, sequence: int, limit: int) -> list[AuditRow]:
+    """Rows that follow this one, oldest first."""
+    query = select(audit).where(audit.c.sequence > sequence).order_by(audit.c.sequence).limit(limit)
+    rows = (await connection.execute(query)).mappings()
+    return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
+
+
+class BrokenChainError(ValueError):
+    """The audit trail was changed; the message names the first row that does not follow."""
+
+
+class Chain:
+    """Follows the trail, oldest row first, from its beginning or from a row that is known."""
+
+    def __init__(self, last: AuditRow | None = None) -> None:
+        self.sequence, self.hash = (last.sequence, last.hash) if last else (0, GENESIS)
+
+    def follow(self, row: AuditRow) -> None:
+        """Take the next row. Raises BrokenChainError when it is not the one that followed."""
+        if row.sequence != self.sequence + 1:
+            raise BrokenChainError(
+                f"the audit trail is broken: row {self.sequence + 1} is missing before {row.sequence}"
+            )
+        if row.previous_hash != self.hash:
+            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} follows another one")
+        if row.hash != row_hash(row):
+            raise BrokenChainError(f"the audit trail is broken: row {row.sequence} was changed after it was written")
+        self.sequence, self.hash = row.sequence, row.hash
+
+
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

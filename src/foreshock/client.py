@@ -175,10 +175,20 @@ class Service:
 
     def matrix(self, run: str, metric: str, step: int | None = None) -> Matrix:
         """One metric of every head, at `step` or just before it; at the last step by default."""
-        reply = self.get(f"/v1/runs/{run}/matrix", metric=metric, step=step, max_steps=0)
-        layers, heads = np.asarray(reply["layers"], np.int64), np.asarray(reply["heads"], np.int64)
-        values = _floats([value for row in reply["values"] for value in row]).reshape(len(layers), len(heads))
-        return Matrix(reply["run"], reply["metric"], reply["unit"], reply["step"], layers, heads, values)
+        path, query = f"/v1/runs/{run}/matrix", {"metric": metric, "max_steps": 0}
+        reply = part = self.get(path, step=step, **query)
+        rows = [(part["heads"], row) for row in part["values"]]
+        layers = list(part["layers"])
+        while (onward := part.get("next_layer")) is not None:  # of a very wide run some layers come at a time
+            part = self.get(path, step=reply["step"], from_layer=onward, **query)
+            rows += [(part["heads"], row) for row in part["values"]]
+            layers += part["layers"]
+        heads = sorted({head for known, _ in rows for head in known})
+        values = np.full((len(layers), len(heads)), np.nan)
+        for i, (known, row) in enumerate(rows):
+            values[i, np.searchsorted(heads, known)] = _floats(row)
+        at = np.asarray(layers, np.int64), np.asarray(heads, np.int64)
+        return Matrix(reply["run"], reply["metric"], reply["unit"], reply["step"], *at, values)
 
     # ---- orders ---------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(play: Any) -
         assert [answer.status_code for answer in both] == [200] * 5
         assert (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"][0]["steps"] == [10, 20]
         assert len((await service.get("/v1/runs/run-1/events"))["events"]) == 2
-        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0}
+        assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0, "quota": 0}
 
     play(story)
 

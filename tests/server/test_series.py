@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array
 from foreshock.server.curves.rollups import build
 from foreshock.server.testing import FakeRank
@@ -304,5 +305,31 @@ def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(play: Any) -> N
         first = [key for key, entry in served.items() if entry["chart"] == "first"]
         assert first[:2] == ["head.score_offset", "head.score_max"]
         assert first == sorted(first, key=lambda key: BY_KEY[key].chart or 0)
+
+    play(story)
+
+
+def test_a_matrix_of_layers_with_other_head_numbers_each_is_sent_in_windows(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(layers=1000, heads=(0,))
+        rank.layers = tuple(layer.model_copy(update={"heads": (layer.layer,)}) for layer in rank.layers)
+        await service.store(rank, rank.started(), rank.sample(1))
+        seen: dict[int, float] = {}
+        asked = 0
+        while True:
+            answer = await service.client.get(f"/v1/runs/run-1/matrix?metric=head.score_max&from_layer={asked}")
+            assert answer.status_code == 200
+            assert len(answer.content) < 4 * 2**20
+            said = answer.json()
+            for layer, row in zip(said["layers"], said["values"], strict=True):
+                [value] = [value for value in row if value is not None]
+                assert row[said["heads"].index(layer)] == value
+                seen[layer] = value
+            if said["next_layer"] is None:
+                break
+            assert said["next_layer"] == said["layers"][-1] + 1
+            asked = said["next_layer"]
+        words = rank.words(1).view(np.float64)
+        assert [seen[layer] for layer in range(1000)] == pytest.approx(words[:, Slot.SCORE_MAX])
 
     play(story)

@@ -254,6 +254,8 @@ export interface IncidentChange {
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
   steps_left: number | null;
+  /** in the log: told because it grew tenfold, nothing else changed */
+  grown: boolean;
   sentence: string;
 }
 
@@ -325,6 +327,8 @@ export interface Matrix {
   measured_step: number | null;
   layers: number[];
   heads: number[];
+  /** the first layer that did not fit; ask again with from_layer for it and those after */
+  next_layer: number | null;
   /** [layers, heads]; null where a layer has no such head, or no count */
   values: ((number | null)[])[];
   /** steps that can be asked for, thinned to at most max_steps, ascending */

@@ -1,0 +1,122 @@
+"""A copy of the store that is consistent in itself, made while ingest goes on, and the way back from it."""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import func, select
+from sqlalchemy.engine import URL, make_url
+
+from foreshock.server.store import audit
+from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.schema import batches, runs
+
+_BESIDE: Final = ("", "-wal", "-shm")
+
+
+def backup(url: str, file: Path) -> None:
+    """Copy the store at `url` into a new file: SQLite by its backup interface, PostgreSQL by pg_dump (custom format).
+
+    The file appears under its name once it is whole and on the disk. Raises StoreError with a sentence.
+    """
+    if file.exists():
+        raise StoreError(f"{file} exists; a backup overwrites nothing, give another name")
+    partial = file.with_name(file.name + ".partial")
+    partial.unlink(missing_ok=True)
+    parsed = make_url(url)
+    if _is_sqlite(parsed):
+        _copy_sqlite(_file_of(parsed), partial)
+    else:
+        tool, database = _postgresql(parsed, "pg_dump")
+        _call([*tool, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}", database], parsed)
+    with partial.open("rb+") as written:
+        os.fsync(written.fileno())
+    partial.rename(file)
+
+
+def restore(file: Path, url: str) -> None:
+    """Put a backup where nothing is: a SQLite file that does not exist yet, a PostgreSQL database without tables.
+
+    Stop the service first. Raises StoreError with a sentence.
+    """
+    parsed = make_url(url)
+    if not file.is_file():
+        raise StoreError(f"there is no file {file}")
+    if _is_sqlite(parsed):
+        target = _file_of(parsed)
+        # a write-ahead log that belongs to another file would be played into this one
+        if there := [name for end in _BESIDE if (name := target.with_name(target.name + end)).exists()]:
+            raise StoreError(f"{', '.join(map(str, there))} exists; stop the service and move it away first")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + ".partial")
+        _copy_sqlite(file, partial)
+        partial.rename(target)
+    else:
+        tool, database = _postgresql(parsed, "pg_restore")
+        options = ["--exit-on-error", "--single-transaction", "--no-owner", "--no-privileges", f"--dbname={database}"]
+        _call([*tool, *options, str(file)], parsed)
+
+
+async def examine(url: str) -> str:
+    """What a store holds, in a sentence. Raises BrokenChainError when its audit trail was changed."""
+    store = Store(url)
+    try:
+        await store.check_schema()
+        chain = audit.Chain()
+        async with store.read() as connection:
+            found = [(await connection.execute(select(func.count()).select_from(t))).scalar() for t in (runs, batches)]
+            while rows := await audit.after(connection, chain.sequence, 1000):
+                for row in rows:
+                    chain.follow(row)
+    finally:
+        await store.close()
+    return f"{found[0]} runs, {found[1]} batches; the audit trail of {chain.sequence} rows is whole"
+
+
+def _is_sqlite(url: URL) -> bool:
+    return url.drivername.split("+")[0] == "sqlite"
+
+
+def _file_of(url: URL) -> Path:
+    if not url.database:
+        raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
+    return Path(url.database)
+
+
+def _copy_sqlite(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise StoreError(f"there is no file {source}")
+    try:
+        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+            old.backup(new)  # all pages in one read transaction: a writer beside it neither waits nor spoils it
+            new.execute("PRAGMA journal_mode=DELETE")  # one file, without a write-ahead log beside it
+            [verdict] = new.execute("PRAGMA integrity_check").fetchone()
+    except sqlite3.DatabaseError as error:
+        target.unlink(missing_ok=True)
+        raise StoreError(f"{source} cannot be copied: {error}") from None
+    if verdict != "ok":
+        target.unlink(missing_ok=True)
+        raise StoreError(f"{source} is damaged: {verdict}")
+
+
+def _postgresql(url: URL, tool: str) -> tuple[list[str], str]:
+    if url.drivername.split("+")[0] not in ("postgresql", "postgres"):
+        raise StoreError(f"database_url begins with {url.drivername!r}; give sqlite:/// or postgresql://")
+    found = shutil.which(tool)
+    if found is None:
+        raise StoreError(f"{tool} is not on the PATH; it comes with PostgreSQL's client programs")
+    # Without its password, which would stand in the list of processes. (URL.set cannot take a password away.)
+    shown = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
+    return [found], shown.render_as_string(hide_password=False)
+
+
+def _call(command: list[str], url: URL) -> None:
+    password = {"PGPASSWORD": str(url.password)} if url.password is not None else {}
+    done = subprocess.run(command, env={**os.environ, **password}, capture_output=True, text=True)
+    if done.returncode != 0:
+        why = next((line for line in done.stderr.splitlines() if "error:" in line), done.stderr.strip()[:300])
+        raise StoreError(f"{Path(command[0]).name} failed: {why}")
