@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS
+from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, RUN_METRICS, SERVICE_METRICS, WATCHDOG
 from foreshock.contract.metric import Metric
 from foreshock.dashboards.panels import (
     DATASOURCE,
@@ -18,6 +18,7 @@ from foreshock.dashboards.panels import (
     modes_over_time,
     panel,
     query,
+    row,
     select,
     stat,
     table,
@@ -47,13 +48,15 @@ def _overview(links: Links) -> Board:
         BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast")
     )
     warnings = select(warning, MANY_RUNS)
+    living = f"{select(active, MANY_RUNS)} == 1"
     columns = [
         ("active", _by_run("run.active"), "bool_yes_no"),
-        ("step", _by_run("run.step"), "short"),
-        ("last step", f"time() - {_by_run('run.last_step')}", "s"),
+        ("step", _by_run("run.step"), "locale"),
+        ("last step", f"(time() - {_by_run('run.last_step')}) and on (run) {living}", "s"),
         ("worst risk", _by_run("run.worst_risk"), unit(BY_KEY["run.worst_risk"])),
+        ("heard of", f"(time() - {_by_run('run.last_heard')}) and on (run) {living}", "s"),
         ("warnings", f"sum by (run) ({warnings})", "short"),
-        ("steps left", f"min by (run) ({select(forecast, MANY_RUNS)})", "short"),
+        ("steps left", f"min by (run) ({select(forecast, MANY_RUNS)})", "locale"),
     ]
     panels: list[Sized] = [
         (stat(active, "Active runs", f"sum({select(active, MANY_RUNS)})"), 6, 4),
@@ -64,12 +67,22 @@ def _overview(links: Links) -> Board:
             table(
                 "Runs",
                 "Every run with its state, the risk of its worst head and the forecast of steps left. Click a run for "
-                "its page. Bad: a warning, risk near 1, few steps left, or an active run whose last step is old.",
+                "its board, its layers or its page. Bad: a warning, risk near 1, few steps left, an active run whose "
+                "last step is old.",
                 columns,
+                levels={
+                    "last step": BY_KEY["run.last_step"],
+                    "heard of": BY_KEY["run.last_heard"],
+                    "worst risk": risk,
+                    "warnings": warning,
+                    "steps left": forecast,
+                },
+                sort="worst risk",
             ),
             24,
-            8,
+            10,
         ),
+        (_alerts(MANY_RUNS), 24, 6),
         (
             table(
                 "Warnings that are raised now",
@@ -80,7 +93,9 @@ def _overview(links: Links) -> Board:
             24,
             6,
         ),
+        _row("Incidents"),
         *_grid(["incident.active", "incident.heads", "incident.forecast", "incident.acknowledged"], MANY_RUNS),
+        _row("Warnings and switches"),
         *_grid(
             ["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"],
             MANY_RUNS,
@@ -98,9 +113,16 @@ def _run(links: Links) -> Board:
         (stat(warning, "Active warnings", f"sum({select(warning, ONE_RUN)}) or vector(0)"), 6, 4),
         (stat(risk, "Worst risk now", f"max({select(risk, ONE_RUN)})"), 6, 4),
         (stat(forecast, "Least time left", f"min({select(forecast, ONE_RUN)})"), 6, 4),
-        *_grid([m.key for m in RUN_METRICS if m.board == "run"], ONE_RUN),
-        *_grid([m.key for m in HEAD_METRICS if m.board == "run"], ONE_RUN),
+        (_alerts(ONE_RUN), 24, 5),
+        _row("What decides"),
+        *_grid([*_DECIDING, "run.worst_risk"], ONE_RUN),
+        _row("Warnings and switches"),
         *_grid(["warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"], ONE_RUN),
+        _row("The training"),
+        *_grid([m.key for m in RUN_METRICS if m.board == "run" and m.key not in _DECIDING], ONE_RUN),
+        _row("The worst heads"),
+        *_grid([m.key for m in HEAD_METRICS if m.board == "run" and m.key not in _DECIDING], ONE_RUN),
+        _row("Against the step"),
         (by_step(BY_KEY["run.loss"], step, f"max({select(BY_KEY['run.loss'], ONE_RUN)})"), 12, 8),
         (by_step(BY_KEY[worst], step, f"max({select(BY_KEY[worst], ONE_RUN)})"), 12, 8),
     ]
@@ -115,10 +137,13 @@ def _layers(links: Links) -> Board:
         return BY_KEY[key], f"max by (layer) ({select(BY_KEY[key], ONE_RUN, of_layers=True)})"
 
     panels: list[Sized] = [
+        _row("The last value of every head"),
         *[(matrix(*heads(m.key)), 12, 10) for m in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"])],
+        _row("Over time"),
         (layers_over_time(*layers("head.risk")), 12, 9),
         (layers_over_time(*layers("head.score_max")), 12, 9),
         (modes_over_time(*heads("head.mode")), 24, 8),
+        _row("The worst heads"),
         *_grid([m.key for m in HEAD_METRICS if m.board == "heads" and m.key != "head.mode"], ONE_RUN),
     ]
     return _board("layers", "Layer by head", panels, links, filters=ONE_RUN)
@@ -159,6 +184,28 @@ _BOARDS: Final[dict[str, Callable[[Links], Board]]] = {
 }
 
 
+_DECIDING: Final = ("run.loss", "head.score_offset", "head.score_max")
+"""What tells first whether a run is about to fail."""
+
+
+def _row(title: str) -> Sized:
+    return row(title), COLUMNS, 1
+
+
+def _alerts(filters: Filters) -> Panel:
+    """Alerts that fire now, as Prometheus evaluates them: no plugin, no right beyond reading metrics."""
+    run = filters["run"]
+    # without a run: the service's own alerts, which concern every run
+    firing = f'ALERTS{{alertname=~"Foreshock.*", alertname!="{WATCHDOG.name}", alertstate="firing", {run}}}'
+    ours = firing.replace(run, 'run=""')
+    return table(
+        "Alerts that fire now",
+        "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks.",
+        [("firing", f"max by (alertname, severity, run, layer, head) ({firing} or {ours})", "short")],
+        hide=("Value",),
+    )
+
+
 def _by_run(key: str) -> str:
     return f"max by (run) ({select(BY_KEY[key], MANY_RUNS)})"
 
@@ -194,15 +241,7 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, filt
         "templating": {"list": [_datasource_variable(), _service_variable(links), *_run_variables(filters)]},
         "annotations": {"list": [_warning_annotation(filters), _switch_annotation(filters)]},
         "links": [
-            {
-                "title": "Boards",
-                "type": "dashboards",
-                "tags": [TAG],
-                "asDropdown": True,
-                "includeVars": True,
-                "keepTime": True,
-                "targetBlank": False,
-            },
+            *(_to_board(other, words) for other, words in _WAYS.items() if other != name),
             {
                 "title": "The service's page",
                 "type": "link",
@@ -212,6 +251,27 @@ def _board(name: str, title: str, panels: Sequence[Sized], links: Links, *, filt
             },
         ],
         "panels": _place(panels),
+    }
+
+
+_WAYS: Final = {
+    "overview": "All runs",
+    "run": "The run",
+    "layers": "Its layers and heads",
+    "service": "Fleet and service health",
+}
+"""The way from board to board, in the words of a link."""
+
+
+def _to_board(name: str, title: str) -> dict[str, Any]:
+    return {
+        "title": title,
+        "type": "link",
+        "url": f"/d/foreshock-{name}",
+        "includeVars": True,
+        "keepTime": True,
+        "targetBlank": False,
+        "icon": "dashboard",
     }
 
 
@@ -244,9 +304,11 @@ def _run_variable() -> dict[str, Any]:
         "label": "Run",
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": f"label_values({BY_KEY['run.step'].name}, run)", "refId": "run"},
+        # The run that stepped last comes first, and is the one that a board opens with.
+        "query": {"query": f"query_result(sort_desc({BY_KEY['run.last_step'].name}))", "refId": "run"},
+        "regex": '/run="([^"]+)"/',
         "refresh": 2,
-        "sort": 1,
+        "sort": 0,
     }
 
 

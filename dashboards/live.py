@@ -6,7 +6,7 @@ A panel that is always empty looks like good news.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import httpx
 
@@ -16,6 +16,7 @@ from foreshock.dashboards.rules import Links, rules
 Kind = Literal["panel", "variable", "annotation", "rule"]
 
 _LABEL_VALUES: Final = re.compile(r"label_values\((.*),\s*(\w+)\)")
+_QUERY_RESULT: Final = re.compile(r"query_result\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,28 @@ def queries() -> Iterator[Query]:
     A rule that does not fire returns nothing, as it should; what it watches must be there all the same.
     """
     for name, board in boards(Links()).items():
-        for panel in board["panels"]:
+        for panel in charts(board):
             for target in panel["targets"]:
                 yield Query(f"{name}: {panel['title']} ({target['refId']})", "panel", target["expr"])
         for variable in board["templating"]["list"]:
             if variable["type"] == "query":
-                selector, _ = label_values(variable["query"]["query"])
-                yield Query(f"{name}: ${variable['name']}", "variable", selector)
+                yield Query(f"{name}: ${variable['name']}", "variable", asked_by(variable["query"]["query"]))
         for annotation in board["annotations"]["list"]:
             yield Query(f"{name}: {annotation['name']}", "annotation", annotation["expr"])
     for rule in rules(Links()):
         for metric in sorted(set(re.findall(r"foreshock_\w+", rule.expr))):
             yield Query(rule.alert.name, "rule", metric)
+
+
+def charts(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """The panels of a board that ask for something; the others are headings."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def asked_by(text: str) -> str:
+    """The PromQL of a variable: that of a `query_result`, or the selector of a `label_values`."""
+    match = _QUERY_RESULT.fullmatch(text)
+    return match[1] if match else label_values(text)[0]
 
 
 def label_values(text: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ _UNITS: Final = {
     "ratio": "short",
     "seconds": "s",
     "bytes": "bytes",
-    "steps": "short",
+    "steps": "locale",  # in full: 12,345 and not 12.3 K
     "timestamp_seconds": "s",  # shown as the time since
 }
 Filters = Mapping[str, str]
@@ -97,6 +97,25 @@ def target(expr: str, *, legend_format: str = "", ref: str = "A", table: bool = 
         else {"format": "time_series", "instant": False, "range": True}
     )
     return {"refId": ref, "datasource": DATASOURCE, "expr": expr, "legendFormat": legend_format, **shape}
+
+
+def board_link(board: str, title: str) -> dict[str, Any]:
+    """A data link from a row about a run to another board of ours, at the same time."""
+    url = (
+        f"/d/foreshock-{board}?var-run=${{__value.raw:percentencode}}&${{datasource:queryparam}}&${{__url_time_range}}"
+    )
+    return {"title": title, "url": url, "targetBlank": False}
+
+
+def row(title: str) -> Panel:
+    """A heading; what stands below it folds with it."""
+    return {
+        "id": 1 + zlib.crc32(f"row {title}".encode()) % 1_000_000,
+        "type": "row",
+        "title": title,
+        "collapsed": False,
+        "panels": [],
+    }
 
 
 def page_link(label: str = "run") -> dict[str, Any]:
@@ -312,20 +331,36 @@ def table(
     columns: Sequence[tuple[str, str, str]],
     *,
     hide: Sequence[str] = (),
+    levels: Mapping[str, Metric] | None = None,
+    sort: str | None = None,
 ) -> Panel:
     """Rows that share labels, one column for each (name, expression, Grafana unit).
 
-    `hide` names columns as Grafana has them before they get their names here.
+    `hide` names columns as Grafana has them before they get their names here. A column is coloured by the levels of
+    the metric that `levels` names for it; the largest of the column `sort` come first.
     """
     refs = [chr(ord("A") + index) for index in range(len(columns))]
     overrides: list[dict[str, Any]] = [
-        {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": grafana_unit}]}
+        {
+            "matcher": {"id": "byName", "options": name},
+            "properties": [{"id": "unit", "value": grafana_unit}, *_coloured((levels or {}).get(name))],
+        }
         for name, _, grafana_unit in columns
     ]
     overrides.append(
         {
             "matcher": {"id": "byName", "options": "run"},
-            "properties": [{"id": "links", "value": [page_link("value")]}, {"id": "unit", "value": "string"}],
+            "properties": [
+                {
+                    "id": "links",
+                    "value": [
+                        board_link("run", "Board of the run"),
+                        board_link("layers", "Its layers and heads"),
+                        page_link("value"),
+                    ],
+                },
+                {"id": "unit", "value": "string"},
+            ],
         }
     )
     single = len(columns) == 1
@@ -336,7 +371,11 @@ def table(
         description,
         [target(expr, ref=ref, table=True) for ref, (_, expr, _) in zip(refs, columns, strict=True)],
         grafana_unit="short",
-        options={"showHeader": True, "cellHeight": "sm"},
+        options={
+            "showHeader": True,
+            "cellHeight": "sm",
+            **({"sortBy": [{"displayName": sort, "desc": True}]} if sort else {}),
+        },
         overrides=overrides,
         transformations=[
             *([] if single else [{"id": "merge", "options": {}}]),
@@ -346,3 +385,14 @@ def table(
             },
         ],
     )
+
+
+def _coloured(metric: Metric | None) -> list[dict[str, Any]]:
+    """The properties that paint a column's cells by a metric's levels."""
+    if metric is None:
+        return []
+    colours = thresholds(metric, quiet="transparent", watch="semi-dark-orange", alarm="semi-dark-red")
+    return [
+        {"id": "custom.cellOptions", "value": {"type": "color-background", "mode": "basic"}},
+        {"id": "thresholds", "value": colours["thresholds"]},
+    ]

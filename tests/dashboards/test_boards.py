@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models.alerting import RuleGroup
 
 from foreshock.contract.catalog import HEAD_METRICS, METRICS
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.live import Query, concrete, label_values, queries
+from foreshock.dashboards.live import Query, asked_by, charts, concrete, queries
 from foreshock.dashboards.rules import Links, grafana_rules, rules
 
 with warnings.catch_warnings():
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 BOARDS = boards(Links())
 PANELS = [
-    pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in board["panels"]
+    pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in charts(board)
 ]
 QUERIES = [query for query in queries() if query.kind != "rule"] + [
     Query(rule.alert.name, "rule", rule.expr) for rule in rules(Links())
@@ -37,6 +37,7 @@ LABELS = {
     **{metric.name: set(metric.labels) for metric in METRICS},
     **{metric.layer_name: {"run", "layer"} for metric in HEAD_METRICS},
     "up": {"job"},
+    "ALERTS": {"alertname", "alertstate", "severity", "run", "layer", "head"},  # of Prometheus itself
 }
 
 every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS.keys())
@@ -97,7 +98,7 @@ def test_every_metric_of_the_catalogue_is_on_a_board() -> None:
 
 @every_board
 def test_a_legend_names_only_labels_that_its_series_keep(board: dict[str, Any]) -> None:
-    for panel in board["panels"]:
+    for panel in charts(board):
         for target in panel["targets"]:
             tree = parse(target["expr"])
             names = [selector.name for selector in selectors(tree)]
@@ -142,9 +143,9 @@ def test_grafanas_own_model_knows_every_key(board: dict[str, Any]) -> None:
     "spoil",
     [
         lambda board: board.update(tittle="x"),
-        lambda board: board["panels"][0].update(tittle="x"),
-        lambda board: board["panels"][-1]["options"]["legend"].update(calsc=[]),
-        lambda board: board["panels"][-1]["targets"][0].update(exprr="x"),
+        lambda board: charts(board)[0].update(tittle="x"),
+        lambda board: charts(board)[-1]["options"]["legend"].update(calsc=[]),
+        lambda board: charts(board)[-1]["targets"][0].update(exprr="x"),
     ],
     ids=["board", "panel", "options", "target"],
 )
@@ -216,9 +217,8 @@ def test_template_label_promql_and_template_on_time_change_reload_rules(board: d
     asked = [variable for variable in variables(board).values() if variable["type"] == "query"]
     assert asked
     for variable in asked:
-        selector, label = label_values(variable["query"]["query"])
-        names = [node.name for node in selectors(parse(selector))]
-        assert label in LABELS[names[0]]
+        names = [node.name for node in selectors(parse(asked_by(variable["query"]["query"])))]
+        assert variable["name"] in LABELS[names[0]]
         assert variable["refresh"] == 2
         assert not variable.get("includeAll") or variable["allValue"] == ".+"
 
@@ -238,7 +238,7 @@ def test_panel_title_description_and_panel_no_targets_rules(panel: dict[str, Any
 
 @every_panel
 def test_panel_units_rule(panel: dict[str, Any]) -> None:
-    known = {"short", "s", "bytes", "percentunit", "bool_on_off"}
+    known = {"short", "locale", "s", "bytes", "percentunit", "bool_on_off"}
     assert panel["fieldConfig"]["defaults"]["unit"] in known
 
 
@@ -274,7 +274,7 @@ def test_a_line_is_drawn_on_the_axis_that_the_catalogue_names(panel: dict[str, A
 
 def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
     levels = {level for m in METRICS if m.levels for level in (m.levels.watch, m.levels.alarm)} | {None}
-    for panel in (panel for board in BOARDS.values() for panel in board["panels"]):
+    for panel in (panel for board in BOARDS.values() for panel in charts(board)):
         if panel["title"] == "Service":  # whether it can be scraped is no metric of ours
             continue
         steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
@@ -313,7 +313,7 @@ def play(transformations: list[dict[str, Any]], rows: list[dict[str, Any]]) -> t
 def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None:
     """They have an empty layer, which a matcher for any text does not match."""
     [metric] = [metric for metric in METRICS if metric.key == key]
-    asked = [t["expr"] for p in BOARDS["run.json"]["panels"] for t in p["targets"] if metric.name in t["expr"]]
+    asked = [t["expr"] for p in charts(BOARDS["run.json"]) for t in p["targets"] if metric.name in t["expr"]]
     assert asked
     for expr in asked:
         for matcher in re.findall(r'layer=~"([^"]*)"', expr):
@@ -322,3 +322,65 @@ def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None
                 assert re.fullmatch(pattern, ""), expr
                 assert re.fullmatch(pattern, "17"), expr
                 assert chosen == ".+" or not re.fullmatch(pattern, "7"), expr
+
+
+# The way through the boards
+
+
+def property_of(panel: dict[str, Any], column: str, name: str) -> Any:
+    """A property of a table's column."""
+    overrides = panel["fieldConfig"]["overrides"]
+    [found] = [o["properties"] for o in overrides if o["matcher"]["options"] == column]
+    return next(p["value"] for p in found if p["id"] == name)
+
+
+@every_board
+def test_every_board_leads_to_every_other_within_grafana_and_takes_run_and_time_along(board: dict[str, Any]) -> None:
+    ways = {link["url"]: link for link in board["links"] if link["url"].startswith("/d/")}
+    assert set(ways) == {f"/d/{other['uid']}" for other in BOARDS.values() if other["uid"] != board["uid"]}
+    assert all(way["includeVars"] and way["keepTime"] and not way["targetBlank"] for way in ways.values())
+
+
+def test_a_run_of_the_overview_leads_to_its_board_and_its_layers() -> None:
+    [runs] = [panel for panel in charts(BOARDS["overview.json"]) if panel["title"] == "Runs"]
+    urls = [link["url"] for link in property_of(runs, "run", "links")]
+    assert urls[0].startswith("/d/foreshock-run?var-run=${__value.raw:percentencode}&")
+    assert urls[1].startswith("/d/foreshock-layers?var-run=${__value.raw:percentencode}&")
+    assert all("${__url_time_range}" in url for url in urls[:2])
+
+
+def test_the_overviews_runs_are_sorted_by_risk_coloured_and_their_steps_stand_in_full() -> None:
+    [runs] = [panel for panel in charts(BOARDS["overview.json"]) if panel["title"] == "Runs"]
+    assert runs["options"]["sortBy"] == [{"displayName": "worst risk", "desc": True}]
+    for column in ("worst risk", "warnings", "steps left", "last step", "heard of"):
+        assert property_of(runs, column, "custom.cellOptions")["type"] == "color-background"
+    assert property_of(runs, "step", "unit") == property_of(runs, "steps left", "unit") == "locale"
+
+
+def test_the_deciding_panels_come_first_under_headings() -> None:
+    board = BOARDS["run.json"]
+    headings = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
+    assert headings[0] == "What decides"
+    titles = [panel["title"] for panel in board["panels"]]
+    assert titles[: titles.index("What decides")][-1] == "Alerts that fire now"
+    assert titles[titles.index("What decides") + 1 :][:3] == ["Loss", "Score offset", "Largest score"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "layers.json"])
+def test_a_board_of_one_run_opens_with_the_one_that_stepped_last(name: str) -> None:
+    run = variables(BOARDS[name])["run"]
+    assert asked_by(run["query"]["query"]) == "sort_desc(foreshock_run_last_step_timestamp_seconds)"
+    assert run["sort"] == 0, "as it was answered"
+    pattern = re.compile(run["regex"].strip("/"))
+    answered = 'foreshock_run_last_step_timestamp_seconds{instance="i", job="foreshock", run="a.b/c-1"} 5 17'
+    assert pattern.findall(answered) == ["a.b/c-1"]
+
+
+def test_values_that_span_decades_are_drawn_on_an_axis_that_shows_them() -> None:
+    axes = {
+        panel["title"]: panel["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["type"]
+        for panel in charts(BOARDS["run.json"])
+        if panel["type"] == "timeseries"
+    }
+    assert axes["Score offset"] == axes["Largest score"] == "symlog"
+    assert axes["Gradient norm"] == "log"

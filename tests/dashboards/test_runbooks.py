@@ -8,6 +8,7 @@ import pytest
 from foreshock.contract.catalog import HEAD_METRICS, METRICS
 from foreshock.contract.metric import Alert
 from foreshock.dashboards.boards import boards
+from foreshock.dashboards.live import charts
 from foreshock.dashboards.rules import Links, alerts
 from foreshock.server.settings import Settings
 
@@ -38,7 +39,7 @@ def test_no_page_is_left_over_from_an_alert_that_is_gone() -> None:
 def test_a_page_names_only_panels_metrics_settings_and_pages_that_exist(alert: Alert) -> None:
     text = (RUNBOOKS / f"{alert.name}.md").read_text()
     titles = {board["title"].removeprefix("foreshock / ") for board in boards(Links()).values()}
-    panels = {panel["title"] for board in boards(Links()).values() for panel in board["panels"]}
+    panels = {panel["title"] for board in boards(Links()).values() for panel in charts(board)}
     metrics = {metric.name for metric in METRICS} | {metric.layer_name for metric in HEAD_METRICS}
     for named in re.findall(r"[Bb]oards? \*([^*]+)\*", text):
         assert named in titles
