@@ -87,7 +87,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, LiveService(Path(folder), environment) as service:
         _bind(service.pid, service_cpus)
         run_load(Load(service.url, CLIENTS, CLIENTS, 2.0, f"{name}-warm"))
-        report = _device(database_url)
+        report = device(database_url)
         report["device"]["service_cores"] = len(service_cpus) or os.cpu_count()
         report["sustained"] = _sustained(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a"))
         report["overload"] = _overload(service, Load(service.url, 10 * CLIENTS, CLIENTS, overload_seconds, f"{name}-b"))
@@ -101,7 +101,8 @@ def main(
     return report
 
 
-def _device(database_url: str | None) -> dict[str, Any]:
+def device(database_url: str | None) -> dict[str, Any]:
+    """Where and with what is measured."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
@@ -128,7 +129,8 @@ def _bind(pid: int, cpus: Collection[int]) -> None:
         os.sched_setaffinity(int(thread), cpus)
 
 
-def _cpu_seconds(service: LiveService) -> float:
+def cpu_seconds(service: LiveService) -> float:
+    """Processor seconds that the service has taken so far."""
     times = psutil.Process(service.pid).cpu_times()
     return float(times.user + times.system)
 
@@ -149,19 +151,19 @@ def _figures(result: Result, cpu_seconds: float) -> dict[str, Any]:
 
 
 def _sustained(service: LiveService, load: Load) -> dict[str, Any]:
-    before = _cpu_seconds(service)
+    before = cpu_seconds(service)
     result = run_load(load)
-    return {"clients": load.clients, **_figures(result, _cpu_seconds(service) - before)}
+    return {"clients": load.clients, **_figures(result, cpu_seconds(service) - before)}
 
 
 def _overload(service: LiveService, load: Load) -> dict[str, Any]:
-    before = _cpu_seconds(service)
+    before = cpu_seconds(service)
     start = psutil.Process(service.pid).memory_info().rss
     with Watch(service) as watch:
         result = run_load(load)
     return {
         "clients": load.clients,
-        **_figures(result, _cpu_seconds(service) - before),
+        **_figures(result, cpu_seconds(service) - before),
         "refusals_with_retry_after": result.retry_after == result.statuses[429],
         "looks": dict(watch.answers),
         "slowest_look_seconds": round(watch.slowest_seconds, 3),
@@ -187,9 +189,9 @@ def _cost_by_runs(service: LiveService, name: str, seconds: float) -> dict[str, 
     cost: dict[int, list[float]] = {1: [], MANY_RUNS: []}
     for turn in range(_ROUNDS + 1):
         for runs in cost:
-            before = _cpu_seconds(service)
+            before = cpu_seconds(service)
             result = run_load(Load(service.url, CLIENTS, runs, seconds, f"{name}-{runs}", 1 + turn * 10**6))
-            spent = _cpu_seconds(service) - before
+            spent = cpu_seconds(service) - before
             if turn > 0:
                 cost[runs].append(round(1e3 * spent / max(1, result.statuses[200]), 3))
     one, many = (sorted(cost[runs])[_ROUNDS // 2] for runs in (1, MANY_RUNS))

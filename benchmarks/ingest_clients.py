@@ -73,6 +73,17 @@ def _body(shape: bytes, number: int) -> bytes:
     return shape.replace(b"%d" % _STEP, b"%d" % number).replace(b"%d" % _SINCE, b"%d" % (number - 1))
 
 
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> tuple[int, bytes]:
+    """Send a batch: the status of the answer, and its head in small letters."""
+    writer.write(
+        b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(body) + body
+    )
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+    return int(head[9:12]), head
+
+
 async def _client(load: Load, number: int, shape: bytes, began: float, result: Result) -> None:
     address = urlsplit(load.url)
     shape = shape.replace(b'"%s"' % _BOOT.encode(), b'"%s-%d"' % (load.name.encode(), number))
@@ -83,14 +94,7 @@ async def _client(load: Load, number: int, shape: bytes, began: float, result: R
         own = number + load.clients * (sequence % max(1, load.runs // load.clients))
         run = b'"%s-%d"' % (load.name.encode(), own % load.runs)
         body = _body(shape, sequence).replace(b'"%s"' % _RUN.encode(), run)
-        writer.write(
-            b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % len(body) + body
-        )
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-        await reader.readexactly(length)
-        status = int(head[9:12])
+        status, head = await post(reader, writer, body)
         result.statuses[status] += 1
         if status == 200:
             result.latencies.append((start - began, time.monotonic() - start))

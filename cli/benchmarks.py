@@ -66,6 +66,20 @@ def bench_ingest(
     ingest.main(json, seconds=seconds, database_url=database_url)
 
 
+@bench.command("service")
+def bench_service(
+    json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
+    database_url: Annotated[
+        str | None,
+        typer.Option(help="A PostgreSQL database that may be written to; then jobs start on 1 to 3 replicas."),
+    ] = None,
+) -> None:
+    """Scrape 2,000 runs, tell 500 listeners, start 256 ranks at once on one, two and three replicas."""
+    from foreshock.benchmarks import service_load
+
+    service_load.main(json, database_url=database_url)
+
+
 @bench.command("page")
 def bench_page(
     json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,

@@ -21,6 +21,7 @@ from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLa
 from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.model.discovery import Found, find_attention
+from foreshock.monitor.model.table import table_of
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention, "
@@ -189,7 +190,8 @@ def _instruments(
             same = ", ".join(f.also)
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
     now = "kept, sampled" if sampled else served_by
-    report = f"{_table(found, now, settings.numerics)}\n{keeper.describe()}"
+    numerics = _NUMERICS.get(settings.numerics, settings.numerics)
+    report = f"{table_of(found, now)}\nnumerics: {numerics}\n{keeper.describe()}"
     if settings.rank == 0 and not settings.quiet:
         print(report, file=sys.stderr)
     return Instruments(
@@ -205,23 +207,3 @@ def _instruments(
 
 
 _NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}
-
-
-def _table(found: list[Found], served_by: str, numerics: str) -> str:
-    head = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "served by")
-    rows: list[tuple[str, ...]] = [head]
-    number = 0
-    for f in found:
-        sizes = [str(x) if x else "?" for x in (f.heads, f.kv_heads, f.head_dim)]
-        layout = (
-            f.projection.layout if f.projection else f"norms are not measured: {f.unmeasured or 'it is not watched'}"
-        )
-        layout += f.projection.gaps(f.first_head) if f.projection else ""
-        label = "-" if f.problem else str(number)
-        number += not f.problem
-        rows.append(
-            (label, f.name or "(the model)", *sizes, layout, f"NOTHING: {f.problem}" if f.problem else served_by)
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(("foreshock watches:", *lines, f"numerics: {_NUMERICS.get(numerics, numerics)}"))

@@ -31,6 +31,8 @@ class Switchboard:
         """The same modes on the host, whose only writer is this class."""
         self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
         """Is told `host` whenever it may have changed."""
+        self.refuses: Callable[[int, int], str | None] | None = None
+        """Why the head in a row cannot be given a mode; None where it can."""
         self._answered: OrderedDict[str, None] = OrderedDict()
         self.held: set[tuple[int, int]] = set()
         """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
@@ -52,7 +54,8 @@ class Switchboard:
     ) -> wire.Switched:
         """Give `heads` this mode; only outcome "applied" changes anything.
 
-        Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves.
+        Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
+        that head as its attention is called.
         """
         wanted = list(heads)
         changes = outcome not in ("refused", "expired")
@@ -61,6 +64,8 @@ class Switchboard:
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
+        if changes and (why := next(iter(self.refusals(wanted, flags).values()), None)) is not None:
+            raise ValueError(why)
         rows = [self._rows[head] for head in wanted]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         if outcome == "applied":
@@ -77,6 +82,13 @@ class Switchboard:
             after=tuple(mode_name(flags) if changes else name for name in before),
             reason=reason[:500],
         )
+
+    def refusals(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
+        """The heads here that cannot be given `mode`, each with a sentence."""
+        if self.refuses is None:
+            return {}
+        told = {head: self.refuses(self._rows[head], mode) for head in heads if head in self._rows}
+        return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in told.items() if why is not None}
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
         """Carry out a command at the step boundary after `step`. None when this id was answered before."""
@@ -107,10 +119,12 @@ class Switchboard:
         if not mine:
             return "refused", "none of the named heads is watched by this process"
         try:
-            check_served(parse_mode(command.mode))
+            check_served(wanted := parse_mode(command.mode))
             expected = None if command.expect is None else int(parse_mode(command.expect))
         except ValueError as error:
             return "refused", str(error)
+        if refused := self.refusals(mine, wanted):
+            return "refused", next(iter(refused.values()))
         if expected is not None:
             other = [head for head in mine if self.host[self._rows[head]] != expected]
             if other:

@@ -100,6 +100,7 @@ class IncidentChange(Response):
     times: int = Field(description="how often it has opened in this run")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     steps_left: Number
+    grown: bool = Field(default=False, description="in the log: told because it grew tenfold, nothing else changed")
     sentence: str
 
 

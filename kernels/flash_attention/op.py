@@ -27,6 +27,7 @@ from foreshock.kernels.flash_attention.spec import (
     check_packed,
     check_tensors,
     compute_dtype,
+    constants,
     operand_dtype,
     residual_dtype,
     spec_of,
@@ -264,8 +265,8 @@ def flash_attention(
             )
         causal = "top_left" if causal else "none"
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    if torch.compiler.is_compiling():  # and numbers may be symbols; a call's spec is part of its graph
-        scale, softcap, dropout_p = (float.fromhex(float(x).hex()) for x in (scale, softcap, dropout_p))
+    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    if torch.compiler.is_compiling():
         window = int(window[0]), int(window[1])
     spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
     # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.

@@ -84,6 +84,13 @@ class AttentionSpec:
         return f"{numbers} {self.numerics}"
 
 
+def constants(*numbers: float) -> tuple[float, ...]:
+    """`numbers`, which torch.compile may hold as symbols, as constants of the graph: a call's spec is part of it."""
+    if not torch.compiler.is_compiling():
+        return numbers
+    return tuple(float.fromhex(float(number).hex()) for number in numbers)
+
+
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
     """The spec whose `text` this is."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from foreshock.contract import wire
 from foreshock.contract.catalog import read
 from foreshock.contract.metric import ratio
+from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.proof import Proof
@@ -58,17 +59,18 @@ class Keeper:
         self._steps_to_prove = _PROOF_STEPS if prove else 0
         self._modes: npt.NDArray[np.int32] = np.zeros(state.shape[0], dtype=np.int32)
         self._attention: Final = settings.attention
+        self._mitigation: Final = settings.mitigation
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
         """The sampling error of the last sample that measured some rows, as a line for people."""
-        self._number = start_sampling(self._sampling)
+        self._key = start_sampling(self._sampling)
         self.proofs: Final[list[Proof]] = []
         """Of each layer; empty where nothing is to be proven."""
         for layer, tick in zip(self.layers, new_ticks(len(self.layers), state.device), strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
             torch._dynamo.mark_static_address(tick := tick.data, guard=False)
-            layer.tick, layer.sampling, layer.keeps = tick, self._number, settings.attention != "kernels"
+            layer.tick, layer.sampling, layer.keeps = tick, self._key, settings.attention != "kernels"
             layer.draws = settings.attention != "auto"
             if prove:
                 self.proofs.append(proof := Proof())
@@ -111,6 +113,23 @@ class Keeper:
                 "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
                 "it again to let this switch take effect (torch.compile does so by itself)"
             )
+
+    def refusal(self, row: int, mode: int) -> str | None:
+        """Why the layer that holds head `row` of all cannot be given `mode`, as its calls are; None where it can."""
+        for layer in self.layers:
+            if row < layer.state.shape[0]:
+                return layer.refusal(mode)
+            row -= layer.state.shape[0]
+        return None
+
+    def refused_mitigation(self) -> list[str]:
+        """What a switch would meet, in lines: the run's own mitigation, where a layer cannot have it."""
+        whys = [layer.refusal(parse_mode(self._mitigation)) for layer in self.layers]
+        return [
+            f"mitigation {self._mitigation} will be refused in {count} of {len(whys)} layers: {why}"
+            for why, count in Counter(whys).items()
+            if why is not None
+        ]
 
     def with_errors(
         self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]
@@ -157,6 +176,6 @@ class Keeper:
 
     def stop(self) -> None:
         """Measure nothing any more."""
-        stop_sampling(self._number)
+        stop_sampling(self._key)
         for layer in self.layers:
             layer.tick = None

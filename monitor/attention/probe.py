@@ -12,14 +12,22 @@ import logging
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import compute_dtype, operand_dtype
+from foreshock.kernels.flash_attention.spec import (
+    CausalAlignment,
+    Numerics,
+    compute_dtype,
+    constants,
+    operand_dtype,
+    spec_of,
+)
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
+from foreshock.kernels.flash_attention.visibility import place
 from foreshock.monitor.attention.proof import Proof
 
 logger: Final = logging.getLogger("foreshock")
@@ -48,26 +56,26 @@ class Sampling:
     """By the layer's place among its agent's: whether our kernels were proven for it; empty when nothing is open."""
 
 
-_samplings: Final[dict[int, Sampling]] = {}
-"""By number: a compiled graph hands tensors and numbers to an operator, not objects."""
+_samplings: Final[dict[str, Sampling]] = {}
+"""By key: a compiled graph hands tensors and words to an operator, not objects. A number it might take for a length."""
 _numbers: Final = itertools.count(1)
 
 
-def start_sampling(sampling: Sampling) -> int:
-    """A number by which calls of `probe` find `sampling`."""
-    number = next(_numbers)
-    _samplings[number] = sampling
-    return number
+def start_sampling(sampling: Sampling) -> str:
+    """A key by which calls of `probe` find `sampling`."""
+    key = str(next(_numbers))
+    _samplings[key] = sampling
+    return key
 
 
-def stop_sampling(number: int) -> None:
-    """Calls that still carry `number` measure nothing."""
-    _samplings.pop(number, None)
+def stop_sampling(key: str) -> None:
+    """Calls that still carry `key` measure nothing."""
+    _samplings.pop(key, None)
 
 
-def refuse_twice(number: int, tick: Tensor) -> None:
+def refuse_twice(key: str, tick: Tensor) -> None:
     """A backward is differentiated itself, which our kernels' is not: the layer of `tick` is not proven any more."""
-    sampling = _samplings.get(number)
+    sampling = _samplings.get(key)
     if sampling is not None and (proof := _open_proof(sampling, tick)) is not None:
         proof.reason = "its gradient is differentiated again, which our kernels' is not"
 
@@ -85,27 +93,31 @@ def probe(
     value: Tensor,
     state: Tensor,
     tick: Tensor,
-    sampling: int,
+    sampling: str,
     *,
     mask: Tensor | None = None,
-    causal: str = "none",
+    causal: CausalAlignment = "none",
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    numerics: str = "kernel",
+    numerics: Numerics = "kernel",
     provable: bool = False,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`out` [B, H, Sq, D], whose backward measures rows of the attention that gave it.
 
     query [B, H, Sq, D]; key, value [B, Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores, broadcast
     to [B, H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are written.
     sampling: what start_sampling gave. provable: it is a call of PyTorch's scaled_dot_product_attention that our
-    kernels would serve, and may be compared with them.
+    kernels would serve, and may be compared with them. cu_seqlens: where the sequences of queries and of keys begin
+    that are packed into one row (B = 1), each int32 [N + 1].
     """
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    options = (sampling, scale, causal, *window, softcap, dropout_p, numerics, provable)
-    return cast(Tensor, _Probed.apply(out, query, key, value, mask, state, tick, options))  # type: ignore[no-untyped-call]
+    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
+    packed = cu_seqlens or (None, None)
+    return cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
 
 
 class _Probed(torch.autograd.Function):
@@ -119,30 +131,31 @@ class _Probed(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
+        cu_queries: Tensor | None,
+        cu_keys: Tensor | None,
         state: Tensor,
         tick: Tensor,
         options: tuple[Any, ...],
     ) -> Tensor:
-        ctx.save_for_backward(out, query, key, value, mask)
+        ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys)
         ctx.state, ctx.tick, ctx.options = state, tick, options
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        out, query, key, value, mask = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_twice(ctx.options[0], ctx.tick)
         with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
-            _operator(grad_out, out, query, key, value, mask, ctx.state, ctx.tick, *ctx.options)
-        return grad_out, *[None] * 7
+            _operator(grad_out, *ctx.saved_tensors, ctx.state, ctx.tick, *ctx.options)
+        return grad_out, *[None] * 9
 
 
 # Defined by hand: torch.library.custom_op wraps its Python in some 300 microseconds more of it, in every call.
 _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, "
-    "Tensor(b!) tick, int sampling_number, float scale, str causal, int window_left, int window_right, float softcap, "
-    "float dropout_p, str numerics, bool provable) -> ()",
+    "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+    "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, str sampling_key, str spec_text, "
+    "bool provable) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -154,36 +167,32 @@ def probe_rows(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    cu_queries: Tensor | None,
+    cu_keys: Tensor | None,
     state: Tensor,
     tick: Tensor,
-    sampling_number: int,
-    scale: float,
-    causal: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    numerics: str,
+    sampling_key: str,
+    spec_text: str,
     provable: bool,
 ) -> None:
     """Counts the statistics of sampled rows into `state` where its agent samples this step. Never waits for the device.
 
     While a CUDA graph is captured every step is measured, since what is captured is what each replay does.
     """
-    sampling = _samplings.get(sampling_number)
+    sampling = _samplings.get(sampling_key)
     if sampling is None or sampling.fault or not query.numel() or not key.numel():
         return
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     sampling.captured |= capturing
     if not (sampling.due or capturing):
         return
-    spec = AttentionSpec(scale, causal, window_left, window_right, softcap, dropout_p, numerics)  # type: ignore[arg-type]
-    tensors = grad_out, out, query, key, value, mask
+    spec = spec_of(spec_text)
+    call = _Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):
             if provable and not capturing and (proof := _open_proof(sampling, tick)) is not None:
                 proof.compare(grad_out, out, query, key, value, spec)
-            _sample(sampling, tensors, state, tick, spec)
+            _sample(sampling, call, state, tick, spec)
     except Exception as error:
         if sampling.strict:
             raise
@@ -206,17 +215,24 @@ def _kernels() -> Any:
     return sampled_rows
 
 
-_Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""grad_out, out, query, key, value, mask"""
+class _Call(NamedTuple):
+    grad_out: Tensor
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    cu_queries: Tensor | None = None
+    """Where packed sequences begin, as cu_keys; None where none are packed."""
+    cu_keys: Tensor | None = None
 
 
 def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
     heads = state.shape[0]
-    grad_out, out, query, key, value, mask = call
-    kernels = _kernels() if query.is_cuda and mask is None else None
-    if kernels is not None and kernels.serves(query, key, value, out, spec):
+    kernels = _kernels() if call.query.is_cuda and call.mask is None and call.cu_queries is None else None
+    if kernels is not None and kernels.serves(call.query, call.key, call.value, call.out, spec):
         chosen = sampling.heads if 0 < sampling.heads < heads else heads
-        kernels.count_sampled_rows(grad_out, out, query, key, value, state, tick, sampling.rows, chosen, spec)
+        kernels.count_sampled_rows(*call[:5], state, tick, sampling.rows, chosen, spec)
         return
     if 0 < sampling.heads < heads:
         index = (tick * sampling.heads + torch.arange(sampling.heads, device=tick.device)) % heads
@@ -230,14 +246,14 @@ def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: 
 
 def _measure(count: int, heads: Tensor, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
     """Count `count` rows of each of `heads` [h] (all rows where there are no more) into `state` [h, SLOT_COUNT]."""
-    query, key = call[2:4]
+    query, keys = call.query, call.key.shape[2]
     batch, _, queries, _ = query.shape
     total = batch * queries
     if count < total:
         place = drawn(tick, (len(heads), count), total)
     else:
         place = torch.arange(total, device=query.device).expand(len(heads), total)
-    keys, wide = key.shape[2], compute_dtype(spec.numerics)
+    wide = compute_dtype(spec.numerics)
     at_once = max(1, GATHERED_BYTES // (len(heads) * keys * query.shape[3] * wide.itemsize))
     for places in torch.split(place, at_once, dim=1):
         entry, row = places.div(queries, rounding_mode="floor"), places % queries  # both [h, r]
@@ -246,7 +262,7 @@ def _measure(count: int, heads: Tensor, call: _Call, state: Tensor, tick: Tensor
 
 def _rows(head: Tensor, entry: Tensor, row: Tensor, call: _Call, spec: AttentionSpec) -> Rows:
     """What is known of the rows `row` [h, r] of batch entries `entry` [h, r] in heads `head` [h, 1]."""
-    grad_out, out, query, key, value, mask = call
+    grad_out, out, query, key, value, mask = call[:6]
     operand, wide = operand_dtype(query.dtype), compute_dtype(spec.numerics)
 
     def widened(x: Tensor) -> Tensor:
@@ -258,7 +274,7 @@ def _rows(head: Tensor, entry: Tensor, row: Tensor, call: _Call, spec: Attention
     scores = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1).mul_(spec.scale)  # [h, r, Sk]
     if spec.softcap > 0:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    hidden = _hidden(row, query.shape[2], key.shape[2], spec)
+    hidden = _hidden(row, call, spec)
     if mask is not None:
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         seen = mask.expand(shape)[entry, head, row]  # [h, r, Sk]
@@ -292,13 +308,24 @@ def _rows(head: Tensor, entry: Tensor, row: Tensor, call: _Call, spec: Attention
     return Rows(row_max.squeeze(-1), lse, tied_bf16, tied_one, never, visible, delta - bias, bias)
 
 
-def _hidden(row: Tensor, queries: int, keys: int, spec: AttentionSpec) -> Tensor | None:
-    """Pairs that causality or the window hide, bool [h, r, Sk]; None where there are none."""
-    if spec.causal == "none" and spec.window_left < 0 and spec.window_right < 0:
+def _hidden(row: Tensor, call: _Call, spec: AttentionSpec) -> Tensor | None:
+    """Pairs that causality, the window or the ends of packed sequences hide, bool [h, r, Sk]; None: there are none."""
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.cu_queries is not None and call.cu_keys is not None:
+        sequence, position = place(call.cu_queries, queries)
+        sequence_of_keys, position_of_keys = place(call.cu_keys, keys)
+        longer = torch.nn.functional.pad(call.cu_keys.diff() - call.cu_queries.diff(), (0, 1))
+        diagonal = position if spec.causal == "top_left" else position + longer[sequence]
+        distance = position_of_keys - diagonal[row].unsqueeze(-1)
+        past = len(call.cu_queries) - 1  # of rows behind the last sequence, which see nothing
+        mine = sequence[row].unsqueeze(-1)
+        hidden = (mine != sequence_of_keys) | (mine == past)
+    elif spec.causal == "none" and spec.window_left < 0 and spec.window_right < 0:
         return None
-    offset = 0 if spec.causal == "top_left" else keys - queries
-    distance = torch.arange(keys, device=row.device) - (row + offset).unsqueeze(-1)
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    else:
+        offset = 0 if spec.causal == "top_left" else keys - queries
+        distance = torch.arange(keys, device=row.device) - (row + offset).unsqueeze(-1)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
     if spec.causal != "none" or spec.window_right >= 0:
         hidden |= distance > (0 if spec.causal != "none" else spec.window_right)
     if spec.window_left >= 0:

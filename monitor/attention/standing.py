@@ -12,9 +12,7 @@ from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import logger
-
-_NAMED: Final = 3
-"""Layers of a group that are named one by one."""
+from foreshock.monitor.model.table import listed
 
 
 class Standing:
@@ -89,10 +87,7 @@ class Standing:
                 unserved = next(iter(self._watched(number).unserved), "no backward ran through it")
                 how = f"kept, not measured: {unserved}"
             groups.setdefault(how, []).append(layer.name)
-        lines = [f"{len(names)} x {how} ({_list(names)})" for how, names in groups.items()]
+        lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) + self._unwatched
+        lines += self._keeper.refused_mitigation()
         return "\n".join([*lines, f"watched {int(self._counted.sum())} of {every} attention layers"])
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"

@@ -8,7 +8,8 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention
+from foreshock.kernels.flash_attention.centring import refusal
 from foreshock.monitor.attention.probe import probe
 
 logger: Final = logging.getLogger("foreshock")
@@ -18,8 +19,8 @@ _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
 
 
-def numerics_for(query: Tensor, asked: str) -> str:
-    """The numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
+def numerics_for(query: Tensor, asked: str) -> Any:
+    """The Numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
     if asked != "auto":
         return asked
     if query.dtype == torch.float64:
@@ -55,12 +56,14 @@ class WatchedLayer:
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
         """The probe's counter, int64 [1]; None before and after a Keeper looks after the layer."""
-        self.sampling = 0
-        """Number of the agent's sampling, for the probe."""
+        self.sampling = ""
+        """Key of the agent's sampling, for the probe."""
         self.keeps = False
         """The model's own attention serves the calls, and a sample of them is measured."""
         self.draws = True
         """Our kernels may serve dropout, whose masks they draw for themselves."""
+        self.softcap = self.dropout_p = 0.0
+        """Of the last call that trained."""
         self.kept: Counter[str] = Counter()
         """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
@@ -126,6 +129,7 @@ class WatchedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
         """The watched attention, [B, H, Sq, D], or None when our operator refuses this call."""
+        self._note(**options)
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
         if torch.compiler.is_compiling():
@@ -133,11 +137,19 @@ class WatchedLayer:
         self.rounds = numerics not in _EXACT
         try:
             return cast(Tensor, flash_attention(query, key, value, **options))
-        except Exception as refusal:
-            if self.strict and not isinstance(refusal, ValueError):
+        except Exception as refused:
+            if self.strict and not isinstance(refused, ValueError):
                 raise
-            self.keep_call(str(refusal) or type(refusal).__name__)
+            self.keep_call(str(refused) or type(refused).__name__)
             return None
+
+    def _note(self, *, softcap: float = 0.0, dropout_p: float = 0.0, **_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.softcap, self.dropout_p = softcap, dropout_p
+
+    def refusal(self, mode: int) -> str | None:
+        """Why our kernels cannot give this layer's heads a mode, as its calls are; None where they can."""
+        return refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
 
     def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """`out` [B, H, Sq, D] of the model's own attention, of which the backward measures a sample where asked to."""
@@ -146,6 +158,7 @@ class WatchedLayer:
         if (reason := self._misfit(query, key, value)) is not None:
             self.leave_alone(reason)
             return out
+        self._note(**options)
         numerics = numerics_for(query, self.numerics)
         if not torch.compiler.is_compiling():
             self.rounds = numerics not in _EXACT

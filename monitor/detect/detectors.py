@@ -92,6 +92,8 @@ class Detectors:
         self._rate = np.zeros(2)
         self._loss = np.array([0.0, 0.0, np.nan, np.nan])
         """of the open block: sum and steps; mean of the last block, and of the lowest"""
+        self._overflow = np.array([np.nan])
+        """step of the first sample of those in a row whose gradients alone overflowed"""
         self._growth: Growth | None = None
 
     @property
@@ -157,14 +159,27 @@ class Detectors:
         return float(self._bias[0, index] / math.sqrt(self._bias[1, index])) if self._bias[1, index] > 0 else math.nan
 
     def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
-        broken = readings.nonfinite_rows > 0
+        overflowed = self._only_overflowed(readings)
+        broken = np.zeros(len(self.heads), dtype=bool) if overflowed else readings.nonfinite_rows > 0
         if not whole:  # the largest of no rows is -inf
             broken |= np.isinf(readings.score_offset) | (readings.row_max_abs == np.inf)
         tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
-        for value in (readings.loss, readings.grad_norm):
+        for value in (readings.loss, None if overflowed else readings.grad_norm):
             if value is not None and not math.isfinite(value):
                 tripped[_RUN] = "nonfinite"
         return tripped
+
+    def _only_overflowed(self, readings: Readings) -> bool:
+        """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by such steps, which
+        it skips. After a step that was not skipped the loss would not be finite either."""
+        loss, norm = readings.loss, readings.grad_norm
+        in_gradients = not math.isfinite(norm) if norm is not None else bool((readings.nonfinite_rows > 0).any())
+        if loss is None or not math.isfinite(loss) or not in_gradients:
+            self._overflow[0] = math.nan
+            return False
+        if math.isnan(self._overflow[0]):
+            self._overflow[0] = readings.step
+        return bool(readings.step - self._overflow[0] < self.config.overflow_steps)
 
     def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
@@ -343,6 +358,8 @@ class Detectors:
             )
         self._history.load_state_dict(state["history"])
         for name in self._ARRAYS:
+            if name not in state:  # saved by an older version
+                continue
             saved = array(state[name])
             if name in self._OF_SIGNALS:
                 saved = by_name(saved, state.get("signals"), getattr(self, name))
@@ -352,4 +369,4 @@ class Detectors:
         self._growth = self._measure()
 
     _OF_SIGNALS = ("_recent", "_pressure")
-    _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes")
+    _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes", "_overflow")

@@ -42,4 +42,10 @@ class DetectorConfig(BaseModel):
     unrest: float = Field(
         default=0.1, gt=0, description="rise of the loss above its lowest block, as a share, that comes from elsewhere"
     )
+    overflow_steps: int = Field(
+        default=50,
+        ge=0,
+        description="steps in a row whose gradients overflow beside a finite loss before it is critical: a GradScaler "
+        "skips them while it halves its scale",
+    )
     update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")

@@ -12,7 +12,9 @@ from torch import nn
 
 _DEPTH: Final = 3
 """How many helpers deep a call is followed."""
-_PRODUCTS: Final = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+_PRODUCT: Final = re.compile("matmul|bmm|einsum", re.IGNORECASE)
+_SOFTMAX: Final = re.compile("softmax|logsumexp", re.IGNORECASE)
+"""Also in the name of a wrapper (XSoftmax.apply, self.matmul_qkv), or by hand (exp of scores less their logsumexp)."""
 _OF_OTHERS: Final = ("torch", "transformers", "foreshock", "builtins", "functools", "contextlib", "typing")
 """Packages whose helpers are not looked into: those of transformers build masks for every kind of attention."""
 _BASES: Final = ("torch.nn.modules.module", "transformers.modeling_utils")
@@ -47,10 +49,10 @@ def is_by_hand(module: nn.Module) -> bool:
 
 
 def _takes_both(code: CodeType) -> bool:
-    names = set(_names(code))
-    if "softmax" not in names and "Softmax" not in names:
+    names = " ".join(_names(code))
+    if not _SOFTMAX.search(names):
         return False
-    return bool(names & _PRODUCTS) or any(
+    return bool(_PRODUCT.search(names)) or any(
         i.opname == "BINARY_OP" and i.argrepr == "@" for i in dis.get_instructions(code)
     )
 

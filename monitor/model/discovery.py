@@ -38,8 +38,8 @@ _UNSERVED: Final = (
 )
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
-_DISPATCHERS: Final = ("dispatch_attention_fn",)
-"""Functions that call scaled_dot_product_attention unless they are told otherwise (diffusers)."""
+_DISPATCHERS: Final = ("dispatch_attention_fn", "multi_head_attention_forward")
+"""Functions that call scaled_dot_product_attention unless they are told otherwise: diffusers', PyTorch's own."""
 
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
 _KV_HEADS: Final = (

@@ -45,7 +45,7 @@ def both(call: list[Tensor], rows: int, heads: int, times: int = 1, **options: A
     assert serves(query, key, value, out, spec)
     for _ in range(times):
         count_sampled_rows(grad, out, query, key, value, ours, tick, rows, heads or 4, spec)
-        probe._sample(sampling, (grad, out, query, key, value, masked), truth, ticks, spec)
+        probe._sample(sampling, probe._Call(grad, out, query, key, value, masked), truth, ticks, spec)
     assert tick.item() == ticks.item()
     return ours.cpu().numpy(), truth.cpu().numpy()
 

@@ -21,9 +21,7 @@ from tests.monitor.tiny_models import (
     train_step,
 )
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, slot_values
@@ -314,50 +312,27 @@ def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "fused Q, K, V (c_attn, Linear)" in table
 
 
+def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
+    alike = [CausalSelfAttention(16, 2) for _ in range(9)]
+    agent = attach(
+        tiny_gpt(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], SilentAttention(), SilentAttention()), **EVERY_STEP
+    )
+    agent.close()
+    lines = [" ".join(line.split()) for line in agent.report().splitlines()]
+    assert [line.split(" fused")[0] for line in lines if "blocks" in line][:2] == [
+        "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
+        "3 blocks.3 4 4 4",
+    ]
+    assert [line.split(" norms")[0] for line in lines if "NOTHING" in line] == ["- 2 x blocks.10, blocks.11 ? ? ?"]
+    longer = attach(tiny_gpt(*alike), **EVERY_STEP)
+    longer.close()
+    assert "0 to 8" in longer.report()
+
+
 def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
     _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]
-
-
-class VarlenAttention(CausalSelfAttention):
-    """Packs its sequences end to end, as torchtitan's models do; the first row holds two of them."""
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, length, dim = query.shape
-        q, k, v = (x.transpose(1, 2).reshape(batch * length, heads, dim) for x in (query, key, value))
-        bounds = torch.tensor([0, 5, *range(length, batch * length + 1, length)], dtype=torch.int32)
-        out: Any = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=(-1, 0))
-        served: Tensor = out.view(batch, length, heads, dim).transpose(1, 2)
-        return served
-
-
-class VarlenByHand(VarlenAttention):
-    """The same with PyTorch's operators alone."""
-
-    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = query.shape[2]
-        mask = torch.ones(query.shape[0], 1, length, length, dtype=torch.bool).tril()
-        mask[0, 0, 5:, :5] = False
-        scores = query @ key.mT * query.shape[-1] ** -0.5
-        out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
-        return out
-
-
-def test_packed_sequences_of_pytorchs_own_function_are_watched() -> None:
-    torch.manual_seed(2)
-    expected = tiny_gpt(VarlenByHand(16, 2))
-    model = tiny_gpt(VarlenAttention(16, 2))
-    model.load_state_dict(expected.state_dict())
-    before = vars(varlen)["varlen_attn"]
-    _, listener = watch(model, steps=2)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(2):
-        train_step(expected, optimizer, step)
-    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    assert rows_of(listener) == [2 * 24] * 2
-    assert vars(varlen)["varlen_attn"] is before is varlen_attn
 
 
 class FlexAttention(CausalSelfAttention):

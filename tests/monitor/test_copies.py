@@ -229,6 +229,46 @@ def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: st
     assert [rows(listener) for _, listener in watched] == [[[24] * 4] * 6] * 2
 
 
+@pytest.mark.parametrize("attention", WAYS)
+def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_changes_no_count_and_no_loss(
+    attention: str,
+) -> None:
+    plain = tiny_gpt()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [train_step(plain, optimizer, step).detach() for step in range(6)]
+    model = tiny_gpt()
+    agent, listener = listening(model, attention=attention, probe_rows=10**6, probe_every_steps=1)
+    over, rolled, faults = threading.Event(), threading.Semaphore(0), []
+
+    def roll_out() -> None:
+        try:
+            with torch.no_grad():
+                while not over.is_set():
+                    model(batch(99, rows=1))
+                    rolled.release()
+        except BaseException as fault:  # told in the test's own thread
+            faults.append(fault)
+            rolled.release(100)
+
+    thread = threading.Thread(target=roll_out)
+    thread.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with agent:
+        for step in range(6):
+            rolled.acquire()
+            losses.append(train_step(model, optimizer, step).detach())
+            agent.step(losses[-1])
+        over.set()
+        thread.join()
+    assert not faults
+    assert rows(listener) == [[24] * 4] * 6
+    if attention == "kernels":
+        torch.testing.assert_close(losses, expected)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+
+
 class StopsInside(CausalSelfAttention):
     """Somebody presses Ctrl+C before the attention function is called."""
 
@@ -261,6 +301,28 @@ def test_a_name_that_was_imported_while_attached_is_pytorchs_again_after_detach(
         space["imported_late"] = F.scaled_dot_product_attention
         assert space["imported_late"] is not original
     assert space.pop("imported_late") is original
+
+
+def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pytorchs_attention() -> None:
+    original = F.scaled_dot_product_attention
+    x = torch.randn(1, 2, 5, 8)
+    agent, listener = listening(tiny_gpt())
+    taken = F.scaled_dot_product_attention
+
+    def wrapper(*args: Any, **options: Any) -> Tensor:
+        return taken(*args, **options) * 2
+
+    vars(F)["scaled_dot_product_attention"] = wrapper
+    try:
+        agent.close()
+        assert F.scaled_dot_product_attention is wrapper
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), original(x, x, x) * 2)
+        with attach(tiny_gpt(), **EVERY_STEP):
+            assert torch.equal(taken(x, x, x), original(x, x, x))
+        assert F.scaled_dot_product_attention is wrapper
+    finally:
+        vars(F)["scaled_dot_product_attention"] = original
+    assert not [row for row in rows(listener) if any(row)]
 
 
 @pytest.mark.parametrize("attention", ["auto", "keep"])

@@ -1,5 +1,6 @@
 """The detectors on made-up heads whose fate is known."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -310,6 +311,25 @@ def test_non_finite_rows_are_critical_at_once_even_before_the_early_phase_ends()
 def test_a_non_finite_loss_is_a_critical_verdict_on_the_run() -> None:
     _, told = play(until=EVERY, loss=math.nan)
     assert [(v.severity, v.layer, v.head, v.cause) for v in told] == [("critical", None, None, "other")]
+
+
+@pytest.mark.parametrize("told", [{"grad_norm": math.inf}, {"grad_norm": None}])
+def test_gradients_that_overflow_beside_a_finite_loss_are_what_a_gradscaler_skips_until_they_last(told: Any) -> None:
+    detectors = Detectors(HEADS)
+    broken = {"nonfinite_rows": np.full(N, 7.0), **told}
+    steps = range(1, detectors.config.overflow_steps + 2)
+    verdicts = {
+        step: detectors.update(dataclasses.replace(reading(step, **broken), since_step=step - 1)) for step in steps
+    }
+    assert [step for step, new in verdicts.items() if new] == [steps[-1]]
+    assert {v.severity for v in verdicts[steps[-1]]} == {"critical"}
+
+
+def test_the_loss_after_an_overflow_tells_whether_it_was_skipped() -> None:
+    for loss, alarmed in ((2.0, False), (math.nan, True)):
+        detectors = Detectors(HEADS)
+        assert not detectors.update(reading(EVERY, grad_norm=math.nan, nonfinite_rows=np.full(N, 7.0)))
+        assert bool(detectors.update(reading(2 * EVERY, loss=loss, grad_norm=1.0))) == alarmed
 
 
 def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:

@@ -68,17 +68,56 @@ class ByHand(Attention):
         return torch.softmax(x @ x.mT, -1) @ x
 
 
+class XSoftmax(torch.autograd.Function):
+    """A softmax under another name, as DeBERTa's."""
+
+
+class ByHandThroughWrappers(Attention):
+    """As SqueezeBERT's and SEW-D's: neither function goes by its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul_qkv = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.matmul_qkv(XSoftmax.apply(x, -1)))  # type: ignore[no-untyped-call]
+
+
+class ByHandWithLogSumExp(Attention):
+    """As Reformer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.matmul(x, x.mT)
+        return torch.matmul(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)), x)
+
+
+class ThroughPyTorchsFunction(Attention):
+    """As WavLM's: nn.MultiheadAttention's function without its module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.multi_head_attention_forward(x, x, x, 6, 2, None, None, None, None, False, 0.0, x, None)[0]
+
+
 @pytest.mark.parametrize(
     "module",
     [
         ThroughAHelper(),
+        ThroughPyTorchsFunction(),
         ThroughAStaticMethod(),
         ThroughAnAttribute(closure_over(F.scaled_dot_product_attention)),
         ThroughAnAttribute(closure_over(helper)),
         ThroughAnAttribute(functools.partial(helper_of_a_helper)),
         ThroughAnAttribute(Processor()),
     ],
-    ids=["helper", "static method", "closure over the function", "closure over a helper", "partial", "processor"],
+    ids=[
+        "helper",
+        "multi_head_attention_forward",
+        "static method",
+        "closure over the function",
+        "closure over a helper",
+        "partial",
+        "processor",
+    ],
 )
 def test_attention_is_found_through_whatever_calls_it(module: nn.Module) -> None:
     (found,) = find_attention(nn.Sequential(nn.Linear(6, 6), module), {})
@@ -86,8 +125,9 @@ def test_attention_is_found_through_whatever_calls_it(module: nn.Module) -> None
     assert (found.name, found.heads, found.head_dim) == ("1", 2, 3)
 
 
-def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not() -> None:
-    (found,) = find_attention(nn.Sequential(ByHand(), nn.Softmax(-1), nn.Linear(6, 6)), {})
+@pytest.mark.parametrize("kind", [ByHand, ByHandThroughWrappers, ByHandWithLogSumExp])
+def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not(kind: type[Attention]) -> None:
+    (found,) = find_attention(nn.Sequential(kind(), nn.Softmax(-1), nn.Linear(6, 6)), {})
     assert found.name == "0"
     assert found.problem is not None
     assert "by hand" in found.problem

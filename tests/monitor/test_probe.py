@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor.attention.keep_attention import sampling_errors
 from foreshock.monitor.attention.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
 
@@ -81,6 +81,36 @@ def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same
     for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS):
         near = 0.01 * total + 1e-4
         assert (np.abs(slot_values(theirs, slot) - slot_values(ours, slot)) <= near).all(), slot.name
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (5, 2)}, {"causal": "top_left"}])
+def test_rows_of_packed_sequences_see_what_our_own_kernel_shows_them(options: dict[str, Any]) -> None:
+    query, key, value, grad = (x[:1] for x in tensors(torch.float64))
+    cu_queries, cu_keys = torch.tensor([0, 3, 11, 20]), torch.tensor([0, 7, 9, 22])
+    sequences: dict[str, Any] = {
+        "cu_seqlens_q": cu_queries.int(),
+        "cu_seqlens_k": cu_keys.int(),
+        "max_seqlen_q": 9,
+        "max_seqlen_k": 13,
+    }
+    state = new_state(query.shape[1])
+    leaf = query.clone().requires_grad_()
+    out = flash_attention(leaf, key, value, numerics="float64", state=state, **sequences, **options)
+    out.backward(grad)
+    theirs = probed(
+        query,
+        key,
+        value,
+        grad,
+        out.detach(),
+        Sampling(EVERY_ROW, 0),
+        numerics="float64",
+        cu_seqlens=(cu_queries.int(), cu_keys.int()),
+        **options,
+    )
+    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+        np.testing.assert_allclose(slot_values(theirs, slot), slot_values(state.numpy(), slot), rtol=1e-12)
+    assert slot_values(theirs, Slot.EMPTY_ROWS).min() >= 4  # behind the last sequence
 
 
 @pytest.mark.parametrize("kind", ["bool", "added", "as transformers writes it"])
@@ -217,7 +247,8 @@ def test_rows_are_widened_a_part_at_a_time_to_the_same_counts(monkeypatch: pytes
         np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)
 
 
-def test_the_operator_declares_what_it_does() -> None:
+@pytest.mark.parametrize("bounds", [(None, None), (torch.tensor([0, 3, 8], dtype=torch.int32),) * 2])
+def test_the_operator_declares_what_it_does(bounds: Any) -> None:
     query, key, value, grad = tensors(torch.float32, length=8)
     state, tick = new_state(4), new_ticks(1, torch.device("cpu"))[0].clone()
     number = start_sampling(Sampling(3, 0))
@@ -231,16 +262,11 @@ def test_the_operator_declares_what_it_does() -> None:
                 key,
                 value,
                 None,
+                *bounds,
                 state,
                 tick,
                 number,
-                0.25,
-                "top_left",
-                -1,
-                -1,
-                0.0,
-                0.0,
-                "float32",
+                AttentionSpec(0.25, "top_left", numerics="float32").text,
                 False,
             ),
         )

@@ -19,12 +19,20 @@ VARIANTS: Final[dict[str, list[dict[str, Any]]]] = json.loads((_FOLDER / "varian
 """Other configurations of a model type that write its attention or its weights otherwise."""
 
 
+COMPILED: Final = (
+    "bart", "bert", "falcon", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "modernbert",
+    "opt", "phi3", "qwen3", "t5", "vit", "whisper",
+)  # fmt: skip
+"""Model types that also run under torch.compile: one or two of each way to write attention."""
+
+
 @functools.cache
 def entries() -> dict[str, Entry]:
     """Every entry by its name."""
     types = [model_type for model_type in sorted(CONFIG_MAPPING_NAMES) if model_type not in UNBUILT]
     pairs = [(model_type, changes) for model_type in types for changes in (None, *VARIANTS.get(model_type, ()))]
-    made = [transformers_zoo.entry(model_type, changes) for model_type, changes in pairs] + libraries.entries()
+    made = [transformers_zoo.entry(model_type, changes) for model_type, changes in pairs]
+    made += [transformers_zoo.compiled_entry(model_type) for model_type in COMPILED] + libraries.entries()
     return {entry.name: entry for entry in made}
 
 

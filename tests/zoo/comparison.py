@@ -7,6 +7,7 @@ foreshock under it does what it does without.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Final
 
@@ -71,7 +72,8 @@ class Rounding:
     def _beyond_chaos(self, errors: list[tuple[str, float]]) -> str | None:
         """Of tensors and their errors the first that rounded weights do not move as far."""
         if not self._nudged:
-            self._nudged = [self._run(_nudged(self._pristine, seed), self._case) for seed in range(1, NUDGES + 1)]
+            eager = dataclasses.replace(self._case, compiled=False)
+            self._nudged = [self._run(_nudged(self._pristine, seed), eager) for seed in range(1, NUDGES + 1)]
         usual = _usual_norms(self._plain)
         for name, error in errors:
             own, least = self._plain.tensors[name], usual[_kind(name)] / 100
@@ -101,13 +103,13 @@ class Rounding:
 
     def _in_float64(self, run: Run, nudge: int | None = None) -> Course:
         model = copy.deepcopy(self._pristine).double()
-        case, given = self._case, {}
+        case, given = dataclasses.replace(self._case, compiled=False), {}
         for name, value in case.given.items():
             given[name] = value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         if nudge is not None:
             model = _nudged(model, nudge)
         try:
-            return run(model, Case(case.name, given, case.real, case.generates))
+            return run(model, dataclasses.replace(case, given=given))
         except Exception:  # a model that is written for float32
             return Course()
 

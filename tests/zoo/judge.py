@@ -75,7 +75,7 @@ def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
             with recorded_attention(model := copy.deepcopy(pristine)) as attention:
                 model(**case.given)
         for way in ways:
-            if case is not first and (way == "auto" or (way == "keep" and not _tried_in_keep(case))):
+            if (case is not first or case.compiled) and (way == "auto" or (way == "keep" and not _tried_in_keep(case))):
                 continue
             label = f"{way}, {case.name}"
             told = _Told()
@@ -110,7 +110,7 @@ def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
 
 def _tried_in_keep(case: Case) -> bool:
     """Where the model's own attention stays, one place of padding says as much as another."""
-    return case.generates or case.name == "padded inside"
+    return case.generates or case.compiled or case.name == "padded inside"
 
 
 class _Told(logging.Handler):

@@ -1,7 +1,9 @@
 """Which modules of a model compute softmax attention, told by what they execute, without foreshock's discovery.
 
-Softmax attention is a softmax whose result, passed on through elementwise functions, is the left operand of a batched
-matrix product, or one of PyTorch's own attention operators; with more than one query and more than one key.
+Softmax attention is a softmax of scores, which came out of a product of two activations, whose result, passed on
+through elementwise functions, is the left operand of another such product; or one of PyTorch's own attention operators;
+with more than one query and more than one key. A product with a parameter, which is what a linear layer is, is neither:
+a router's softmax, the words that a model is sure of and the mixing of residual streams are no attention.
 """
 
 import contextlib
@@ -10,53 +12,61 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PASS_ON: Final = (
     "_to_copy", "clone", "mul", "div", "native_dropout", "masked_fill", "where", "nan_to_num", "add", "sub",
     "bernoulli", "copy", "contiguous", "index_select", "cat", "slice_backward",
 )  # fmt: skip
-_PRODUCTS: Final = ("bmm", "baddbmm", "mm", "addmm")
+_LINEAR: Final = ("mm", "addmm")
+_PRODUCTS: Final = ("bmm", "baddbmm", *_LINEAR)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, running: list[str | None]) -> None:
+    def __init__(self, model: nn.Module, running: list[str | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = running
         self.found: dict[str, str] = {}
+        self._parameters = {_place(parameter) for parameter in model.parameters()}
+        # By storage; kept alive, or a place is reused.
+        self._scores: dict[int, Tensor] = {}
+        """Products of activations, and what any function but a linear layer made of them."""
         self._weights: dict[int, Tensor] = {}
-        """Softmax results and what elementwise functions made of them, by storage; kept alive, or a place is reused."""
+        """Softmax results and what elementwise functions made of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.removeprefix("_safe_").removesuffix("_")
+        tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor)]
+        results = [r for r in pytree.tree_leaves(out) if isinstance(r, Tensor)]
+        of_scores = any(_place(t) in self._scores for t in tensors)
         if "scaled_dot_product" in name and "backward" not in name and "fused_attention_overrideable" not in name:
-            query, key = args[0], args[1]
-            if query.shape[-2] > 1 and key.shape[-2] > 1:
+            if min(args[0].shape[-2], args[1].shape[-2]) > 1:
                 self._note("scaled_dot_product_attention")
-        elif name in ("_softmax", "softmax"):
-            result = out
-            if result.dim() >= 3 and args[1] in (-1, result.dim() - 1) and min(result.shape[-2:]) > 1:
-                self._keep(result)
-        elif name in _PASS_ON:
-            results = out if isinstance(out, tuple) else (out,)
-            if any(isinstance(a, Tensor) and self._known(a) for a in args):
-                self._keep(results[0])
         elif name in _PRODUCTS:
-            left = args[1] if name in ("baddbmm", "addmm") else args[0]
-            if self._known(left) and min(left.shape[-2:]) > 1:
-                self._note("softmax and a product")
+            left, right = args[-2:] if name in ("bmm", "mm") else args[1:3]
+            if name not in _LINEAR or self._parameters.isdisjoint((_place(left), _place(right))):
+                if _place(left) in self._weights and min(left.shape[-2:]) > 1:
+                    self._note("softmax and a product")
+                self._scores[_place(out)] = out
+            return out
+        elif name in ("_softmax", "softmax"):
+            if of_scores and out.dim() >= 3 and args[1] in (-1, out.dim() - 1) and min(out.shape[-2:]) > 1:
+                self._weights[_place(out)] = out
+        elif name in _PASS_ON and any(_place(t) in self._weights for t in tensors):
+            self._weights[_place(results[0])] = results[0]
+        if of_scores:
+            self._scores |= {_place(result): result for result in results}
         return out
-
-    def _keep(self, value: Tensor) -> None:
-        self._weights[value.untyped_storage().data_ptr()] = value
-
-    def _known(self, value: Tensor) -> bool:
-        return value.untyped_storage().data_ptr() in self._weights
 
     def _note(self, how: str) -> None:
         known = [name for name in self.running if name is not None]  # a module may be made while the model runs
         self.found.setdefault(known[-1] if known else "", how)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager
@@ -76,7 +86,7 @@ def recorded_attention(model: nn.Module) -> Iterator[dict[str, str]]:
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
     ]
-    recorder = _Recorder(running)
+    recorder = _Recorder(model, running)
     try:
         with recorder:
             yield recorder.found

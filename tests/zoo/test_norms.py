@@ -45,7 +45,7 @@ def test_every_norm_that_is_reported_is_the_true_one(name: str) -> None:
     if name not in census.entries():
         pytest.skip(f"{name.split()[0]} is not installed: pip install '.[zoo]'")
     entry = census.entry(name)
-    with at_most(120):
+    with at_most(300):
         model = entry.build().eval()
         given = entry.cases(model)[0].given
         untouched = copy.deepcopy(model)

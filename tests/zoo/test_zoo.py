@@ -54,7 +54,7 @@ def _their_warnings_are_theirs() -> None:
 
 
 def test_a_model_is_the_same_with_foreshock_under_it_and_no_attention_goes_unseen(name: str) -> None:
-    with at_most(120):
+    with at_most(300):
         record = examine(census.entry(name))
     assert not record.wrong, "\n".join((name, *record.wrong))
 

@@ -45,6 +45,12 @@ def entry(model_type: str, changes: dict[str, Any] | None = None) -> Entry:
     return Entry(name_of(model_type, changes), model_type, lambda: build(model_type, changes), cases)
 
 
+def compiled_entry(model_type: str) -> Entry:
+    """The entry of a model type under torch.compile, with lengths that change from step to step."""
+    name = f"{name_of(model_type)}, compiled"
+    return Entry(name, model_type, lambda: build(model_type), lambda m: [Case("compiled", inputs_of(m), compiled=True)])
+
+
 def name_of(model_type: str, changes: dict[str, Any] | None = None) -> str:
     """transformers TYPE, and what is changed in its configuration."""
     return ", ".join((f"transformers {model_type}", *(f"{field}={value}" for field, value in (changes or {}).items())))

@@ -254,6 +254,8 @@ export interface IncidentChange {
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
   steps_left: number | null;
+  /** in the log: told because it grew tenfold, nothing else changed */
+  grown: boolean;
   sentence: string;
 }
 

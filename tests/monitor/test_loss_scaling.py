@@ -1,0 +1,38 @@
+"""A loss scaler that starts too high skips its first steps: that is how it finds its scale, and no failure."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
+
+from foreshock.contract import wire
+from foreshock.monitor import attach
+
+
+@pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attention: Any, told: str) -> None:
+    model, listener = tiny_gpt(), Listener()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_every_steps": 1}) as agent:
+        agent.subscribe(listener)
+        for step in range(26):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = next_token_loss(model(batch(step)), batch(step))
+            torch.autograd.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            agent.step(loss, norm if "norm" in told else None)
+    samples = listener.of(wire.Sample)
+    skipped = [sample for sample in samples if sample.grad_norm_nonfinite_steps]
+    assert ("norm" in told) == (len(skipped) > 5)
+    assert not samples[-1].grad_norm_nonfinite_steps
+    assert scaler.get_scale() < 2.0**20
+    assert not listener.of(wire.Verdict)
