@@ -34,7 +34,7 @@ class Known:
     async def of(
         self, connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
     ) -> list[dict[str, Any]]:
-        """The fields of RunSummary for each run."""
+        """The fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
         new = [row for row in rows if self._kept.get(row.id, (None,))[0] != row.changes]
         if len(self._kept) > _MOST_KEPT:
             self._kept, new = {}, list(rows)
@@ -51,7 +51,7 @@ class Known:
 async def list_runs(
     connection: AsyncConnection, known: Known, prefix: str, search: str, cursor: str | None, limit: int, steps: int
 ) -> RunList:
-    """Runs whose name begins with `prefix` and holds `search`, the one heard from last first. steps: to verify after."""
+    """Runs whose names begin with `prefix` and hold `search`, the one heard from last first. steps: `verify_steps`."""
     query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
     if prefix:
         query = query.where(runs.c.name.startswith(prefix, autoescape=True))
