@@ -6,7 +6,10 @@ BIN := .venv/bin
 PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-full faults-long check check-types check-rest format docs servers screenshots clean
+# What codespell reads: words of people, not data.
+PROSE := *.md docs lab contract kernels monitor server/*.py server/*/*.py dashboards/*.py cli scripts examples src/foreshock/*.py
+
+.PHONY: site help demo test test-full faults-long check check-types check-rest format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,6 +62,9 @@ check-rest: .venv/.dev
 	@$(PY) -m foreshock dashboards check
 	@$(PY) scripts/generate_docs.py --check
 	@$(PY) scripts/reliability_page.py --check
+	@$(BIN)/codespell $(PROSE)
+	@$(PY) scripts/check_prose.py
+	@$(MAKE) --no-print-directory site
 
 format: .venv/.dev ## let the formatter write
 	@$(BIN)/ruff check --fix --exit-zero --quiet . && $(BIN)/ruff format .
@@ -67,7 +73,11 @@ docs: .venv/.dev ## the reference pages, boards and rules that are made from the
 	@$(PY) scripts/generate_docs.py
 	@$(PY) -m foreshock dashboards generate
 
+site: .venv/.dev ## the documentation, strict, in build/site/index.html; it needs no network
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
+
 screenshots: .venv/.dev servers ## the pictures in README and docs
+	@$(PY) scripts/explosion_picture.py
 	@$(PY) scripts/screenshots.py
 
 clean: ## remove what the build made

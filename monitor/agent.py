@@ -80,6 +80,8 @@ class Agent:
                 "norms",
                 "sinks",
                 "sender",
+                "mirror",
+                "tracker",
             )
         }
         self._outbox = Outbox(self._guards)
