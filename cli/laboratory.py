@@ -42,7 +42,7 @@ def play(
     last one says what was played.
     """
     if not trace.is_file():
-        raise ValueError(f"there is no trace at {trace}")
+        raise ValueError(f"there is no trace at {trace}; the recorded runs are part of the repository, in lab/traces")
     played = read_trace(trace)
     with ExitStack() as stack:
         own = url is None and not offline

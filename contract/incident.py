@@ -213,10 +213,10 @@ def _incident(
         standing=len(standing),
         switched=switched,
         layers=sorted({head.layer for head in standing or heads if head.layer is not None}),
-        steps_left=first.steps_left if standing else None,
-        harm_step=first.harm_step if standing else None,
-        harm_first_step=first.harm_first_step if standing else None,
-        harm_last_step=first.harm_last_step if standing else None,
+        steps_left=first.steps_left if loose else None,
+        harm_step=first.harm_step if loose else None,
+        harm_first_step=first.harm_first_step if loose else None,
+        harm_last_step=first.harm_last_step if loose else None,
         heads=heads,
         acknowledged=seen,
         act=what.act if standing else "none",
@@ -312,7 +312,7 @@ def _soonest(head: IncidentHead) -> tuple[bool, bool, bool, float, int, int, int
 
 _WORDS: Final[dict[IncidentCause, str]] = {
     "rounding": "Scores drift as rounding drives them",
-    "score growth": "Scores grow, and rounding could not be shown to be why",
+    "score growth": "Scores grow, which rounding was not shown to cause,",
     "not finite": "Numbers are not finite",
     "other": "The loss left its track",
 }
@@ -328,7 +328,7 @@ def _sentence(
     first = shown[0]
     if first.layer is not None and len(shown) > 1:
         said += f" First: {name_of(first)}."
-    return said + harm_in_words(first)
+    return said if first.state == "arrested" else said + harm_in_words(first)
 
 
 def harm_in_words(head: IncidentHead) -> str:

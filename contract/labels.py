@@ -22,6 +22,7 @@ FAULT_COMPONENTS: Final = (
     "sample",
     "detectors",
     "policy",
+    "voice",
     "switch",
     "norms",
     "sinks",

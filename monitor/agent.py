@@ -25,13 +25,14 @@ from foreshock.monitor.detect.detectors import Detecting, Detectors, Readings
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.outbox import Outbox, Sink
-from foreshock.monitor.policy import decide
+from foreshock.monitor.policy import decide, outcome_of
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.judging import Judge, Judged
 from foreshock.monitor.sampling.norms import Measured, ModelNorms
 from foreshock.monitor.sampling.sample import GramsDraft, SampleDraft
 from foreshock.monitor.switch import Switchboard
+from foreshock.monitor.voice import Voice
 
 Status = Literal["completed", "failed", "stopped"]
 
@@ -74,13 +75,17 @@ class Agent:
                 "sample",
                 "detectors",
                 "policy",
+                "voice",
                 "switch",
                 "norms",
                 "sinks",
                 "sender",
+                "mirror",
+                "tracker",
             )
         }
         self._outbox = Outbox(self._guards)
+        self._voice = Voice(config)
         self._cadence = Cadence(config)
         self._started = self._closed = self._busy = False
         self._began_at = 0
@@ -196,8 +201,13 @@ class Agent:
             self._outbox.tell(verdict)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
             self._cadence.watch_closely(self.current_step)
+        if verdicts:
+            self._guards["voice"].run(self._hear, verdicts)
         if self.config.policy != "observe":
             self._guards["policy"].run(self._act, verdicts)
+
+    def _hear(self, verdicts: list[wire.Verdict]) -> None:
+        self._say(self._voice.hear(verdicts, self._switched_modes))
 
     def _look(self, counted: Counted) -> None:
         """Who serves and measures each layer, told again when it changed."""
@@ -216,10 +226,13 @@ class Agent:
         return any(layer.rounds for layer in layers if layer is not None)
 
     def _act(self, verdicts: list[wire.Verdict]) -> None:
-        outcome: wire.Outcome = "applied" if self.config.policy == "auto" else "proposed"
+        done: list[wire.Switched] = []
         self._switchboard.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
         modes = {head: mode for head, mode in self._switchboard.modes().items() if head not in self._switchboard.held}
-        for verdict, heads, mode in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
+        for decision in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
+            if (outcome := outcome_of(decision, self.config.policy)) is None:
+                continue
+            verdict, heads, mode = decision
             refused = self._switchboard.refusals(heads, mode)
             told: list[tuple[wire.Outcome, list[tuple[int, int]], str]] = [
                 (outcome, [head for head in heads if head not in refused], verdict.sentence),
@@ -233,6 +246,19 @@ class Agent:
                         those, name, step=self.current_step, reason=reason, outcome=what, verdict=verdict.id
                     )
                     self._outbox.tell(switched)
+                    if what != "refused":
+                        done.append(switched)
+        self._say(self._voice.switched(done))
+
+    def _say(self, lines: list[str]) -> None:
+        """On the training's terminal; of ranks that hold the same heads the first speaks."""
+        config = self.config
+        if not config.quiet and (config.rank == 0 or config.first_layer or config.layers or config.first_head):
+            for line in lines:
+                print(line, file=sys.stderr)
+
+    def _switched_modes(self) -> dict[tuple[int, int], str]:
+        return {head: mode_name(mode) for head, mode in self._switchboard.modes().items() if mode}
 
     # ---- events ---------------------------------------------------------------------------------------------------
 

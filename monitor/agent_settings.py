@@ -30,6 +30,10 @@ class AgentSettings(TypedDict, total=False):
     """Number of this process among the run's processes."""
     world_size: int
     """Processes of the run."""
+    mirror: str | None
+    """Experiment tracker that is told the agent's few numbers too (worst score offset, largest score, active warnings,
+    switched heads; of the first process): "wandb", "mlflow" or "trackio", whose run the program has opened before the
+    first step, or "tensorboard:FOLDER". None: no tracker."""
     policy: Policy
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
     mitigation: str

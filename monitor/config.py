@@ -1,6 +1,7 @@
 """What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.monitor.mirror import parts_of_mirror
 from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
@@ -57,6 +59,11 @@ class AgentConfig(BaseSettings):
         default=1, ge=1, le=10**6, validation_alias=AliasChoices("world_size", "FORESHOCK_WORLD_SIZE", "WORLD_SIZE")
     )
     """Processes of the run."""
+
+    mirror: str | None = None
+    """Experiment tracker that is told the agent's few numbers too (worst score offset, largest score, active warnings,
+    switched heads; of the first process): "wandb", "mlflow" or "trackio", whose run the program has opened before the
+    first step, or "tensorboard:FOLDER". None: no tracker."""
 
     policy: Policy = "observe"
     """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
@@ -138,6 +145,15 @@ class AgentConfig(BaseSettings):
         if value == "plain":
             raise ValueError("mitigation 'plain' changes nothing; to change nothing give policy='observe'")
         check_served(parse_mode(value))
+        return value
+
+    @field_validator("mirror")
+    @classmethod
+    def _mirror_is_installed(cls, value: str | None) -> str | None:
+        if value is not None:
+            tracker, _ = parts_of_mirror(value)
+            if importlib.util.find_spec(tracker) is None:
+                raise ValueError(f"mirror needs {tracker}, which is not installed: pip install {tracker}")
         return value
 
     @field_validator("url")

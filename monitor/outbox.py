@@ -1,15 +1,20 @@
-"""Where the agent's events go: to those who subscribed, in this thread, then to the sender."""
+"""Where the agent's events go: to those who subscribed, in this thread, then to mirror, sender and the log."""
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.sampling.sample import Draft, GramsDraft
+from foreshock.monitor.mirror import Mirror
+from foreshock.monitor.sampling.sample import Draft, GramsDraft, SampleDraft
 from foreshock.monitor.transport.sender import Sender
 
 Sink = Callable[[wire.Event], None]
+logger: Final = logging.getLogger("foreshock")
 
 
 class Outbox:
@@ -21,13 +26,17 @@ class Outbox:
         self._parts: deque[GramsDraft] = deque()
         self.sender: Sender | None = None
         """None without a service."""
+        self._mirror: Mirror | None = None
 
     def subscribe(self, sink: Sink) -> None:
         """Hand every event from now on to `sink`."""
         self._sinks.append(sink)
 
     def start(self, config: AgentConfig, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]) -> None:
-        """Start the sender, where there is a service."""
+        """Start the sender, where there is a service, and the mirror, where one was asked for."""
+        if config.mirror is not None and config.rank == 0:
+            self._mirror = Mirror(config.mirror, self._guards["tracker"])
+            self._mirror.start()
         if config.url is not None:
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
@@ -36,10 +45,17 @@ class Outbox:
         """Hand an event over."""
         for sink in self._sinks:
             self._guards["sinks"].run(sink, event)
+        if isinstance(event, wire.Verdict):
+            if event.state == "raised":
+                logger.warning("foreshock, step %d: %s", event.step, event.sentence)
+            if self._mirror is not None:
+                self._mirror.warned(event)
         self._send(event)
 
     def tell_draft(self, draft: Draft) -> None:
         """Hand over what the sender's thread makes an event of, or this thread, where a sink wants it now."""
+        if self._mirror is not None and isinstance(draft, SampleDraft):
+            self._guards["mirror"].run(self._mirror.sampled, draft.counted)
         if self._sinks:
             self.tell(draft.build())
         else:
@@ -66,5 +82,10 @@ class Outbox:
 
     def close(self, seconds: float) -> None:
         """Send what is left, for at most `seconds`."""
+        began = time.monotonic()
+        if self._mirror is not None:
+            self._mirror.end()
         if self.sender is not None:
             self.sender.close(seconds)
+        if self._mirror is not None:
+            self._mirror.join(seconds - (time.monotonic() - began))

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from foreshock.contract import wire
+from foreshock.contract.decision import Act, act_on, calls_for_switch, cause_of
 from foreshock.contract.modes import Mode, parse_mode, with_mode
 
 SwitchScope = Literal["head", "layer", "model"]
 _SHARED: Final[dict[SwitchScope, int]] = {"head": 2, "layer": 1, "model": 0}
 """How much of (layer, head) a head has in common with the one that was warned about."""
+
+
+_OUTCOMES: Final[dict[Act, wire.Outcome | None]] = {"switch": "applied", "propose": "proposed", "none": None}
 
 
 class Decision(NamedTuple):
@@ -24,15 +28,15 @@ def decide(
 ) -> list[Decision]:
     """The switches that `verdicts` call for; `modes` holds the present mode of every (layer, head) that may change.
 
-    A mitigation changes rounding alone, so only a warning whose cause is rounding calls for one, and only on heads
-    that do not have it yet: the one that was warned about, those of its layer, or all.
+    Only what contract.decision says calls for one (a mitigation changes rounding alone), and only on heads that do not
+    have it yet: the one that was warned about, those of its layer, or all.
     """
     modes = dict(modes)
     decisions = []
     for verdict in verdicts:
-        if verdict.state == "cleared" or verdict.severity == "info" or verdict.cause != "rounding":
+        if not calls_for_switch(verdict) or verdict.layer is None or verdict.head is None:
             continue
-        if verdict.layer is None or verdict.head is None or (verdict.layer, verdict.head) not in modes:
+        if (verdict.layer, verdict.head) not in modes:
             continue
         warned = (verdict.layer, verdict.head)[: _SHARED[scope]]
         wanted: dict[Mode, list[tuple[int, int]]] = {}
@@ -44,3 +48,8 @@ def decide(
             decisions.append(Decision(verdict, tuple(heads), mode))
             modes.update(dict.fromkeys(heads, int(mode)))
     return decisions
+
+
+def outcome_of(decision: Decision, policy: wire.Policy) -> wire.Outcome | None:
+    """What becomes of a decision under a policy; None where a machine does nothing."""
+    return _OUTCOMES[act_on(cause_of(decision.verdict), policy)]

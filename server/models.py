@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from foreshock.contract.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
@@ -99,6 +100,7 @@ class IncidentChange(Response):
     times: int = Field(description="how often it has opened in this run")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     steps_left: Number
+    grown: bool = Field(default=False, description="in the log: told because it grew tenfold, nothing else changed")
     sentence: str
 
 
@@ -124,6 +126,12 @@ class RunSummary(Response):
     first_seen_unix_seconds: float
     last_seen_unix_seconds: float
     last_step: int | None
+    last_step_unix_seconds: float | None = Field(
+        default=None, description="when the newest step came, or the process started"
+    )
+    hung_after_seconds: float = Field(
+        default=FIRST_STEP_SECONDS, description="an active run that has ended no step for longer hangs"
+    )
     loss: Number
     worst_risk: Number
     active_warnings: int

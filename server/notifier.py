@@ -1,27 +1,32 @@
 """Notifications in words, to Slack and to a generic webhook. Off unless a URL is set.
 
-Warnings, switches and commands that wait for approval are told, each once: a replica claims an event in the store
-before it sends. An event whose sending fails three times is given up and counted; what must not be missed is
-Alertmanager's to send (docs/service.md).
+What is told are incidents and their changes, orders that wait for approval, what became of switches, and runs that have
+fallen silent: each once, since a replica claims it in the store before it sends. What comes together is told together:
+news wait `notify_gather_seconds` for more. A message whose sending fails three times is given up and counted; what must
+not be missed is Alertmanager's to send (docs/service.md).
 """
 
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
-from typing import Final
-from urllib.parse import quote
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import structlog
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.wire import Verdict
+from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.incident import Incident
+from foreshock.server.messages import messages_of, silent
 from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.pause import pause
 from foreshock.server.runs.eventlog import read_events
-from foreshock.server.runs.newest import described
+from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.runs.listing import status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, insert_or_ignore
 from foreshock.server.store.schema import boots, events, runs, service_state
@@ -29,29 +34,22 @@ from foreshock.server.store.trouble import tell
 
 log = structlog.get_logger()
 _CURSOR: Final = "notified"
-_KINDS: Final = ("verdict", "switched", "command")
-_AT_ONCE: Final = 20
+_SILENT_CURSOR: Final = "notified silence"
+_KINDS: Final = ("incident", "switched", "command")
+_AT_ONCE: Final = 1000
 _TRIES: Final = 3
 _PAUSE_SECONDS: Final = 1.0
-_SAME_SECONDS: Final = 600.0
-"""The ranks of a run see the same head fail; the first to say so is enough for this long."""
-_DONE: Final = {
-    "observe": "Nothing is switched: the run's policy is observe.",
-    "approve": "A switch waits for your approval.",
-    "auto": "The agent switches the head by itself.",
-}
 
 
 @dataclass
 class Notifier:
-    """Reads new events from the store and tells the ones that people should know."""
+    """Reads new events from the store and tells what people should know."""
 
     store: Store
     settings: Settings
     out: Outgoing
     failed: int = 0
     retry_seconds: float = 2.0
-    _told: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: Store, settings: Settings) -> "Notifier | None":
@@ -71,61 +69,86 @@ class Notifier:
 
     async def turn(self) -> None:
         """Claim what is new, and tell it."""
+        page = self.settings.public_url
         async with self.store.write() as connection:
             found = await self._claim(connection)
-            policies = {event.run: await _policy(connection, event.run) for event in found if event.verdict}
+            changed = await self._changed(connection, found)
+            quiet = await self._fallen_silent(connection)
+        other: dict[str, list[str]] = defaultdict(list)
         for event in found:
-            message = self._message(event, policies.get(event.run, "observe"))
-            if message is not None:
-                await self._tell(event, message)
+            if _is_told(event, event.run in changed):
+                other[event.run].append(event.sentence)
+        for run, message in messages_of(changed, other, page):
+            last = next((event for event in reversed(found) if run in ("", event.run)), None)
+            await self._tell(message, last, changed)
+        if quiet:
+            await self._tell(silent(quiet, SILENT_SECONDS / 60, page), None, {})
 
     async def _claim(self, connection: AsyncConnection) -> list[RunEvent]:
+        """The events since the last claim, once the oldest has waited for those that come with it."""
         newest = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
-        first = insert_or_ignore(self.store, service_state).values(key=_CURSOR, value=float(newest))
-        await connection.execute(first)  # what happened before the first start is not told
-        own = service_state.c.key == _CURSOR
-        cursor = select(service_state.c.value).where(own).with_for_update()
-        after = int((await connection.execute(cursor)).scalar_one())
-        found = await read_events(connection, kinds=_KINDS, after=after, limit=_AT_ONCE)
+        after = await self._cursor(
+            connection, _CURSOR, float(newest)
+        )  # what happened before the first start is not told
+        oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
+        first = (await connection.execute(oldest)).scalar()
+        if first is not None and time.time() - first < self.settings.notify_gather_seconds:
+            return []
+        found = await read_events(connection, kinds=_KINDS, after=int(after), limit=_AT_ONCE)
         seen = found[-1].id if len(found) == _AT_ONCE else max([newest, *(event.id for event in found)])
         if seen > after:
-            await connection.execute(update(service_state).where(own).values(value=float(seen)))
+            await self._move(connection, _CURSOR, float(seen))
         return found
 
-    def _message(self, event: RunEvent, policy: str) -> str | None:
-        """The event in words; None for what nobody needs to hear, or has heard."""
-        if event.verdict is not None:
-            words = message_of(event.run, event.verdict, policy, self.settings.public_url)
-            key = f"{event.verdict.layer}/{event.verdict.head}"
-            if event.verdict.state != "raised" or event.verdict.severity == "info":
-                return None
-            key = f"{event.run} {key} {event.verdict.signal}"
-        elif event.switched is not None and event.switched.outcome in ("applied", "refused"):
-            words = self._said(event)
-            key = f"{event.run} {event.switched.outcome} {event.switched.heads} {event.switched.after}"
-        elif event.command is not None and event.command.verification is not None:
-            words, key = self._said(event), f"{event.command.id} verification"
-        elif event.command is not None and event.command.state == "proposed":
-            words, key = self._said(event), event.command.id
-        else:
-            return None
-        now = time.monotonic()
-        self._told = {known: when for known, when in self._told.items() if now - when < _SAME_SECONDS}
-        if key in self._told:
-            return None
-        self._told[key] = now
-        return words
+    async def _changed(self, connection: AsyncConnection, found: Sequence[RunEvent]) -> dict[str, list[Incident]]:
+        """The incidents that the claimed events speak of, as they are now; growth alone is no news to people."""
+        named: dict[str, set[str]] = defaultdict(set)
+        for event in found:
+            if event.incident is not None and not event.incident.grown:
+                named[event.run].add(event.incident.id)
+        ids = await connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(named)))
+        names = {row.id: row.name for row in ids}
+        made = await incidents_of(connection, list(names), self.settings.verify_steps)
+        changed = {
+            names[run_id]: [one for one in own if one.id in named[names[run_id]]] for run_id, own in made.items()
+        }
+        return {run: own for run, own in changed.items() if own}
 
-    def _said(self, event: RunEvent) -> str:
-        return "\n".join([f"Run {event.run}: {event.sentence}", *_link(event.run, self.settings.public_url)])
+    async def _fallen_silent(self, connection: AsyncConnection) -> list[str]:
+        """Active runs that have not been heard of for SILENT_SECONDS since the last look."""
+        until = time.time() - SILENT_SECONDS
+        after = await self._cursor(connection, _SILENT_CURSOR, until)
+        if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
+            return []  # ranks of one cluster fall silent within a heartbeat of each other, and are told together
+        await self._move(connection, _SILENT_CURSOR, until)
+        rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
+        names = {row.id: row.name for row in await connection.execute(rows)}
+        starts: dict[int, list[Any]] = defaultdict(list)
+        for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(names))):
+            starts[boot.run_id].append(boot)
+        return sorted(names[run_id] for run_id, own in starts.items() if status_of(own) == "active")
 
-    async def _tell(self, event: RunEvent, message: str) -> None:
+    async def _cursor(self, connection: AsyncConnection, key: str, at_first: float) -> float:
+        """How far was told, held until the transaction ends, so that of several replicas one tells."""
+        first = insert_or_ignore(self.store, service_state).values(key=key, value=at_first)
+        await connection.execute(first)
+        held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
+        return float((await connection.execute(held)).scalar_one())
+
+    async def _move(self, connection: AsyncConnection, key: str, value: float) -> None:
+        own = update(service_state).where(service_state.c.key == key)
+        await connection.execute(own.values(value=value))
+
+    async def _tell(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url
         if slack is not None:
             plain = message.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # Slack's own escapes
             await self._send("slack", slack.get_secret_value(), json.dumps({"text": plain}))
         if webhook is not None:
-            body = {"message": message, "event": event.model_dump(mode="json")}
+            brief = {
+                run: [one.model_dump(mode="json", exclude={"heads"}) for one in own] for run, own in changed.items()
+            }
+            body = {"message": message, "event": event and event.model_dump(mode="json"), "incidents": brief}
             await self._send("webhook", webhook.get_secret_value(), json.dumps(body))
 
     async def _send(self, name: str, url: str, body: str) -> None:
@@ -147,25 +170,11 @@ class Notifier:
         log.error("a notification was not delivered", to=name, why=why)
 
 
-def message_of(run: str, verdict: Verdict, policy: str, page: str) -> str:
-    """What, where, why, how long is left, what was done, and the link: in the words of dashboards/messages.py."""
-    where = "the model as a whole" if verdict.layer is None else f"layer {verdict.layer}"
-    where += "" if verdict.head is None else f" head {verdict.head}"
-    steps = verdict.forecast_steps
-    lines = [
-        f"{verdict.severity.capitalize()}: Run {run}: {where} is on its way to a loss explosion ({verdict.cause}).",
-        f"{verdict.sentence.rstrip('.') or 'A warning'} (signal {verdict.signal}, step {verdict.step:,}).",
-        f"Done: {_DONE[policy]}",
-    ]
-    if steps is not None and 0 <= steps < 1e9 and "512" not in verdict.sentence:
-        lines[1] += f" Largest |score| reaches 512 in about {steps:,.0f} steps."
-    return "\n".join([*lines, *_link(run, page)])
-
-
-def _link(run: str, page: str) -> list[str]:
-    return [f"Evidence and switch: {page.rstrip('/')}/?runs={quote(run, safe='')}"] if page else []
-
-
-async def _policy(connection: AsyncConnection, run: str) -> str:
-    known = await connection.execute(select(boots).join(runs, boots.c.run_id == runs.c.id).where(runs.c.name == run))
-    return str(described(known.all()).get("policy", "observe"))
+def _is_told(event: RunEvent, in_incident: bool) -> bool:
+    """Whether an event besides incidents is told: what an incident of the run says already is not said twice."""
+    if event.switched is not None:
+        return event.switched.outcome == "refused" or (event.switched.outcome == "applied" and not in_incident)
+    if event.command is None:
+        return False
+    waits = event.command.state == "proposed" and (event.command.source == "service" or not in_incident)
+    return waits or event.command.verification is not None

@@ -142,9 +142,12 @@ class Settings(BaseSettings):
     )
     webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
-    notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event} as JSON")
+    notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
         default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
+    )
+    notify_gather_seconds: float = Field(
+        default=5.0, ge=0, le=600, description="news wait so long for more, and are told in one message"
     )
     public_url: str = Field(
         default="",

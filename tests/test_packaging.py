@@ -55,7 +55,11 @@ def test_the_wheel_holds_the_page_the_boards_and_the_type_marker(wheel: zipfile.
     assert "foreshock/server/ui/dist/index.html" in page
     assert page <= names
     assert {f"foreshock/{path}" for path in tracked("dashboards/generated/*")} <= names
-    assert {f"foreshock/{path}" for path in tracked("lab/traces/*.gz")} <= names
+
+
+def test_the_wheel_is_small_since_recorded_runs_stay_in_the_repository(built: Path, wheel: zipfile.ZipFile) -> None:
+    assert next(built.glob("foreshock-*.whl")).stat().st_size <= 2 * 2**20
+    assert not [name for name in wheel.namelist() if name.endswith(".gz")]
 
 
 def test_the_wheel_holds_no_test_and_no_foreign_top_level_package(wheel: zipfile.ZipFile) -> None:

@@ -25,6 +25,7 @@ from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.curves.series import edges
 from foreshock.server.models import Line, Verification
+from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
@@ -161,6 +162,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     await commands.tell(
         store, connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
     )
+    await tell_incidents(store, connection, [row.run_id], settings.verify_steps)
     known = (await connection.execute(select(boots).where(boots.c.run_id == row.run_id))).all()
     if next_mode is None or described(known).get("policy", "observe") == "observe":
         return

@@ -41,6 +41,7 @@ PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 _SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
+_SHOWN_SECONDS: Final = 60.0
 RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
@@ -68,6 +69,8 @@ class Writer:
         """Batches of each token that wait."""
         self._share = max(1, settings.ingest_queue_batches // (2 * max(1, len(settings.all_tokens))))
         self._closed = False
+        self._switched: dict[int, float] = {}
+        """Runs in which something was switched just now, and until when that is just now."""
 
     def refuse_when_full(self, token: str, size: int = 0) -> None:
         """Raises ProblemError 429 when the queue has no room for a batch of so many bytes.
@@ -150,6 +153,14 @@ class Writer:
             item.done.set_exception(answer)
             item.done.exception()  # the client may be gone; then nobody else asks for it
 
+    def _mode_comes(self, done: Recorded) -> set[int]:
+        """Runs whose samples may show a mode that a rank told of before: a switch is seen when samples have it."""
+        now = time.monotonic()
+        self._switched = {run_id: until for run_id, until in self._switched.items() if until > now}
+        come = {run_id for run_id, _ in done.stepped} & self._switched.keys()
+        self._switched |= {done.run_ids[batch.run]: now + _SHOWN_SECONDS for batch, _ in done.switched}
+        return come
+
     async def _write(self, items: list[_Item]) -> list[Ack]:
         group = [item.batch for item in items]
         arrivals = {
@@ -162,8 +173,8 @@ class Writer:
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             await quotas.count(self._store, connection, own)
             orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
-            if done.told:
-                await tell_incidents(self._store, connection, done.told, self._settings.verify_steps)
+            if told := done.told | self._mode_comes(done):
+                await tell_incidents(self._store, connection, told, self._settings.verify_steps)
             return done, orders
 
         done, orders = await self._store.transact(take_in)

@@ -154,6 +154,7 @@ async def tell_incidents(
             before = await _told(connection, run_id, incident.cause)
             change = change_of(incident)
             if before is None or is_news(before, change):
+                change.grown = before is not None and not is_news(before, change, growth=False)
                 rows.append(
                     {
                         "run_id": run_id,
@@ -176,12 +177,12 @@ def change_of(incident: Incident) -> IncidentChange:
     return IncidentChange.model_validate(fields)
 
 
-def is_news(before: IncidentChange, now: IncidentChange) -> bool:
+def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True) -> bool:
     """Whether an incident has changed so much since it was last told that people should hear of it."""
     if (before.state, before.times) != (now.state, now.times):
         return True
     worse = ("info", "warning", "critical")
-    grown = len(str(now.standing)) > len(str(before.standing))
+    grown = growth and len(str(now.standing)) > len(str(before.standing))
     return grown or worse.index(now.severity) > worse.index(before.severity)
 
 

@@ -16,11 +16,9 @@ import httpx
 import pytest
 import yaml
 
-from foreshock.contract.wire import Verdict
 from foreshock.dashboards.alertmanager import Receivers, alertmanager_config
 from foreshock.dashboards.generate import GENERATED
 from foreshock.dashboards.messages import TEMPLATES
-from foreshock.server.notifier import message_of
 
 REPOSITORY = Path(__file__).parents[2]
 NOW = datetime(2026, 11, 21, 3, 4, tzinfo=UTC)
@@ -188,32 +186,3 @@ def test_grafana_is_given_the_same_words() -> None:
     config = yaml.safe_load((REPOSITORY / GENERATED / "grafana-alerting.yml").read_text())
     assert config["templates"] == [{"orgId": 1, "name": "foreshock", "template": TEMPLATES}]
     assert (REPOSITORY / GENERATED / "messages.tmpl").read_text().endswith(TEMPLATES)
-
-
-@pytest.mark.parametrize(
-    ("policy", "done"),
-    [
-        ("observe", "Nothing is switched: the run's policy is observe."),
-        ("approve", "A switch waits for your approval."),
-        ("auto", "The agent switches the head by itself."),
-    ],
-)
-def test_the_services_own_sender_says_the_same_in_the_same_order(policy: str, done: str) -> None:
-    verdict = Verdict(
-        id="v",
-        step=3000,
-        state="raised",
-        severity="critical",
-        layer=0,
-        head=2,
-        cause="rounding",
-        signal="offset",
-        forecast_steps=1800.0,
-        sentence="Layer 0 head 2 drifts",
-    )
-    assert message_of("a", verdict, policy, "http://127.0.0.1:8765") == (
-        "Critical: Run a: layer 0 head 2 is on its way to a loss explosion (rounding).\n"
-        "Layer 0 head 2 drifts (signal offset, step 3,000). Largest |score| reaches 512 in about 1,800 steps.\n"
-        f"Done: {done}\n"
-        "Evidence and switch: http://127.0.0.1:8765/?runs=a"
-    )

@@ -1,6 +1,7 @@
 """Every example runs as a person would run it, and the service sees its run from start to end."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,31 @@ from foreshock.server.testing import LiveService
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def walkthroughs() -> list[tuple[str, str]]:
+    """Programs that docs/examples.md names, and the output that it shows of each."""
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    return re.findall(r"`python -P examples/(\w+\.py)`.*?```text\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_page_of_examples_shows_three_programs() -> None:
+    shown = [name for name, _ in walkthroughs()]
+    assert shown == ["plain_loop.py", "huggingface_trainer.py", "read_explosion.py"]
+
+
+def test_a_recorded_explosion_is_read_as_the_page_shows() -> None:
+    command = [sys.executable, "-P", str(EXAMPLES / "read_explosion.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == dict(walkthroughs())["read_explosion.py"]
+
+
 @pytest.mark.parametrize(
     ("example", "run", "more"),
     [
         ("plain_loop.py", "plain-loop", []),
-        ("huggingface_trainer.py", "trainer", ["--output", "out"]),
-        ("accelerate_loop.py", "accelerate", []),
-        ("lightning_trainer.py", "lightning", []),
-        ("torchtitan_trainer.py", "titan", ["--output", "out"]),
+        pytest.param("huggingface_trainer.py", "trainer", ["--output", "out"], marks=pytest.mark.full),
+        pytest.param("accelerate_loop.py", "accelerate", [], marks=pytest.mark.full),
+        pytest.param("lightning_trainer.py", "lightning", [], marks=pytest.mark.full),
+        pytest.param("torchtitan_trainer.py", "titan", ["--output", "out"], marks=pytest.mark.full),
     ],
 )
 def test_an_example_trains_and_its_run_is_complete_at_the_service(
@@ -32,6 +50,8 @@ def test_an_example_trains_and_its_run_is_complete_at_the_service(
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert "foreshock watches" in done.stderr
+        if shown := [block for name, block in walkthroughs() if name == example]:
+            assert shown[0] in done.stderr
         detail = httpx.get(f"{service.url}/v1/runs/{run}", timeout=10).json()
     assert detail["status"] == "completed"
     assert detail["last_step"] == 25
@@ -46,5 +66,6 @@ def test_every_example_is_run_by_this_test() -> None:
         "accelerate_loop.py",
         "lightning_trainer.py",
         "torchtitan_trainer.py",
+        "read_explosion.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran

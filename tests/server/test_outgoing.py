@@ -227,26 +227,23 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
                 notify_webhook_url=SecretStr(url),
                 notify_hosts=(HOST,),
                 public_url="https://foreshock.example.org",
+                notify_gather_seconds=0.0,
             )
             notifier = Notifier(service.app.state.store, settings, hook.out())
             first, second = FakeRank(rank=0), FakeRank(rank=1)
             await service.store(first, first.started(policy="approve"), first.verdict(3, name="old"))
             await notifier.turn()
             assert hook.requests == []  # what happened before the first start is not told
-            await service.store(first, first.verdict(10, sentence="layer 0 head 2 drifts <fast>"))
-            await service.store(second, second.verdict(10, sentence="layer 0 head 2 drifts <fast>"))
-            await service.store(first, first.verdict(11, state="updated"), first.verdict(12, state="cleared"))
+            new: dict[str, Any] = {"name": "new", "cause": "score growth"}
+            await service.store(first, first.verdict(10, **new))
+            await service.store(second, second.verdict(10, **new))
+            await service.store(first, first.verdict(11, **new, state="updated"))
             await notifier.turn()
             slack, webhook = (request[1].decode() for request in hook.requests)
-            for words in (
-                "Warning: Run run-1: layer 0 head 2 is on its way",
-                "(signal offset, step 10)",
-                "2,100 steps",
-            ):
+            for words in ("Warning: Run run-1: Scores grow", " in layer 0 head 2, since step 10", "about step 2,110"):
                 assert words in slack
                 assert words in webhook
-            assert "drifts &lt;fast&gt;" in slack
-            assert "A switch waits for your approval." in slack
+            assert "Done: Nothing is switched: rounding could not be shown" in slack
             assert "https://foreshock.example.org/?runs=run-1" in slack
             await notifier.turn()
             assert len(hook.requests) == 2
@@ -269,7 +266,7 @@ def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(play: 
 
     async def story(service: Any) -> None:
         async with hook.open() as url:
-            settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=(HOST,))
+            settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=(HOST,), notify_gather_seconds=0.0)
             notifier = Notifier(service.app.state.store, settings, hook.out(), retry_seconds=0.01)
             await notifier.turn()
             rank = FakeRank()

@@ -252,19 +252,21 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
 
     async def story(service: Any) -> None:
         url = "https://hooks.example.org/x"
-        settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=("hooks.example.org",))
+        hosts = ("hooks.example.org",)
+        settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0)
         notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
         await notifier.turn()
         await switched(service, mode="stable_softmax")
         await judge(service)
         await notifier.turn()
         await notifier.turn()
-        told = [words for words in Out.said if "not arrested" in words]
-        assert len(told) == 2  # what became of it, and the proposal that follows
-        assert told[0].startswith(
+        [told] = [words for words in Out.said if "not arrested" in words]
+        became, proposed = told.splitlines()[-2:]  # what became of it, and the proposal that follows
+        assert became.startswith(
             "Run run-1: Layer 0 head 2 after the switch to stable_softmax at step 2,000: not arrested"
         )
-        assert "Escalate: exact_delta+stable_softmax" in told[0]
+        assert "Escalate: exact_delta+stable_softmax" in became
+        assert "is proposed (service)" in proposed
 
     play(story)
 

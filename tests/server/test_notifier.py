@@ -1,0 +1,191 @@
+"""People are told of incidents, once each, together where they come together, and in few words however much fails."""
+
+import json
+import time
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+from sqlalchemy import update
+
+from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.wire import Finished, Verdict
+from foreshock.server.messages import LONGEST, messages_of, silent
+from foreshock.server.notifier import Notifier
+from foreshock.server.settings import Settings
+from foreshock.server.store.schema import runs, service_state
+from foreshock.server.testing import FakeRank
+
+HEADS = tuple(range(12))
+
+
+class Out:
+    """Keeps what would be sent."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    async def post(self, _url: str, body: bytes) -> int:
+        self.said.append(json.loads(body)["message"])
+        return 200
+
+
+async def notifier_of(service: Any, out: Out, gather: float = 0.0) -> Notifier:
+    url = SecretStr("https://hooks.example.org/x")
+    settings = Settings(
+        notify_webhook_url=url,
+        notify_hosts=("hooks.example.org",),
+        notify_gather_seconds=gather,
+        public_url="https://foreshock.example.org",
+    )
+    notifier = Notifier(service.app.state.store, settings, out)  # type: ignore[arg-type]
+    await notifier.turn()
+    return notifier
+
+
+async def flood(service: Any, rank: FakeRank, policy: Any = "observe", **changes: Any) -> None:
+    await service.store(rank, rank.started(policy=policy), rank.sample(10))
+    for layer in range(12):
+        told = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}", **changes) for h in HEADS]
+        await service.store(rank, *told)
+
+
+def test_a_run_with_144_failing_heads_is_one_short_message_that_says_how_severe_it_is(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out = Out()
+        notifier = await notifier_of(service, out)
+        await flood(service, FakeRank(run="r" * 128, layers=12, heads=HEADS), severity="critical")
+        await notifier.turn()
+        await notifier.turn()
+        [message] = out.said
+        assert len(message) < LONGEST
+        assert message.startswith(
+            f"Critical: Run {'r' * 128}: Scores drift as rounding drives them in 144 heads of layers 0"
+        )
+        assert "To do: Switch every head to exact_delta." in message
+        assert message.endswith(f"https://foreshock.example.org/?runs={'r' * 128}")
+
+    play(story)
+
+
+def test_growth_alone_is_no_news_and_every_change_of_state_is_told_once(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out, rank = Out(), FakeRank(layers=12, heads=HEADS)
+        notifier = await notifier_of(service, out)
+        await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1, name="first"))
+        await notifier.turn()
+        await flood(service, rank, policy="auto")
+        await notifier.turn()
+        assert len(out.said) == 1
+        await service.store(rank, rank.verdict(90, name="first", state="updated", severity="critical"))
+        await notifier.turn()
+        care = {"who": "ann", "reason": "on it", "incident": "rounding"}
+        await service.client.post("/v1/runs/run-1/acknowledge", json=care)
+        await notifier.turn()
+        await notifier.turn()
+        assert [said.split(":")[0] for said in out.said] == ["Warning", "Critical", "Critical, acknowledged"]
+
+    play(story)
+
+
+def test_what_no_switch_helps_is_never_said_to_be_switched_whatever_the_policy(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out = Out()
+        notifier = await notifier_of(service, out)
+        for policy in ("auto", "approve"):
+            rank = FakeRank(run=policy)
+            nan = rank.verdict(5, name="n", cause="other", signal="nonfinite", severity="critical", forecast_steps=None)
+            growth = rank.verdict(5, name="g", cause="score growth")
+            await service.store(rank, rank.started(policy=policy), nan.model_copy(update={"layer": None, "head": None}))
+            await service.store(rank, growth)
+        await notifier.turn()
+        assert len(out.said) == 2
+        for said in out.said:
+            assert "Nothing is switched: no switch repairs what is not finite." in said
+            assert "Stop the run and resume from a checkpoint before step 5" in said
+            assert "Lower the learning rate" in said
+            for claim in ("agent switches", "approval", "unknown number", "Switch every"):
+                assert claim not in said
+
+    play(story)
+
+
+def test_news_wait_for_what_comes_with_them(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out, rank = Out(), FakeRank()
+        notifier = await notifier_of(service, out, gather=60.0)
+        await service.store(rank, rank.started(), rank.verdict(5))
+        await notifier.turn()
+        assert out.said == []
+        notifier.settings = notifier.settings.model_copy(update={"notify_gather_seconds": 0.0})
+        await notifier.turn()
+        assert len(out.said) == 1
+
+    play(story)
+
+
+def test_forty_runs_that_fail_together_are_one_message(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out = Out()
+        notifier = await notifier_of(service, out)
+        for number in range(40):
+            rank = FakeRank(run=f"sweep-{number:03}", layers=1)
+            severity = "critical" if number == 17 else "warning"
+            await service.store(rank, rank.started(), rank.verdict(5, severity=severity))
+        await notifier.turn()
+        [message] = out.said
+        assert message.startswith("Critical: 40 runs have news of their incidents")
+        assert message.splitlines()[1].startswith("sweep-017: critical, rounding, 1 head since step 5")
+        assert "... and 34 more runs." in message
+        assert len(message) < LONGEST
+
+    play(story)
+
+
+def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(play: Any) -> None:
+    async def story(service: Any) -> None:
+        out, now = Out(), time.time()
+        notifier = await notifier_of(service, out, gather=5.0)
+        for number in range(200):
+            rank = FakeRank(run=f"fleet/run-{number:03}", layers=1, heads=(0,))
+            ended = [Finished(step=2, unix_seconds=1.0, status="completed")] if number >= 190 else []
+            await service.store(rank, rank.started(), *ended)
+        async with service.app.state.store.write() as connection:
+            for number in range(200):  # their last heartbeats lie within ten seconds
+                heard = now - SILENT_SECONDS - 40 + number % 10
+                own = runs.c.name == f"fleet/run-{number:03}"
+                await connection.execute(update(runs).where(own).values(last_seen=heard))
+            own = service_state.c.key == "notified silence"
+            await connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
+        for _ in range(3):
+            await notifier.turn()
+        [message] = out.said
+        assert message.startswith("Warning: 190 runs have sent nothing for 5 minutes: fleet/run-000, ")
+        assert "and 184 more" in message
+        assert len(message) < LONGEST
+
+    play(story)
+
+
+@given(
+    names=st.lists(st.text("abc/.:-", min_size=1, max_size=128), min_size=1, max_size=40, unique=True),
+    causes=st.lists(st.sampled_from(["rounding", "score growth", "other"]), min_size=1, max_size=3, unique=True),
+    words=st.lists(st.text(max_size=600), max_size=9),
+)
+def test_no_message_is_longer_than_people_read_and_each_keeps_its_link(
+    names: list[str], causes: list[Any], words: list[str]
+) -> None:
+    warned = [
+        Warned(0, 5, Verdict(id=f"{cause[0]}{head}", step=9, state="raised", severity="warning", layer=head, head=0,
+                             cause=cause, signal="score", sentence="x" * 500))
+        for cause in causes
+        for head in range(0, 90, 2)
+    ]  # fmt: skip
+    found = incidents(warned, mitigation="row_corrected", policy="approve")
+    page = "https://foreshock.example.org/" + "p" * 400
+    told = messages_of(dict.fromkeys(names, found), dict.fromkeys(names, words), page)
+    for _, message in [*told, ("", silent(names, 5, page))]:
+        assert len(message) < LONGEST
+        assert page in message.splitlines()[-1]

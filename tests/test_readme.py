@@ -1,0 +1,74 @@
+"""What README says is so: its code runs and prints what stands there, its figures are those of the notebook."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from foreshock.lab.recording.trace import read_trace
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+NOTEBOOK = (ROOT / "lab" / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_five_lines_run_and_print_what_stands_below_them(capsys: pytest.CaptureFixture[str]) -> None:
+    model = runpy.run_path(str(ROOT / "examples" / "plain_loop.py"))["Model"]()
+    torch.manual_seed(3)
+    stepped: list[int] = []
+
+    def train_step(model: torch.nn.Module, batch: int) -> torch.Tensor:
+        loss = model(torch.randint(256, (2, 16))).square().mean()
+        loss.backward()
+        stepped.append(batch)
+        return loss  # type: ignore[no-any-return]
+
+    (code,) = blocks("python")
+    exec(code, {"model": model, "batches": range(3), "train_step": train_step})
+    assert stepped == [0, 1, 2]
+    shown = next(block for block in blocks("text") if block.startswith("foreshock watches"))
+    assert capsys.readouterr().err.startswith(shown)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_costs_are_those_that_were_measured() -> None:
+    agent = (ROOT / "docs" / "agent.md").read_text()
+    table = agent.split("<!-- step times")[1].split("<!-- end of step times")[0]
+    for model in ("gpt2-small", "llama-1b"):
+        row = next(cells(line) for line in table.splitlines() if line.startswith(f"| {model} "))
+        for ratio in (row[8], row[9]):
+            per_cent = f"{100 * (float(ratio.split()[0]) - 1):.1f} %"
+            assert per_cent in README
+
+
+def test_the_picture_s_steps_are_those_of_the_runs() -> None:
+    picture = runpy.run_path(str(ROOT / "scripts" / "explosion_picture.py"))
+    trace = read_trace(picture["RUNS"] / "shared-values_untreated_seed2.jsonl.gz")
+    warned = picture["first_warning"](trace).step
+    exploded = next(s.step for s in trace.samples if s.step > warned and s.loss is not None and s.loss > 1.5)
+    assert f"its warning at step {warned:,}" in README
+    assert f"it stands {exploded - warned:,} steps before" in README
+
+
+def test_the_cure_s_counts_are_those_of_the_recorded_runs() -> None:
+    assert "three of three runs that got it in time, where three of six untreated ones failed" in README
+    table = NOTEBOOK.split("## The cures by mode")[1]
+    assert "| at the first warning: `row_corrected` (shipped) | 3 | 0 |" in table
+    assert "| untreated | 6 | 3 " in table
+
+
+def test_readme_is_short_and_so_are_its_sentences() -> None:
+    prose = runpy.run_path(str(ROOT / "scripts" / "check_prose.py"))
+    too_long = prose["too_long"]
+    assert prose["main"]() == 0
+    assert too_long("Word " * 31 + "end.") == [("Word " * 31 + "end.").strip()]
+    assert too_long("One two three. " * 12) == []
