@@ -35,10 +35,10 @@ def test_a_recorded_explosion_is_read_as_the_page_shows() -> None:
     ("example", "run", "more"),
     [
         ("plain_loop.py", "plain-loop", []),
-        ("huggingface_trainer.py", "trainer", ["--output", "out"]),
-        ("accelerate_loop.py", "accelerate", []),
-        ("lightning_trainer.py", "lightning", []),
-        ("torchtitan_trainer.py", "titan", ["--output", "out"]),
+        pytest.param("huggingface_trainer.py", "trainer", ["--output", "out"], marks=pytest.mark.full),
+        pytest.param("accelerate_loop.py", "accelerate", [], marks=pytest.mark.full),
+        pytest.param("lightning_trainer.py", "lightning", [], marks=pytest.mark.full),
+        pytest.param("torchtitan_trainer.py", "titan", ["--output", "out"], marks=pytest.mark.full),
     ],
 )
 def test_an_example_trains_and_its_run_is_complete_at_the_service(

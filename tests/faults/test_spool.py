@@ -162,13 +162,16 @@ def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Pa
 
 
 STARTS = """
-import os, sys
+import importlib.util, os, sys
 from pathlib import Path
-from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
+found = importlib.util.spec_from_file_location("spool", sys.argv[4])  # alone: the package would import PyTorch
+spool = importlib.util.module_from_spec(found)
+found.loader.exec_module(spool)
+Spool, leftovers, spool_path = spool.Spool, spool.leftovers, spool.spool_path
 folder, name = Path(sys.argv[1]), sys.argv[2]
 held, kept = [], []
 sys.stdin.readline()
-for n in range(30):
+for n in range(int(sys.argv[3])):
     path = spool_path(folder, "mine", f"{n:04}-{name}")
     kept += leftovers(folder, "mine", 2**20)[0]
     held.append(Spool(path, 2**20))
@@ -179,15 +182,19 @@ sys.stdin.readline()
 
 
 @pytest.mark.promise("A8")
-def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one_another(tmp_path: Path) -> None:
+def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one_another(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    spools = sizes("spools_of_each", quick=6, long=60)
+    record_property("spools held by 8 processes", 8 * spools)
     starts = [
         subprocess.Popen(
-            [sys.executable, "-c", STARTS, str(tmp_path), str(name)],
+            [sys.executable, "-c", STARTS, str(tmp_path), str(name), str(spools), str(spooling.__file__)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name in range(4)
+        for name in range(8)
     ]
     for process in starts:
         assert process.stdin is not None
@@ -196,7 +203,7 @@ def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one
     unlinked = [process.stdout.readline() for process in starts if process.stdout is not None]
     for process in starts:
         process.communicate("end\n")
-    assert unlinked == ["0\n"] * 4  # an empty line: the process failed, it could not lock its own spool
+    assert unlinked == ["0\n"] * 8  # an empty line: the process failed, it could not lock its own spool
 
 
 @pytest.mark.promise("A8")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from sqlalchemy import func, select
+from tests.server.replaying import seen_after
 
 from foreshock.contract.wire import MAX_GRAM_DIM, Array, Batch, Grams
 from foreshock.server.ingest import grams
@@ -206,17 +206,7 @@ async def everything(service: Any) -> dict[str, Any]:
 
 
 def played(player: Any, batches: list[Batch], at_once: int = 1) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-
-    async def story(service: Any) -> None:
-        for i in range(0, len(batches), at_once):
-            answers = await asyncio.gather(*(service.post(batch) for batch in batches[i : i + at_once]))
-            assert {answer.status_code for answer in answers} == {200}
-        seen.update(await everything(service))
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(player(f"sqlite:///{Path(folder) / 'foreshock.db'}", story))
-    return seen
+    return seen_after(player, batches, everything, at_once)
 
 
 @pytest.fixture(scope="module")

@@ -155,6 +155,10 @@ WOUNDS = {
         "update boots set health = ? where run_id = ?",
         (json.dumps({"kind": "health", "step": 1, "dropped": {"x": 10**400}, "faults": {}}),),
     ),
+    "counters less than none": (
+        "update boots set health = ? where run_id = ?",
+        (json.dumps({"kind": "health", "step": 1, "dropped": {"queue_full": -5}, "faults": {"sender": -1}}),),
+    ),
     "health that is no JSON": ("update boots set health = '{' where run_id = ?", ()),
     "a description that is no JSON": ("update boots set description = '{' where run_id = ?", ()),
     "a description of other types": (

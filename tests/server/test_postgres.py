@@ -1,4 +1,5 @@
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -110,6 +112,42 @@ def test_two_replicas_add_up_parts_that_reach_them_at_once(postgres: str, player
         await player(postgres, beside, migrate=True)
 
     asyncio.run(player(postgres, story, migrate=True))
+
+
+@pytest.mark.parametrize("text_", ["\x00", "a\x00b", "\ud800", "\u202e\uffff", "' OR 1=1 --"])
+def test_no_text_that_postgresql_cannot_store_makes_it_fail(postgres: str, player: Any, text_: str) -> None:
+    """A NUL or half a character is refused, or taken and shown; in paths, names, reasons, keys and labels."""
+    taken = {200, 201, 404, 422}
+
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="texts")
+        await service.store(rank, rank.started())
+        quoted = quote(text_.encode("utf-8", "surrogatepass"))
+        for address in (f"/v1/runs/{quoted}", f"/v1/runs/{quoted}/series?metric=run.loss", f"/v1/commands/{quoted}"):
+            assert (await service.client.get(address)).status_code in taken, address
+        json_ = {"content-type": "application/json"}
+        for field in ("who", "reason", "mode"):
+            order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta", field: text_}
+            body = json.dumps(order).encode("utf-8", "surrogatepass")
+            made = await service.client.post("/v1/runs/texts/commands", content=body, headers=json_)
+            assert made.status_code in taken, (field, made.text)
+        for what in ("labels", "versions", "numerics", "sentence", "signal", "run", "boot"):
+            other = FakeRank(run="texts-" + what)
+            batch = json.loads(other.batch(other.started(), other.verdict(1)).model_dump_json())
+            started, verdict = batch["events"]
+            if what in ("labels", "versions"):
+                started[what] = {"a": text_}
+            else:
+                (batch if what in batch else verdict if what in verdict else started)[what] = text_
+            body = json.dumps(batch).encode("utf-8", "surrogatepass")
+            assert (await service.client.post("/v1/batches", content=body, headers=json_)).status_code in taken, what
+            for address in ("/v1/runs", f"/v1/runs/texts-{what}", "/metrics", "/v1/audit"):
+                assert (await service.client.get(address)).status_code in taken, (what, address)
+
+    async def look() -> None:
+        await player(await new_database(postgres, f"texts_{uuid.uuid4().hex[:8]}"), story, migrate=True)
+
+    asyncio.run(look())
 
 
 class Sender:
@@ -271,7 +309,8 @@ asyncio.run(migrate())
 """
 
 
-def test_replicas_that_migrate_at_once_wait_for_one_another(postgres_for_replicas: str) -> None:
+def test_replicas_that_migrate_at_once_wait_for_one_another(postgres_for_replicas: str, sizes: Any) -> None:
+    number = sizes("migrating_replicas", quick=4, long=24)
     replicas = [
         subprocess.Popen(
             [sys.executable, "-c", MIGRATE, postgres_for_replicas],
@@ -279,12 +318,12 @@ def test_replicas_that_migrate_at_once_wait_for_one_another(postgres_for_replica
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(6)
+        for _ in range(number)
     ]
-    time.sleep(3)
+    time.sleep(number / 2)  # until most of them wait for the word
     for replica in replicas:
         assert replica.stdin is not None
         replica.stdin.write("go\n")
         replica.stdin.flush()
     said = [replica.communicate()[1][-300:] for replica in replicas]
-    assert [replica.returncode for replica in replicas] == [0] * 6, said
+    assert [replica.returncode for replica in replicas] == [0] * number, said

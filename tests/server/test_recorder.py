@@ -1,17 +1,15 @@
 """The same batches leave the same rows whatever their order, repeats and interleaving (server/ingest/recorder.py)."""
 
-import asyncio
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.server.replaying import seen_after
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished
 from foreshock.server.testing import FakeRank
@@ -74,19 +72,7 @@ async def everything_shown(service: Any) -> dict[str, Any]:
 
 
 def shown_after(player: Any, batches: list[Batch], at_once: int = 1, told: Told = BY_NAME) -> dict[str, Any]:
-    shown: dict[str, Any] = {}
-
-    async def story(service: Any) -> None:
-        began = time.monotonic()
-        for i in range(0, len(batches), at_once):
-            sent = (service.post(batch, **told.beside(batch, began)) for batch in batches[i : i + at_once])
-            answers = await asyncio.gather(*sent)
-            assert {answer.status_code for answer in answers} == {200}
-        shown.update(await everything_shown(service))
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(player(f"sqlite:///{Path(folder) / 'foreshock.db'}", story))
-    return shown
+    return seen_after(player, batches, everything_shown, at_once, told.beside)
 
 
 @pytest.fixture(scope="module")

@@ -149,8 +149,8 @@ def test_an_event_is_written_once_for_five_hundred_clients_and_comes_to_each(
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.verdict(1), rank.sample(1))
         async with asyncio.timeout(20):
-            got = [[await client.waiting.get() for _ in range(3)] for client in clients]
-        assert all(b"".join(told.written for told in own if told).count(b"event: ") == 3 for own in got)
-        assert sorted(written) == ["sample", "started", "verdict"]
+            got = [[await client.waiting.get() for _ in range(4)] for client in clients]
+        assert all(b"".join(told.written for told in own if told).count(b"event: ") == 4 for own in got)
+        assert sorted(written) == ["incident", "sample", "started", "verdict"]
 
     play(story)
