@@ -1,6 +1,6 @@
 """The command line. Each command is thin: it reads its options, calls one room and turns errors into sentences.
 
-The parts are imported inside the commands, so that a service without torch and a training environment without a web server
+Parts are imported inside the commands, so that a service without torch and a training environment without a web server
 both have the same command.
 """
 
@@ -13,6 +13,7 @@ from foreshock import __version__
 from foreshock.cli.benchmarks import bench
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
+from foreshock.cli.store import audit, store
 from foreshock.client import DEFAULT_URL
 from foreshock.contract.modes import MODE_NAMES
 
@@ -31,6 +32,8 @@ lab = typer.Typer(
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 app.add_typer(boards, name="dashboards")
+app.add_typer(store, name="store")
+app.add_typer(audit, name="audit")
 
 Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines; docs/command-line.md has its shape.")]
@@ -344,7 +347,7 @@ def lab_cure(
     traces: Annotated[list[Path], typer.Argument(help="Runs of several variants and seeds, controls among them.")],
     json: Annotated[Path | None, typer.Option(help="Write every run there, as benchmarks/results/cure.json.")] = None,
 ) -> None:
-    """Say what each cure did: loss over the control's, quality loss, score offset and largest score after the switch."""
+    """Say what each cure did: loss over the control's, quality loss, offset and largest score after the switch."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -374,7 +377,7 @@ def lab_score(
 ) -> None:
     """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
 
-    Give the float32 control of a run beside it (same recipe and seed, variant "control"): quality loss is measured against it.
+    Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
     """
     from foreshock.cli import laboratory
     from foreshock.cli.output import console

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final
 
+from pydantic import ValidationError
 from sqlalchemy import desc, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -75,6 +76,14 @@ async def after(connection: AsyncConnection, sequence: int, limit: int) -> list[
     query = select(audit).where(audit.c.sequence > sequence).order_by(audit.c.sequence).limit(limit)
     rows = (await connection.execute(query)).mappings()
     return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
+
+
+def read_line(line: bytes) -> AuditRow:
+    """A row of an export. Raises BrokenChainError where it is none."""
+    try:
+        return AuditRow.model_validate_json(line)
+    except ValidationError:
+        raise BrokenChainError(f"this is no row of an audit trail: {line[:60]!r}") from None
 
 
 class BrokenChainError(ValueError):

@@ -1,0 +1,103 @@
+"""`foreshock store` and `foreshock audit`: a store copied and put back, its audit trail exported and verified."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+
+from foreshock.cli.errors import CommandError, Commands
+from foreshock.client import DEFAULT_URL
+
+store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back the service's store up, and put a backup back.")
+audit = typer.Typer(cls=Commands, no_args_is_help=True, help="Export the audit trail, and verify an export.")
+
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="The store; by default FORESHOCK_DATABASE_URL or its _FILE, as for `serve`.")
+]
+Export = Annotated[Path, typer.Argument(help="JSON lines, one row each, oldest first.")]
+
+
+def _url(given: str | None) -> str:
+    from foreshock.server.settings import settings_of
+
+    return given or settings_of().database_url
+
+
+@store.command("backup")
+def store_backup(
+    file: Annotated[Path, typer.Argument(help="A new file; it appears once it is whole.")],
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Copy the store into one file while the service runs: SQLite by itself, PostgreSQL by pg_dump."""
+    from foreshock.server.store import backup
+
+    backup.backup(_url(database_url), file)
+    typer.echo(f"{file}: {file.stat().st_size} bytes")
+
+
+@store.command("restore")
+def store_restore(
+    file: Annotated[Path, typer.Argument(help="What `foreshock store backup` wrote.")],
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Put a backup where nothing is: a new SQLite file, an empty PostgreSQL database. Stop the service first."""
+    from foreshock.server.store import backup
+
+    url = _url(database_url)
+    backup.restore(file, url)
+    typer.echo(asyncio.run(backup.examine(url)))
+
+
+@store.command("check")
+def store_check(database_url: DatabaseUrl = None) -> None:
+    """Say what the store holds, and follow its whole audit trail; the service may run."""
+    from foreshock.server.store import backup
+
+    typer.echo(asyncio.run(backup.examine(_url(database_url))))
+
+
+@audit.command("export")
+def audit_export(
+    file: Export,
+    url: Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")] = DEFAULT_URL,
+    token: Annotated[
+        str | None, typer.Option(envvar="FORESHOCK_TOKEN", help="Token with the scope `read` for every run.")
+    ] = None,
+) -> None:
+    """Append to FILE what it does not hold yet; every row is verified, and follows the last one of the file."""
+    from foreshock.server.store.audit import Chain, read_line
+
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    chain = Chain(read_line(lines[-1])) if lines else Chain()
+    before = chain.sequence
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=30.0) as client, file.open("ab") as out:
+        while True:
+            try:
+                answer = client.get("/v1/audit/export", params={"after": chain.sequence})
+            except httpx.HTTPError as error:
+                raise CommandError(
+                    f"no service answers at {url} ({type(error).__name__}); name it with --url"
+                ) from None
+            if not answer.is_success:
+                raise CommandError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+            if not answer.content:
+                break
+            for line in answer.content.splitlines():
+                chain.follow(read_line(line))
+            out.write(answer.content)
+    typer.echo(f"{chain.sequence - before} rows appended to {file}, which ends with row {chain.sequence}")
+
+
+@audit.command("verify")
+def audit_verify(file: Export) -> None:
+    """Follow the hash chain of an export from the first row of the trail; needs no service."""
+    from foreshock.server.store.audit import Chain, read_line
+
+    chain = Chain()
+    with file.open("rb") as lines:
+        for line in lines:
+            chain.follow(read_line(line))
+    typer.echo(f"{chain.sequence} rows, whole; the last hash is {chain.hash}")

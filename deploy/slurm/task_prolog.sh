@@ -1,0 +1,19 @@
+#!/bin/sh
+# TaskProlog of slurm.conf, on every node: what it prints as `export NAME=VALUE` is in the environment of the task.
+# A job that names its own service, run or spool keeps them.
+# The token is read by the user's job itself, from a file that only this team may read (deploy/slurm/train.sbatch).
+set -u
+
+[ -n "${FORESHOCK_URL:-}" ] || echo "export FORESHOCK_URL=https://foreshock.example.org"
+
+# The same name for every rank and after a requeue, so that a restart goes on in the same run.
+[ -n "${FORESHOCK_RUN:-}" ] || echo "export FORESHOCK_RUN=${SLURM_JOB_ACCOUNT:-cluster}/${SLURM_JOB_ID}"
+
+# Tasks that srun starts without torchrun have their rank from Slurm.
+if [ -z "${RANK:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
+  echo "export FORESHOCK_RANK=$SLURM_PROCID"
+  echo "export FORESHOCK_WORLD_SIZE=${SLURM_NTASKS:-1}"
+fi
+
+# What is not sent yet waits on the node's own disk; a task that starts there again sends it.
+[ -n "${FORESHOCK_SPOOL_DIRECTORY:-}" ] || echo "export FORESHOCK_SPOOL_DIRECTORY=/var/tmp/foreshock-${SLURM_JOB_UID:-$(id -u)}"

@@ -1,0 +1,163 @@
+"""The Kubernetes manifests fit their schemas, and what they say of the service is true of it."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import kubernetes_validate
+import numpy as np
+import pytest
+import yaml
+
+from foreshock.contract.wire import Array
+from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
+from foreshock.server.testing import FakeRank, LiveService
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+KINDS_OF_OTHERS = {"ServiceMonitor"}  # Prometheus Operator's, no schema of Kubernetes
+
+
+def documents(*names: str) -> list[dict[str, Any]]:
+    return [one for name in names for one in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())]
+
+
+def one(kind: str, *names: str, name: str | None = None) -> dict[str, Any]:
+    [found] = [d for d in documents(*names) if d["kind"] == kind and name in (None, d["metadata"]["name"])]
+    return found
+
+
+ALL = ("common", "secrets.example", "postgresql", "sqlite")
+STORES = ("postgresql", "sqlite")
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.31", "1.33"])
+def test_every_manifest_fits_the_strict_schema_of_kubernetes(version: str) -> None:
+    checked = [d for d in documents(*ALL) if d["kind"] not in KINDS_OF_OTHERS]
+    assert len(checked) >= 10
+    for document in checked:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_would_say_what_is_wrong() -> None:
+    wrong = one("Deployment", "postgresql")
+    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.31", strict=True)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
+    deployment, service = one("Deployment", store), one("Service", "common")
+    pod = deployment["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    labels = pod["metadata"]["labels"]
+    for selector in (service["spec"]["selector"], deployment["spec"]["selector"]["matchLabels"]):
+        assert selector.items() <= labels.items()
+    monitor = one("ServiceMonitor", "common")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    [port] = service["spec"]["ports"]
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert port["targetPort"] in {p["name"] for p in container["ports"]}
+    credentials = endpoint["authorization"]["credentials"]
+    assert credentials["key"] in one("Secret", "secrets.example", name=credentials["name"])["stringData"]
+    assert container["envFrom"][0]["configMapRef"]["name"] == one("ConfigMap", "common")["metadata"]["name"]
+    mounts, volumes = container["volumeMounts"], pod["spec"]["volumes"]
+    assert {mount["name"] for mount in mounts} == {volume["name"] for volume in volumes}
+    assert not [mount for mount in mounts if "subPath" in mount], "a rotated token would never arrive"
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v]
+    assert claims == [d["metadata"]["name"] for d in documents(store) if d["kind"] == "PersistentVolumeClaim"]
+    assert {d["metadata"].get("namespace", "foreshock") for d in documents(*ALL)} == {"foreshock"}
+
+
+def test_replicas_stay_while_nodes_are_drained_and_sqlite_has_one_process() -> None:
+    many, single = one("Deployment", "postgresql")["spec"], one("Deployment", "sqlite")["spec"]
+    assert many["replicas"] > one("PodDisruptionBudget", "postgresql")["spec"]["minAvailable"]
+    assert (single["replicas"], single["strategy"]["type"]) == (1, "Recreate")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_pod_is_what_the_restricted_standard_asks_for(store: str) -> None:
+    pod = one("Deployment", store)["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    security = container["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert security["capabilities"]["drop"] == ["ALL"]
+    assert security["readOnlyRootFilesystem"]
+    assert not security["allowPrivilegeEscalation"]
+    user = f"USER {pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+    assert user in (ROOT / "Dockerfile").read_text()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The variables of the pod, its secrets in `folder`."""
+    data: dict[str, str] = one("ConfigMap", "common")["data"]
+    for key, value in one("Secret", "secrets.example", name="foreshock")["stringData"].items():
+        (folder / key).write_text(value)
+    return {name: value.replace("/run/secrets/foreshock", str(folder)) for name, value in data.items()}
+
+
+def set_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_service_takes_the_settings_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_alone(monkeypatch, environment(tmp_path))
+    settings = settings_of()
+    assert settings.database_url.startswith("postgresql://")
+    assert {token.name: token.scopes for token in settings.tokens} == {"prometheus": ("read",), "team-a": ("ingest",)}
+    assert settings.tokens[1].quota.runs == 500
+    assert settings.public_url == f"https://{one('Ingress', 'common')['spec']['rules'][0]['host']}"
+    container = one("Deployment", "sqlite")["spec"]["template"]["spec"]["containers"][0]
+    assert [port["containerPort"] for port in container["ports"]] == [settings.port]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_links_that_kubernetes_sets_are_off_since_one_of_them_is_named_as_a_setting(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one("Deployment", store)["spec"]["template"]["spec"]["enableServiceLinks"] is False
+    port = one("Service", "common")["spec"]["ports"][0]["port"]
+    set_alone(monkeypatch, {**environment(tmp_path), "FORESHOCK_PORT": f"tcp://10.0.0.7:{port}"})
+    with pytest.raises(UnusableSettingsError):
+        settings_of()
+
+
+def test_the_ingress_lets_the_largest_body_through_that_the_service_takes() -> None:
+    text = one("Ingress", "common")["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+    assert text.endswith("m")
+    assert int(text[:-1]) * 2**20 >= Settings().max_body_bytes
+    rank = FakeRank(layers=400, heads=range(128))
+    sample = rank.sample(1)
+    norms = Array.of(np.random.default_rng(7).random((rank.count,), dtype=np.float32))
+    batch = rank.batch(sample.model_copy(update={"query_norm": norms, "key_norm": norms, "query_key_norm": norms}))
+    assert 6e6 < len(batch.model_dump_json()) < 10e6 < int(text[:-1]) * 2**20
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_probes_are_answered_without_a_token_by_the_pods_address(store: str, tmp_path: Path) -> None:
+    variables = environment(tmp_path)
+    variables |= {"FORESHOCK_DATABASE_URL_FILE": "", "FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/x.db"}
+    variables = {name: value for name, value in variables.items() if value} | {"FORESHOCK_PORT": "0"}
+    [container] = one("Deployment", store)["spec"]["template"]["spec"]["containers"]
+    with LiveService(tmp_path, variables) as service:
+        host = f"{socket.gethostbyname('localhost')}:{service.url.rpartition(':')[2]}"
+        with httpx.Client(base_url=f"http://{host}", headers={"host": "10.1.2.3:8765"}, trust_env=False) as client:
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                answer = client.get(container[probe]["httpGet"]["path"], timeout=30)
+                assert answer.status_code == 200, (probe, answer.text)
+            endpoint = one("ServiceMonitor", "common")["spec"]["endpoints"][0]
+            assert client.get(endpoint["path"]).status_code == 401
+
+
+def test_the_tokens_of_the_example_are_the_json_that_a_person_edits() -> None:
+    tokens = json.loads(one("Secret", "secrets.example", name="foreshock")["stringData"]["tokens"])
+    assert all(set(token["sha256"]) in ({"0"}, {"1"}) for token in tokens), "an example, nobody's secret"

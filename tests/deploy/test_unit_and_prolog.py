@@ -1,0 +1,100 @@
+"""The systemd unit and the Slurm prolog: read by systemd and by a shell, and by the service and the agent."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foreshock.monitor import AgentConfig
+from foreshock.server.settings import settings_of
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "systemd" / "foreshock.service"
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("systemd-analyze") is None:
+        message = "systemd-analyze is missing; `make test` installs it with Debian's package systemd"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.servers
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/foreshock/bin/foreshock", sys.executable))
+    done = analyze("verify", "--man=no", str(unit))
+    assert (done.returncode, [line for line in done.stderr.splitlines() if UNIT.name in line]) == (0, []), done.stderr
+    unit.write_text(unit.read_text().replace("ProtectHome=yes", "ProtectHomes=yes"))
+    assert "ProtectHomes" in analyze("verify", "--man=no", str(unit)).stderr
+
+
+@pytest.mark.servers
+def test_systemd_finds_little_that_the_service_could_reach() -> None:
+    done = analyze("security", "--offline=true", "--threshold=20", str(UNIT))
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_the_service_takes_the_units_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
+        monkeypatch.delenv(name)
+    for line in (DEPLOY / "systemd" / "foreshock.env").read_text().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.partition("=")
+            monkeypatch.setenv(name, value)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text('[{"name": "a", "sha256": "%s", "scopes": ["ingest"]}]' % ("0" * 64))
+    monkeypatch.setenv("FORESHOCK_TOKENS_FILE", str(tokens))
+    settings = settings_of()
+    state = re.search(r"^StateDirectory=(\w+)$", UNIT.read_text(), re.MULTILINE)
+    assert state is not None
+    assert settings.database_url == f"sqlite:////var/lib/{state[1]}/foreshock.db"
+    assert settings.trusted_proxies == ("127.0.0.1",)
+
+
+def prolog(**environment: str) -> dict[str, str]:
+    """What the task gets from Slurm for these variables of the job."""
+    done = subprocess.run(
+        ["sh", DEPLOY / "slurm" / "task_prolog.sh"],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [re.fullmatch(r"export (\w+)=(.*)", line) for line in done.stdout.splitlines()]
+    assert all(lines), done.stdout
+    return {line[1]: line[2] for line in lines if line}
+
+
+@pytest.mark.parametrize("rank", [0, 5, 31])
+def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_JOB_UID": "1001", "SLURM_NTASKS": "32"}
+    given = prolog(**job, SLURM_PROCID=str(rank))
+    for name in [name for name in os.environ if name.startswith(("FORESHOCK_", "SLURM_")) or name == "RANK"]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = AgentConfig()
+    assert (config.run, config.rank, config.world_size) == ("team-a/4711", rank, 32)
+    assert config.url == "https://foreshock.example.org"
+    assert str(config.spool_directory) == "/var/tmp/foreshock-1001"
+
+
+def test_what_a_job_names_itself_stays_and_torchrun_gives_the_ranks() -> None:
+    own = {"FORESHOCK_URL": "https://other", "FORESHOCK_RUN": "mine", "FORESHOCK_SPOOL_DIRECTORY": "/scratch/x"}
+    assert prolog(**own, SLURM_JOB_ID="1", RANK="3", SLURM_PROCID="0") == {}
+
+
+@pytest.mark.parametrize("script", ["slurm/task_prolog.sh", "slurm/train.sbatch"])
+def test_a_script_is_sound_shell_and_may_be_run(script: str) -> None:
+    path = DEPLOY / script
+    interpreter = shlex.split(path.read_text().splitlines()[0].removeprefix("#!"))[0]
+    subprocess.run([interpreter, "-n", path], check=True)
+    assert os.access(path, os.X_OK)

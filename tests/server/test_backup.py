@@ -1,0 +1,191 @@
+"""Backup and restore, drilled: what was acknowledged before the backup is there after it, and the audit trail holds."""
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.server.postgresql import new_database
+from typer.testing import CliRunner
+
+from foreshock.cli.main import app
+from foreshock.server.testing import FakeRank, LiveService
+
+JSON = {"content-type": "application/json"}
+ORDER = {"who": "ann", "reason": "a drill", "mode": "plain"}
+
+
+def cli(*arguments: str, fails: bool = False) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output
+
+
+class Ingest:
+    """Ranks that send on and on; `acknowledged` holds (boot, sequence) of what the service has acknowledged."""
+
+    def __init__(self, service: LiveService) -> None:
+        self._service, self._ended = service, threading.Event()
+        self.acknowledged: list[tuple[str, int]] = []
+        self.failures: list[str] = []
+        self._thread = threading.Thread(target=self._send)
+
+    def _send(self) -> None:
+        ranks = [FakeRank(run=f"run-{number % 3}", rank=number, boot=f"boot-{number}") for number in range(6)]
+        with self._service.client() as client:
+            while not self._ended.is_set():
+                for rank in ranks:
+                    step = rank.sequence + 1
+                    events = (rank.started(), rank.sample(1)) if step == 1 else (rank.sample(step),)
+                    answer = client.post("/v1/batches", content=rank.batch(*events).model_dump_json(), headers=JSON)
+                    if answer.status_code == 200:
+                        self.acknowledged.append((rank.boot, rank.sequence))
+                    else:
+                        self.failures.append(answer.text)
+
+    def until(self, number: int) -> None:
+        """Wait until so many batches more are acknowledged."""
+        wanted = len(self.acknowledged) + number
+        for _ in range(6000):
+            if len(self.acknowledged) >= wanted or self.failures:
+                return
+            self._ended.wait(0.02)
+        pytest.fail(f"not {number} more batches within two minutes")
+
+    @contextmanager
+    def running(self) -> Iterator["Ingest"]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            self._thread.join(60)
+
+
+def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) -> None:
+    """Back the store at `url` up during ingest, lose it, restore it into `restored`, and look."""
+    backup, trail = folder / "backup.file", folder / "trail.jsonl"
+    with LiveService(folder, {"FORESHOCK_DATABASE_URL": url, **environment}) as service, service.client() as client:
+        ingest = Ingest(service)
+        with ingest.running():
+            ingest.until(12)
+            for _ in range(4):
+                assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
+            cli("audit", "export", str(trail), "--url", service.url)
+            before, told = list(ingest.acknowledged), trail.read_bytes().splitlines()
+            said = cli("store", "backup", str(backup), "--database-url", url)
+            assert f"{backup.stat().st_size} bytes" in said
+            ingest.until(6)  # ingest went on
+        assert ingest.failures == []
+    assert len(told) >= 4
+    assert "rows is whole" in cli("store", "restore", str(backup), "--database-url", restored)
+    with (
+        LiveService(folder, {"FORESHOCK_DATABASE_URL": restored, **environment}) as service,
+        service.client() as client,
+    ):
+        assert {run["run"] for run in client.get("/v1/runs").json()["runs"]} == {"run-0", "run-1", "run-2"}
+        assert client.get("/v1/audit/export").content.splitlines()[: len(told)] == told
+        # What was acknowledged before the backup is stored: sent again, each is known.
+        by_boot = {f"boot-{n}": FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}") for n in range(6)}
+        for boot, sequence in before:
+            rank = by_boot[boot]
+            body = rank.batch(rank.sample(sequence), sequence=sequence).model_dump_json()
+            assert client.post("/v1/batches", content=body, headers=JSON).status_code == 200
+        text = client.get("/metrics").text
+        assert f'foreshock_service_batches_total{{result="duplicate"}} {len(before)}.0' in text
+        assert 'foreshock_service_batches_total{result="stored"} 0.0' in text
+        # An export of before and the restored store agree; what is ordered from now on follows the same chain.
+        assert client.post("/v1/runs/run-1/commands", json=ORDER).status_code == 201
+        last = cli("audit", "export", str(trail), "--url", service.url).rpartition("ends with row ")[2].strip()
+    assert int(last) > len(told)
+    assert f"{last} rows, whole" in cli("audit", "verify", str(trail))
+
+
+def test_a_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
+    url, restored = f"sqlite:///{tmp_path}/foreshock.db", f"sqlite:///{tmp_path}/restored/foreshock.db"
+    drill(tmp_path, url, restored, {})
+
+
+@pytest.mark.servers
+def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
+    tmp_path: Path, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    monkeypatch.setenv("PATH", os.pathsep.join([*map(str, tools), os.environ["PATH"]]))
+    url = asyncio.run(new_database(postgres, "drill_before"))
+    restored = asyncio.run(new_database(postgres, "drill_after"))
+    drill(tmp_path, url, restored, {"FORESHOCK_MIGRATE": "true"})
+    again = cli("store", "restore", str(tmp_path / "backup.file"), "--database-url", restored, fails=True)
+    assert "already exists" in again
+
+
+def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/foreshock.db"
+    with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": url}):
+        pass
+    file = tmp_path / "backup.db"
+    cli("store", "backup", str(file), "--database-url", url)
+    assert "overwrites nothing" in cli("store", "backup", str(file), "--database-url", url, fails=True)
+    assert "stop the service and move it away" in cli("store", "restore", str(file), "--database-url", url, fails=True)
+    (tmp_path / "foreshock.db").unlink()
+    (tmp_path / "foreshock.db-wal").write_bytes(b"of another file")
+    assert "foreshock.db-wal exists" in cli("store", "restore", str(file), "--database-url", url, fails=True)
+    assert "there is no file" in cli("store", "restore", str(tmp_path / "no"), "--database-url", url, fails=True)
+    assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
+
+
+def test_a_damaged_file_is_no_backup(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.db"
+    broken.write_bytes(b"SQLite format 3\x00" + b"\xff" * 8000)
+    url = f"sqlite:///{tmp_path}/new.db"
+    said = cli("store", "restore", str(broken), "--database-url", url, fails=True)
+    assert "Traceback" not in said
+    assert not (tmp_path / "new.db").exists()
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """An export of six rows."""
+    file = tmp_path / "trail.jsonl"
+    rank = FakeRank(run="run-0")
+    with LiveService(tmp_path) as service, service.client() as client:
+        assert client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=JSON).is_success
+        for _ in range(6):
+            assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
+        cli("audit", "export", str(file), "--url", service.url)
+        assert "0 rows appended" in cli("audit", "export", str(file), "--url", service.url)
+    return file
+
+
+def test_a_row_that_was_changed_left_out_or_moved_is_named(export: Path, tmp_path: Path) -> None:
+    lines = export.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 6
+    spoilt = {
+        "row 3 was changed": [*lines[:2], lines[2].replace(b"ann", b"eve"), *lines[3:]],
+        "row 2 is missing": [lines[0], *lines[2:]],
+        "row 1 is missing": lines[1:],
+        "row 4 is missing": [*lines[:3], lines[4], lines[3], *lines[5:]],
+        "no row of an audit trail": [*lines[:2], b"{}\n"],
+    }
+    assert f"{len(lines)} rows, whole" in cli("audit", "verify", str(export))
+    for said, changed in spoilt.items():
+        file = tmp_path / "spoilt.jsonl"
+        file.write_bytes(b"".join(changed))
+        assert said in cli("audit", "verify", str(file), fails=True)
+
+
+def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    rank = FakeRank(run="run-0")
+    with LiveService(other) as service, service.client() as client:
+        client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=JSON)
+        for _ in range(8):
+            assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
+        copy = shutil.copy(export, tmp_path / "copy.jsonl")
+        assert "follows another one" in cli("audit", "export", str(copy), "--url", service.url, fails=True)
+    assert Path(copy).read_bytes() == export.read_bytes()
