@@ -5,6 +5,7 @@ benchmarks/results/models.json: the last outcome of each test that bears an `exe
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"
 ZOO: Final = ROOT / "benchmarks" / "results" / "zoo.json"
+UNBUILT: Final = ROOT / "tests" / "zoo" / "unbuilt.json"
 PAGE: Final = ROOT / "docs" / "models.md"
 MODELS: Final = (
     "GPT-2",
@@ -59,14 +61,31 @@ them (tests/monitor/tiny_models.py). What attach cannot serve is listed in [agen
 
 ZOO_INTRODUCTION: Final = """## The zoo
 
-Small random models that the code was not written for ([tests/zoo](../tests/zoo/README.md)), {examined} of them in the
-record so far. Each trains three steps with foreshock and without, padded in several places, and fills a cache where it
-can. Measured: modules that compute attention, told by what they execute, whose rows were counted, by foreshock's
-kernels or by the probe beside the model's own attention. Wrong: models of which anything differs, is left behind or
-goes unseen. The command: `python -P -m tests.zoo.run benchmarks/results/zoo.json`.
+Small random models that the code was not written for ([tests/zoo](../tests/zoo/README.md)): {examined} entries in the
+record, {modules} modules with attention, {auto} of them measured with `auto`, {kernels} with `kernels`, each other one
+named with a reason; {wrong} entries wrong, {refused} refused by attach with a sentence. Each trains three steps with
+foreshock and without, padded in several places, and fills a cache where it can. A module with attention is told by what
+it executes. Measured: its rows were counted, by foreshock's kernels or by the probe beside its own attention. Wrong:
+anything differs, is left behind, crashes or goes unseen. The command:
+`python -P -m tests.zoo.run benchmarks/results/zoo.json`.
 
 | family | models | modules with attention | measured with auto | measured with kernels | unmeasured, why | wrong |
 | --- | --- | --- | --- | --- | --- | --- |"""
+
+UNBUILT_INTRODUCTION: Final = """### Not in the zoo
+
+{count} model types of transformers have no small random model here, so that nothing is known of them. What stands in
+the way of each is in tests/zoo/unbuilt.json:
+"""
+UNBUILT_KINDS: Final = {
+    "class|no class|No module named": "no class that stands by itself",
+    "M parameters": "stays large however its configuration is shrunk",
+    "missing \\d+ required|is required|must be|have to|has to|Make sure|should be|expected": "wants inputs of its own",
+    "^config": "its configuration refuses small sizes",
+    "^build": "cannot be built from a shrunk configuration",
+    "": "fails in its first step",
+}
+"""What stands in the way, the first pattern that fits."""
 
 Entry = dict[str, Any]
 
@@ -106,7 +125,7 @@ def page() -> str:
         if unknown:
             raise SystemExit(f"execution marks name {unknown}; models are {MODELS}, modes are {tuple(MODES)}")
         counts[place] = Counter(pairs)
-    return "\n".join((NOTE, INTRODUCTION, *_table(counts), "", *_zoo(), "", *_proofs(results)))
+    return "\n".join((NOTE, INTRODUCTION, *_table(counts), "", *_zoo(), "", *_unbuilt(), "", *_proofs(results)))
 
 
 def _table(counts: dict[str, Counter[tuple[str, str]]]) -> Iterator[str]:
@@ -139,7 +158,14 @@ def _zoo() -> Iterator[str]:
     families: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         families.setdefault(record["family"], []).append(record)
-    yield ZOO_INTRODUCTION.format(examined=len(records))
+    told = {way: [how for r in records for how in r["layers"].get(way, {}).values()] for way in ("auto", "kernels")}
+    yield ZOO_INTRODUCTION.format(
+        examined=len(records),
+        modules=max(map(len, told.values())),
+        **{way: hows.count("counted") for way, hows in told.items()},
+        wrong=sum(bool(record["wrong"]) for record in records),
+        refused=sum(bool(record["refused"]) for record in records),
+    )
     for family, members in sorted(families.items()):
         auto, kernels = (
             [how for record in members for how in record["layers"].get(way, {}).values()] for way in ("auto", "kernels")
@@ -158,9 +184,20 @@ def _zoo() -> Iterator[str]:
 
 
 def _reason(how: str) -> str:
-    """The reason in what foreshock said of a module, without the module's name."""
-    reason = how.rpartition("not watched: ")[2].rpartition("cannot be watched: ")[2].partition(";")[0]
-    return reason.rpartition(": ")[2] if "counted nothing" in reason else reason
+    """The reason in what foreshock said of a module, without the module's name and sizes."""
+    said = re.search(
+        r"(?:not watched(?: in this call)?|cannot be watched|counted nothing in steps? [^:]*): ([^;]*)", how
+    )
+    return re.sub(r"\[[\d, ]+\]", "[...]", said[1] if said else how).strip()
+
+
+def _unbuilt() -> Iterator[str]:
+    reasons: dict[str, str] = json.loads(UNBUILT.read_text())
+    yield UNBUILT_INTRODUCTION.format(count=len(reasons))
+    kinds: dict[str, list[str]] = {kind: [] for kind in UNBUILT_KINDS.values()}
+    for model_type, reason in sorted(reasons.items()):
+        kinds[next(kind for pattern, kind in UNBUILT_KINDS.items() if re.search(pattern, reason))].append(model_type)
+    yield from (f"- {kind} ({len(types)}): {', '.join(types)}." for kind, types in kinds.items() if types)
 
 
 def main(arguments: list[str]) -> int:

@@ -35,7 +35,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             with (folder / f"log{rank}").open("w") as log:
                 command = [sys.executable, "-P", ranks.__file__, str(WORLD), str(rank), str(folder), service.url]
                 processes.append(subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=log))
-        ended = [process.wait(timeout=120) for process in processes]
+        ended = [process.wait(timeout=240) for process in processes]
         assert ended == [0] * WORLD, "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(WORLD))
         seen = {}
         for run in ("torchrun-job-7", "parts"):
@@ -79,6 +79,16 @@ MODES = {
 def test_loss_and_weights_are_those_of_the_operator_alone_to_the_last_bit(way: str, told: Any) -> None:
     assert [told[rank][way]["same_bits"] for rank in range(WORLD)] == [True] * WORLD
     assert all(torch.isfinite(loss) for rank in range(WORLD) for loss in told[rank][way]["losses"])
+
+
+@pytest.mark.parametrize("way", ["FSDP2, Mixtral", "FSDP2, Qwen3"])
+def test_experts_and_norms_of_queries_under_fsdp2_train_as_with_the_operator_alone_and_count_every_row(
+    way: str, told: Any
+) -> None:
+    for rank in range(WORLD):
+        assert told[rank][way]["same_bits"]
+        counted = [words[:, Slot.ROWS].tolist() for words in told[rank][way]["words"]]
+        assert counted == [[ranks.ROWS * ranks.LENGTH] * 8] * ranks.STEPS
 
 
 @pytest.mark.parametrize(("way", "single"), [("DDP", "nano"), ("FSDP2", "nano"), ("FSDP2, separate", "grouped")])

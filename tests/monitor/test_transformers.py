@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests.monitor.doubles import Listener
-from torch import Tensor
+from tests.monitor.test_foreign_models import DECODER, EXPERTS, tiny
+from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -183,7 +184,13 @@ class Observed(ForeshockCallback):
 
 
 def train(
-    folder: Path, callback: ForeshockCallback | None, steps: int, *, resume: str | None = None, **changes: Any
+    folder: Path,
+    callback: ForeshockCallback | None,
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    resume: str | None = None,
+    **changes: Any,
 ) -> Trainer:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -199,7 +206,7 @@ def train(
     }
     args = TrainingArguments(output_dir=str(folder), max_steps=steps, **{**settings, **changes})
     callbacks = [callback] if callback is not None else []
-    trainer = Trainer(gpt2(), args, train_dataset=Sequences(), callbacks=callbacks)
+    trainer = Trainer(gpt2() if model is None else model, args, train_dataset=Sequences(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -226,6 +233,25 @@ def test_one_line_in_the_trainer_watches_every_step_with_the_raw_loss(tmp_path: 
     assert [s.grad_norm for s in callback.samples()] == pytest.approx(norms, rel=1e-6)  # each on its own step
     assert callback.listener.events[-1].kind == "finished"
     assert trainer.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), ("Qwen3", {})])
+@pytest.mark.parametrize("attention", ["auto", "kernels"])
+def test_a_mixture_of_experts_and_norms_of_queries_train_in_the_trainer_as_without_us(
+    kind: str, sizes: dict[str, Any], attention: Any, tmp_path: Path
+) -> None:
+    def trained(callback: ForeshockCallback | None) -> list[Tensor]:
+        model: Any = tiny(kind, **DECODER, **sizes)
+        train(tmp_path, callback, 2, model=model, save_strategy="no", optim="sgd")
+        return [weight.detach() for weight in model.parameters()]
+
+    callback = Observed(**{**QUICK, "attention": attention, "probe_rows": 10**6, "probe_every_steps": 1})
+    for got, expected in zip(trained(callback), trained(None), strict=True):
+        if attention == "kernels":
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        else:
+            assert torch.equal(got, expected)
+    assert [rows_per_head(s) for s in callback.samples()] == [[4 * 12] * 8] * 2
 
 
 def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path) -> None:
