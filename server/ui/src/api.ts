@@ -10,6 +10,9 @@ import type {
   CurveLine,
   Curves,
   Decision,
+  Acknowledgement,
+  Incident,
+  IncidentList,
   EventList,
   Matrix,
   RunDetail,
@@ -120,6 +123,9 @@ export const api = {
     const pages = walk((cursor) => call<EventList>(`${at(run)}/events${query({ limit: 500, cursor })}`));
     return gather(pages, ({ events }) => events, MOST_EVENTS);
   },
+  incidents: async (run: string) => (await call<IncidentList>(`${at(run)}/incidents`)).incidents,
+  acknowledge: (run: string, body: Acknowledgement) =>
+    call<Incident>(`${at(run)}/acknowledge`, { method: "POST", body: JSON.stringify(body) }),
   commands: async (run: string) => (await call<CommandList>(`${at(run)}/commands`)).commands,
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {

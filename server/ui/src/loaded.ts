@@ -1,9 +1,11 @@
 /** A run that the page has loaded, and what may be done with it. */
 
-import type { RunDetail, RunEvent } from "./service";
+import type { Incident, RunDetail, RunEvent } from "./service";
 
 export interface Loaded {
   detail: RunDetail;
+  /** All warnings of one cause each, the most urgent first. */
+  incidents: Incident[];
   events: RunEvent[];
   colour: string;
 }

@@ -7,6 +7,7 @@ import type { Loaded } from "./loaded";
 import { Charts } from "./charts";
 import type { Head } from "./head";
 import { Heads } from "./heads";
+import { Incidents } from "./incidents";
 import { History } from "./history";
 import { ink as inkOf } from "./colour";
 import { shorten } from "./format";
@@ -14,7 +15,6 @@ import { useResource } from "./resource";
 import { address, ErrorNote, Link } from "./parts";
 import { Summary } from "./summary";
 import { Approvals, Commands, SwitchDialog, type SwitchTarget } from "./switch";
-import { Warnings } from "./warnings";
 
 interface Props {
   runs: readonly string[];
@@ -34,6 +34,10 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
   const events = useResource(() => of(api.events), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
+  const incidents = useResource(() => of(api.incidents), key, {
+    on: (wake) => ours(wake.run),
+    pause: 3000,
+  });
   const commands = useResource(() => of(api.commands), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
@@ -42,18 +46,20 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
   const views = useMemo(
     () =>
       details.data?.flatMap((detail, i): Loaded[] =>
-        detail ? [{ detail, events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }] : [],
+        detail
+          ? [{ detail, incidents: incidents.data?.[i] ?? [], events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }]
+          : [],
       ) ?? [],
-    [details.data, events.data, ink],
+    [details.data, incidents.data, events.data, ink],
   );
   const orders = (commands.data ?? [])
     .flatMap((found) => found ?? [])
     .sort((a, b) => b.created_unix_seconds - a.created_unix_seconds);
   const head = picked ?? worstHead(views);
 
-  const error = details.error ?? events.error ?? commands.error;
-  if (error && !(details.data && events.data && commands.data)) return <ErrorNote error={error} />;
-  if (!details.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
+  const error = details.error ?? incidents.error ?? events.error ?? commands.error;
+  if (error && !(details.data && incidents.data && events.data && commands.data)) return <ErrorNote error={error} />;
+  if (!details.data || !incidents.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
   const missing = runs.filter((_, i) => details.data![i] === null);
   const onSwitch = acts ? setTarget : null;
   return (
@@ -73,7 +79,7 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
       {views.length > 0 && (
         <>
           <Summary views={views} catalog={catalog} go={go} />
-          <Warnings
+          <Incidents
             views={views}
             compare={views.length > 1}
             onShow={(shown) => {
@@ -109,11 +115,12 @@ function orMissing<T>(answer: Promise<T>): Promise<T | null> {
   });
 }
 
-/** The head that most deserves a look: the first one warned about, else the one with the highest risk. */
+/** The head that most deserves a look: the one that comes to harm first, else the one with the highest risk. */
 function worstHead(views: readonly Loaded[]): Head | null {
-  for (const { detail } of views) {
-    const warning = detail.warnings.find((item) => item.layer !== null && item.head !== null);
-    if (warning) return { layer: warning.layer!, head: warning.head! };
+  for (const { incidents } of views) {
+    const heads = incidents.filter(({ state }) => state !== "closed").flatMap(({ heads }) => heads);
+    const first = heads.find((item) => item.layer !== null && item.head !== null && item.state !== "quiet");
+    if (first) return { layer: first.layer!, head: first.head! };
   }
   for (const { events } of views) {
     const first = events.findLast((event) => event.verdict?.state === "raised" && event.verdict.head !== null);

@@ -141,11 +141,11 @@ def test_the_axis_of_a_drift_is_the_one_that_the_catalogue_names(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("warnings", [3, 96])
+@pytest.mark.parametrize("warnings", [3, 144])
 def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
     screen: Chrome, service: Service, warnings: int
 ) -> None:
-    feeder = Feeder(service.client, f"first-chart-{warnings}", layers=2, heads=48)
+    feeder = Feeder(service.client, f"first-chart-{warnings}", layers=3, heads=48)
     feeder.start(labels={"model": "gpt-768", "corpus": "text"})
     feeder.train(40)
     feeder.send(*(warn_about(feeder, i // 48, i % 48) for i in range(warnings)))

@@ -1,0 +1,259 @@
+/** Incidents: all warnings of one cause as one card, with the head to look at first, and the others on demand. */
+
+import { useState } from "preact/hooks";
+import { api } from "./api";
+import { number, PAST, roundTo2, steps, words } from "./format";
+import type { Head } from "./head";
+import type { Loaded } from "./loaded";
+import { ErrorNote, Name, Swatch } from "./parts";
+import type { Incident, IncidentHead } from "./service";
+import { Sparkline } from "./sparkline";
+import type { SwitchTarget } from "./switch";
+
+interface Props {
+  views: readonly Loaded[];
+  compare: boolean;
+  onShow: (head: Head) => void;
+  /** null for those who may only read. */
+  onSwitch: ((target: SwitchTarget) => void) | null;
+}
+
+interface Item {
+  view: Loaded;
+  incident: Incident;
+}
+
+type ItemProps = Item & Omit<Props, "views">;
+
+/** On a telephone the evidence waits to be asked for, so that the charts stay near. */
+const WIDE = matchMedia("(min-width: 700px)");
+const URGENCY = ["critical", "warning", "info"];
+
+/** The most urgent incident in full, the others as rows that are folded away: the charts must stay on the screen. */
+export function Incidents({ views, compare, onShow, onSwitch }: Props) {
+  const all = views.flatMap((view) => view.incidents.map((incident): Item => ({ view, incident })));
+  const open = all.filter(({ incident }) => incident.state !== "closed");
+  open.sort((a, b) => urgency(a) - urgency(b) || left(a) - left(b));
+  const [first, ...others] = open;
+  const given = { compare, onShow, onSwitch };
+  return (
+    <section aria-label="Warnings" aria-live="polite">
+      {!first && <p class="note calm">No active warning.</p>}
+      {first && <Card key={`${first.view.detail.run} ${first.incident.id}`} {...first} {...given} />}
+      {others.length > 0 && (
+        <details class="more">
+          <summary>
+            {others.length} more {others.length > 1 ? "incidents" : "incident"}
+          </summary>
+          {others.map((item) => (
+            <Card key={`${item.view.detail.run} ${item.incident.id}`} {...item} {...given} compare={true} />
+          ))}
+        </details>
+      )}
+    </section>
+  );
+}
+
+const urgency = ({ incident }: Item) => (incident.state === "arrested" ? 9 : URGENCY.indexOf(incident.severity));
+const left = ({ incident }: Item) => incident.steps_left ?? Infinity;
+
+/** Side by side (`compare`) the charts speak: its numbers are folded away. */
+function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
+  const first = incident.heads[0]!;
+  const mode = modeOf(view, first);
+  const { run } = view.detail;
+  return (
+    <article class={`card warning warnings ${incident.severity}`}>
+      <header>
+        <span class="severity" data-level={incident.severity}>
+          {incident.state === "arrested" ? "arrested" : incident.severity}
+        </span>
+        {compare && (
+          <span class="run">
+            <Swatch colour={view.colour} />
+            <Name of={run} />
+          </span>
+        )}
+        <span class="muted">
+          {incident.cause} · {incident.standing > 1 ? `${incident.standing} heads` : where(first)} · since step{" "}
+          {steps(incident.opened_step)}
+          {incident.times > 1 && ` · ${incident.times} times so far`}
+        </span>
+        {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
+        {incident.state !== "open" && <span class="standing">{incident.state}</span>}
+        {incident.acknowledged && <span class="muted">seen by {incident.acknowledged.who}</span>}
+      </header>
+      <p class="sentence">{incident.standing > 1 ? incident.sentence : first.sentence || incident.sentence}</p>
+      <p class="left">
+        {first.layer !== null && first.head !== null && (
+          <Sparkline run={run} line={`head.score_offset:${first.layer}:${first.head}`} label={`score offset of ${where(first)}`} />
+        )}
+        <span class="muted">Steps left{incident.standing > 1 ? ` of ${where(first)}` : ""} until the largest |score| is 512:</span>{" "}
+        <b>{forecast(first)}</b>
+      </p>
+      <p class="to-do">
+        <span class="muted">{incident.done}</span> {incident.to_do !== "Nothing." && <b>{incident.to_do}</b>}
+      </p>
+      <details open={!compare && incident.standing === 1 && WIDE.matches}>
+        <summary>Evidence{incident.standing > 1 && ` of ${where(first)}`}</summary>
+        {incident.standing > 1 && <p class="told">{first.sentence}</p>}
+        <dl class="evidence">
+          {Object.entries(first.evidence).map(([name, value]) => (
+            <div key={name}>
+              <dt title={words(name)}>{words(name)}</dt>
+              <dd>{number(value)}</dd>
+            </div>
+          ))}
+        </dl>
+      </details>
+      {incident.heads.length > 1 && <Heads {...{ view, incident, onShow, onSwitch }} />}
+      <footer>
+        <Buttons {...{ view, incident, onShow, onSwitch }} />
+      </footer>
+    </article>
+  );
+}
+
+/** Every head of an incident, folded by layer; layers and heads that come to harm soonest first. */
+function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
+  const [open, setOpen] = useState(false);
+  const layers = Map.groupBy(incident.heads, ({ layer }) => layer);
+  return (
+    <details onToggle={(event) => event.currentTarget === event.target && setOpen(event.currentTarget.open)}>
+      <summary>
+        {incident.heads.length} heads in {layers.size} {layers.size > 1 ? "layers" : "layer"}, soonest harm first
+      </summary>
+      {open && (
+        <div class="scroll">
+          {[...layers].map(([layer, heads]) => (
+            <details class="layer" key={layer}>
+              <summary>
+                {layer === null ? "whole run" : `layer ${layer}`}: {heads.length > 1 ? `${heads.length} heads` : "1 head"},{" "}
+                {forecast(heads[0]!)}
+              </summary>
+              <ul>
+                {heads.map((head) => (
+                  <li key={head.head} title={head.sentence}>
+                    <span class="severity" data-level={head.severity}>
+                      {where(head)}
+                    </span>
+                    <span class="muted">
+                      {forecast(head)} · since step {steps(head.raised_step)}
+                      {head.state !== "unswitched" && ` · ${head.state}`}
+                    </span>
+                    <HeadButtons {...{ view, head, onShow, onSwitch }} />
+                  </li>
+                ))}
+              </ul>
+            </details>
+          ))}
+        </div>
+      )}
+    </details>
+  );
+}
+
+interface HeadProps extends Omit<Props, "views" | "compare"> {
+  view: Loaded;
+  head: IncidentHead;
+}
+
+function HeadButtons({ view, head: { layer, head }, onShow, onSwitch }: HeadProps) {
+  if (layer === null || head === null) return null;
+  return (
+    <span class="buttons">
+      <button onClick={() => onShow({ layer, head })}>Show</button>
+      {onSwitch && view.detail.status === "active" && (
+        <button onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: view.detail.mitigation })}>
+          Switch
+        </button>
+      )}
+    </span>
+  );
+}
+
+/** What to do stands first: to switch every head where the cause is rounding, else to look. */
+function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
+  const first = incident.heads[0]!;
+  const { layer, head } = first;
+  const { run, status, mitigation } = view.detail;
+  const acts = onSwitch !== null && status === "active";
+  const mode = modeOf(view, first);
+  const cures = incident.cause === "rounding" && incident.switched < incident.standing;
+  const named = layer !== null && head !== null;
+  return (
+    <>
+      <span class="buttons">
+        {acts && cures && (
+          <button class="primary" onClick={() => onSwitch({ run, head: null, mode: mitigation })}>
+            Switch every head
+          </button>
+        )}
+        {named && <button onClick={() => onShow({ layer, head })}>Show this head</button>}
+        {acts && named && (cures || mode !== "plain") && (
+          <button onClick={() => onSwitch({ run, head: { layer, head }, mode: mode === "plain" ? mitigation : "plain" })}>
+            {mode === "plain" ? "Switch this head" : "Switch back"}
+          </button>
+        )}
+      </span>
+      {acts && !incident.acknowledged && <Acknowledge run={run} incident={incident.id} />}
+    </>
+  );
+}
+
+/** Says to the others that somebody takes care. */
+function Acknowledge({ run, incident }: { run: string; incident: string }) {
+  const [open, setOpen] = useState(false);
+  const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
+  const [reason, setReason] = useState("");
+  const [error, setError] = useState<Error | null>(null);
+  if (!open) return <button onClick={() => setOpen(true)}>Acknowledge</button>;
+  const send = async (event: Event) => {
+    event.preventDefault();
+    localStorage.setItem("foreshock.who", who);
+    try {
+      await api.acknowledge(run, { who, reason: reason || "acknowledged on the page", incident });
+      setOpen(false);
+    } catch (failed) {
+      setError(failed as Error);
+    }
+  };
+  return (
+    <form class="care" onSubmit={send}>
+      <input
+        aria-label="your name"
+        placeholder="Your name"
+        required
+        maxLength={128}
+        value={who}
+        onInput={(event) => setWho(event.currentTarget.value)}
+      />
+      <input
+        aria-label="note"
+        placeholder="Note for the others"
+        maxLength={500}
+        value={reason}
+        onInput={(event) => setReason(event.currentTarget.value)}
+      />
+      <button type="submit">Acknowledge</button>
+      {error && <ErrorNote error={error} />}
+    </form>
+  );
+}
+
+function where({ layer, head }: IncidentHead): string {
+  return layer === null ? "whole run" : `layer ${layer}${head === null ? "" : ` head ${head}`}`;
+}
+
+function modeOf(view: Loaded, { layer, head }: IncidentHead): string {
+  const state = view.detail.layers.find((candidate) => candidate.layer === layer);
+  return (head !== null && state?.modes[state.heads.indexOf(head)]) || "plain";
+}
+
+/** Steps left when the head was last spoken of: about so many, and between which. */
+function forecast({ harm_step: harm, harm_first_step: low, harm_last_step: high, step }: IncidentHead): string {
+  if (harm === null) return "no forecast";
+  if (harm <= step) return PAST;
+  const from = (at: number) => steps(roundTo2(Math.max(0, at - step)));
+  return `about ${from(harm)}${low !== null && high !== null ? ` (${from(low)} to ${from(high)})` : ""}`;
+}

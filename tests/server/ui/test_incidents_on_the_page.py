@@ -1,0 +1,73 @@
+"""What a run's page shows of a flood: one card that names where to look first, its heads on demand, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from selenium.webdriver.common.by import By
+from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.test_live_page import button, open_run, text, wait
+from tests.server.ui.test_when_it_matters import warn_about
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.servers
+
+
+def test_a_flood_of_144_heads_is_one_card_whose_first_button_switches_every_head(
+    chromium: Chrome, service: Service
+) -> None:
+    feeder = Feeder(service.client, "one-card", layers=12, heads=12)
+    feeder.start()
+    feeder.train(40)
+    flood = [warn_about(feeder, i // 12, i % 12, forecast_steps=5000.0 - 10 * i) for i in range(144)]
+    feeder.send(*flood)
+    open_run(chromium, service, feeder.run)
+    wait("the incident is there", lambda: "144 heads of layers 0 to 11" in text(chromium, ".warnings"))
+    assert len(chromium.find_elements(By.CSS_SELECTOR, ".warnings")) == 1
+    assert "of layer 11 head 11 until the largest" in text(chromium, ".warnings")
+    assert "Switch every head to exact_delta." in text(chromium, ".warnings .to-do")
+    wait("its course is drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .sparkline polyline"))
+    buttons = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings footer button")]
+    assert buttons == ["Switch every head", "Show this head", "Switch this head", "Acknowledge"]
+    assert not chromium.find_elements(By.CSS_SELECTOR, ".warnings li")
+    chromium.find_element(By.XPATH, "//summary[contains(., 'soonest harm first')]").click()
+    layers = wait("its layers", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer > summary"))
+    assert len(layers) == 12
+    assert layers[0].text.startswith("layer 11: 12 heads, about 3,600")
+    layers[0].click()
+    first = wait("its heads", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer li"))[0]
+    assert first.text.startswith("layer 11 head 11")
+    button(chromium, "Switch every head").click()
+    wait("the dialog names every head", lambda: "every head" in text(chromium, "dialog"))
+
+
+def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    feeder.warn()
+    open_run(chromium, service, feeder.run)
+    button(chromium, "Acknowledge").click()
+    chromium.execute_script("localStorage.removeItem('foreshock.who')")
+    name = chromium.find_element(By.CSS_SELECTOR, ".care input")
+    name.clear()
+    name.send_keys("Ada")
+    button(chromium, "Acknowledge").click()
+    wait("it is seen", lambda: "seen by Ada" in text(chromium, ".warnings header"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
+
+
+def test_what_no_switch_helps_offers_none_and_says_what_to_do_instead(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start(policy="auto")
+    feeder.train(5)
+    feeder.send(warn_about(feeder, 0, 1, cause="score growth", signal="score"))
+    open_run(chromium, service, feeder.run)
+    wait("the incident is there", lambda: "Lower the learning rate" in text(chromium, ".warnings .to-do"))
+    assert "Nothing is switched" in text(chromium, ".warnings .to-do")
+    assert not chromium.find_elements(By.XPATH, "//*[@aria-label='Warnings']//button[starts-with(., 'Switch')]")
