@@ -43,7 +43,7 @@ def bench_detectors(json: Annotated[Path | None, typer.Option(help="Write every 
 @bench.command("agent")
 def bench_agent(
     json: Annotated[Path | None, typer.Option(help="Write every figure.")] = None,
-    rounds: Annotated[int, typer.Option(help="Blocks of steps that each arm trains, in turn.", min=1)] = 12,
+    rounds: Annotated[int, typer.Option(help="Blocks of steps that each variant trains, in turn.", min=1)] = 12,
     shape: Annotated[str | None, typer.Option(help="Only this one: gpt2-small or llama-1b.")] = None,
 ) -> None:
     """Time training steps: without foreshock, with its kernels, its agent, with attention kept. Needs a CUDA GPU."""

@@ -1,6 +1,6 @@
 """The command line. Each command is thin: it reads its options, calls one room and turns errors into sentences.
 
-Rooms are imported inside the commands, so that a service without torch and a training environment without a web server
+Parts are imported inside the commands, so that a service without torch and a training environment without a web server
 both have the same command.
 """
 
@@ -69,7 +69,7 @@ def demo(
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
     picture: Annotated[Path, typer.Option(help="Where the closing picture goes.")] = Path("foreshock-demo.png"),
 ) -> None:
-    """Train a small GPT three times - untreated, rescued, control - and watch the warning and the switch."""
+    """Train a small GPT three times - baseline, rescued, float32 control - and watch the warning and the switch."""
     from foreshock.lab import demo as lab_demo
 
     lab_demo.main(report=report, seed=seed, port=port, picture=picture)
@@ -269,7 +269,7 @@ def diagnose(
 
 @lab.command("recipes")
 def lab_recipes(as_json: AsJson = False) -> None:
-    """List the recipes and their arms."""
+    """List the recipes and their variants."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -282,7 +282,9 @@ def lab_recipes(as_json: AsJson = False) -> None:
 @lab.command("run")
 def lab_run(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; `foreshock lab recipes` lists them.")],
-    arm: Annotated[str, typer.Option(help="untreated, rescued, control, paper or exact-delta.")] = "untreated",
+    arm: Annotated[
+        str, typer.Option(help="The variant: untreated (the baseline), rescued, control, paper or exact-delta.")
+    ] = "untreated",
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Stop here; by default the recipe's own number.", min=1)] = None,
     trace: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.jsonl.gz"),
@@ -291,7 +293,7 @@ def lab_run(
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
 ) -> None:
-    """Train one arm of a recipe and record every head of every sample."""
+    """Train one variant of a recipe and record every head of every sample."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -312,7 +314,7 @@ def lab_run_set(
     ] = None,
     rivals: Annotated[bool, typer.Option(help="Measure what rival monitors read; slow on a GPU.")] = True,
 ) -> None:
-    """Make the published set of runs again: every recipe, arm and seed of it."""
+    """Make the published set of runs again: every recipe, variant and seed of it."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -330,10 +332,10 @@ def lab_run_set(
 
 @lab.command("compare")
 def lab_compare(
-    traces: Annotated[list[Path], typer.Argument(help="Arms of one recipe or of several, controls among them.")],
+    traces: Annotated[list[Path], typer.Argument(help="Variants of one recipe or of several, controls among them.")],
     picture: Annotated[Path | None, typer.Option(help="Draw the courses of one recipe and seed (PNG).")] = None,
 ) -> None:
-    """Say how runs ended beside their float32 control: loss, harm, largest score, offset, warning."""
+    """Say how runs ended beside their float32 control: loss, quality loss, largest score, offset, warning."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -342,10 +344,10 @@ def lab_compare(
 
 @lab.command("cure")
 def lab_cure(
-    traces: Annotated[list[Path], typer.Argument(help="Runs of several arms and seeds, controls among them.")],
+    traces: Annotated[list[Path], typer.Argument(help="Runs of several variants and seeds, controls among them.")],
     json: Annotated[Path | None, typer.Option(help="Write every run there, as benchmarks/results/cure.json.")] = None,
 ) -> None:
-    """Say what each cure did: loss over the control's, harm, offset and largest score after the switch."""
+    """Say what each cure did: loss over the control's, quality loss, offset and largest score after the switch."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -375,7 +377,7 @@ def lab_score(
 ) -> None:
     """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
 
-    Give the float32 control of a run beside it (same recipe and seed, arm "control"): harm is measured against it.
+    Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
     """
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
@@ -389,7 +391,7 @@ def lab_claims(
     batches: Annotated[int, typer.Option(help="Batches that every checkpoint is run on.", min=2)] = 16,
     report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
 ) -> None:
-    """Put the paper's claims to runs of several arms and seeds: a Markdown table, a row for each number."""
+    """Put the paper's claims to runs of several variants and seeds: a Markdown table, a row for each number."""
     from foreshock.lab.diagnosis.claims import lab_claims as evaluate
 
     typer.echo(evaluate(runs, batches=batches, report=report))

@@ -77,7 +77,7 @@ class AgentSettings(TypedDict, total=False):
     """Global number of this rank's first head in every layer, where the model's own modules hold a part of the heads.
     Tensor parallelism by PyTorch's parallelize_module is seen, and needs no number."""
     heads: dict[str, int]
-    """Heads of attention modules that do not tell how many they have, by module name: {"blocks.0.attn": 8}."""
+    """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
     spool_directory: str | Path | None
     """Where unsent batches outlive the process; under the XDG cache by default. None: memory only."""
     spool_bytes: int

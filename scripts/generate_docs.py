@@ -7,7 +7,6 @@ what changes shows up in `make check`.
 
 import ast
 import inspect
-import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from foreshock.contract.decision import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
 from foreshock.contract.modes import MODES, stronger
 from foreshock.contract.wire import Policy, Verdict
-from foreshock.monitor import attach
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.app import create_app
 from foreshock.server.messages import LONGEST, of_many, of_run, silent
@@ -207,61 +205,6 @@ def keywords() -> Iterator[str]:
                 yield f'    """{text.value.value}"""'
 
 
-_MONITORS = {
-    "foreshock": ("foreshock", "shipped", "yes", "switches it", "1.7 % and 1.3 % ([agent](docs/agent.md))"),
-    "loss z-score, 3": ("loss z-score", "published", "no", "no", "not measured"),
-    "gradient norm z-score, 2.5 (ZClip)": (
-        "gradient-norm z-score", "published", "no", "clips the gradient", "not measured",
-    ),
-    "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip", "not measured"),
-    "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no", "not measured"),
-}  # fmt: skip
-"""A row of README's table: monitor and threshold in lab/README.md; whether it names the head, acts, and its cost."""
-
-
-def compared() -> Iterator[str]:
-    """README's table of monitors, from the held-out runs of the laboratory's notebook."""
-    notebook = (ROOT / "lab" / "README.md").read_text()
-    (steps,) = re.findall(r"^held-out, ([\d,]+) healthy steps", notebook, re.MULTILINE)
-    held_out = notebook.split("\nheld-out, ")[1].split("\ntuning, ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held_out.splitlines() if line[:1] == "|"]
-    measured = {(row[0], row[1]): row for row in rows}
-    yield f"Recorded runs that no threshold was chosen on: {steps} healthy steps, three failures."
-    yield "`foreshock lab score lab/traces/*.gz` makes these figures ([notebook](lab/README.md)).\n"
-    head = (
-        "monitor",
-        "failures warned in time",
-        "steps before a score of 512, median",
-        "false alarms",
-        "names the head",
-    )
-    yield f"| {' | '.join((*head, 'acts', 'cost of a step'))} |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, (monitor, threshold, *known) in _MONITORS.items():
-        row = measured[monitor, threshold]
-        yield f"| {' | '.join((name, row[3], row[5], row[6], *known))} |"
-    yield "| TransformerEngine's statistics | not measured | not measured | not measured | no | no | not measured |"
-
-
-def printed() -> Iterator[str]:
-    """What `attach` prints of the model in examples/plain_loop.py."""
-    model = runpy.run_path(str(ROOT / "examples" / "plain_loop.py"))["Model"]()
-    with attach(model, policy="observe", quiet=True, url=None, spool_directory=None) as agent:
-        yield "```text"
-        yield from agent.report().splitlines()
-        yield "```"
-
-
-def with_blocks(page: Path) -> Iterator[str]:
-    """The page with what stands between its marks written anew; the rest is written by hand."""
-    made = {"monitors": compared, "printed": printed}
-
-    def fill(mark: re.Match[str]) -> str:
-        return "\n".join((mark[1], *made[mark[2]](), mark[3]))
-
-    yield re.sub(r"(<!-- generated: (\w+) -->).*?(<!-- end -->)", fill, page.read_text(), flags=re.DOTALL)
-
-
 _FLOODS = {"one head": 1, "144 heads": 144}
 
 
@@ -400,6 +343,7 @@ def variables() -> Iterator[str]:
 
 
 ROOT = Path(__file__).parents[1]
+_BLOCKS = runpy.run_path(str(Path(__file__).with_name("page_blocks.py")))["with_blocks"]
 PAGES = {
     **{
         ROOT / "docs" / "reference" / name: (NOTE, page)
@@ -413,7 +357,7 @@ PAGES = {
     },
     ROOT / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, page_types),
     ROOT / "monitor" / "agent_settings.py": ("", keywords),
-    **{page: ("", partial(with_blocks, page)) for page in (ROOT / "README.md", ROOT / "docs" / "examples.md")},
+    **{page: ("", partial(_BLOCKS, page)) for page in (ROOT / "README.md", ROOT / "docs" / "examples.md")},
     ROOT / "contract" / "variables.py": (VARIABLES_NOTE, variables),
 }
 

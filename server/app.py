@@ -41,6 +41,7 @@ from foreshock.server.logs import configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
+from foreshock.server.runs.listing import Known
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
 from foreshock.server.store.lanes import ClosingError
@@ -98,6 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
     app.state.refusals = Buckets(1 / 60)
+    app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
     for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):

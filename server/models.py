@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from foreshock.contract.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
@@ -125,6 +126,12 @@ class RunSummary(Response):
     first_seen_unix_seconds: float
     last_seen_unix_seconds: float
     last_step: int | None
+    last_step_unix_seconds: float | None = Field(
+        default=None, description="when the newest step came, or the process started"
+    )
+    hung_after_seconds: float = Field(
+        default=FIRST_STEP_SECONDS, description="an active run that has ended no step for longer hangs"
+    )
     loss: Number
     worst_risk: Number
     active_warnings: int

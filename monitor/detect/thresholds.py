@@ -19,8 +19,8 @@ class DetectorConfig(BaseModel):
     block_steps: int = Field(
         default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"
     )
-    persist_blocks: int = Field(default=3, ge=1, description="blocks in a row that a signal must trip before it counts")
-    quiet_steps: int = Field(default=2000, ge=1, description="steps without a trip after which a verdict clears")
+    persist_blocks: int = Field(default=3, ge=1, description="blocks in a row in which a signal must trigger")
+    quiet_steps: int = Field(default=2000, ge=1, description="steps without a trigger after which a verdict clears")
     offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
     support_z: float = Field(
         default=2.5,

@@ -74,13 +74,15 @@ async def get_runs(
     request: Request,
     caller: Reader,
     limit: Limit = 100,
+    search: Annotated[str, Query(max_length=128, description="part of the name")] = "",
     cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
 ) -> Response:
     """Runs, the one heard from last first."""
-    steps = _verify_steps(request)
+    steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix
 
     async def read(connection: AsyncConnection) -> bytes:
-        return (await list_runs(connection, caller.run_prefix, cursor, limit, steps)).model_dump_json().encode()
+        found = await list_runs(connection, known, prefix, search, cursor, limit, steps)
+        return found.model_dump_json().encode()
 
     return await _read_much(request, read)
 

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Row, desc, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
 from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer, Verdict
 from foreshock.server.curves.merging import MergedSteps, axis_of, merge
@@ -20,20 +21,48 @@ from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, topologies, warnings
 from foreshock.server.store.topology import layers_of
 
+_MOST_KEPT = 20_000
+"""Runs whose summaries are kept; beyond, all are read again."""
+
+
+class Known:
+    """Summaries by run, kept until something of the run is stored; its incidents are read anew each time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, dict[str, Any]]] = {}
+
+    async def of(
+        self, connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
+    ) -> list[dict[str, Any]]:
+        """The fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
+        new = [row for row in rows if self._kept.get(row.id, (None,))[0] != row.changes]
+        if len(self._kept) > _MOST_KEPT:
+            self._kept, new = {}, list(rows)
+        for row, (fields, _) in zip(new, await summaries(connection, new, verify_steps), strict=True):
+            self._kept[row.id] = row.changes, fields
+        found = {row.id: self._kept[row.id][1] for row in rows}
+        fresh = {row.id for row in new}
+        warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
+        standing = await incidents_of(connection, warned, verify_steps) if warned else {}
+        open_ = {i: [change_of(one) for one in standing.get(i, ()) if one.state != "closed"] for i in warned}
+        return [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
+
 
 async def list_runs(
-    connection: AsyncConnection, prefix: str, cursor: str | None, limit: int, verify_steps: int
+    connection: AsyncConnection, known: Known, prefix: str, search: str, cursor: str | None, limit: int, steps: int
 ) -> RunList:
-    """Runs whose name begins with `prefix`, the one heard from last first."""
+    """Runs whose names begin with `prefix` and hold `search`, the one heard from last first. steps: `verify_steps`."""
     query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
     if prefix:
         query = query.where(runs.c.name.startswith(prefix, autoescape=True))
+    if search:
+        query = query.where(runs.c.name.icontains(search, autoescape=True))
     if cursor is not None:
         last_seen, _, run_id = cursor.partition("-")
         query = query.where(tuple_(runs.c.last_seen, runs.c.id) < tuple_(float.fromhex(last_seen), int(run_id)))
     rows = (await connection.execute(query)).all()
     more = rows[limit - 1] if len(rows) > limit else None
-    found = [RunSummary.model_validate(s) for s, _ in await summaries(connection, rows[:limit], verify_steps)]
+    found = [RunSummary.model_validate(fields) for fields in await known.of(connection, rows[:limit], steps)]
     return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.id}" if more else None)
 
 
@@ -59,6 +88,8 @@ async def summaries(
                     "first_seen_unix_seconds": row.first_seen,
                     "last_seen_unix_seconds": row.last_seen,
                     "last_step": int(reading.steps[-1]) if reading else None,
+                    "last_step_unix_seconds": _last_step(found[row.id]),
+                    "hung_after_seconds": hung_after(latest.get("run.step_time")),
                     "loss": latest.get("run.loss"),
                     "worst_risk": latest.get("run.worst_risk"),
                     "active_warnings": len(raised.get(row.id, [])),
@@ -70,6 +101,18 @@ async def summaries(
             )
         )
     return result
+
+
+def _last_step(rows: Sequence[Row[Any]]) -> float | None:
+    living = process_starts.newest(rows).values()
+    return max((row.stepped for row in living if row.stepped is not None), default=None)
+
+
+def hung_after(step_seconds: float | None) -> float:
+    """How long an active run may end no step before it hangs, in seconds: as the alert ForeshockRunHung has it."""
+    if step_seconds is None or not math.isfinite(step_seconds):
+        return FIRST_STEP_SECONDS
+    return max(HUNG_STEPS * step_seconds, HUNG_SECONDS)
 
 
 def _shortest(raised: Sequence[ActiveWarning]) -> float | None:

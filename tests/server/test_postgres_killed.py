@@ -116,7 +116,7 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
 def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_next_try(
     server: PostgresServer, url: str, player: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "_SAMPLES_AT_ONCE", 10)
+    monkeypatch.setattr(sweeping, "_SAMPLES_AT_ONCE", 1)  # two hundred commits, so that the kill comes between two
 
     async def story(service: Any) -> None:
         store = service.app.state.store
@@ -136,7 +136,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
                 return int((await connection.execute(left)).scalar_one())
 
         leaving = asyncio.create_task(retention.sweep(monotonic=51.0))
-        while await count() > 150:
+        while await count() > 195:
             await asyncio.sleep(0)
         rolling = asyncio.create_task(rollups.build(store, ids["live"], 0))
         await asyncio.sleep(0.02)

@@ -3,15 +3,22 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Problem } from "./api";
+import { condition } from "./fleet";
 import { ago, moment, number, shorten } from "./format";
 import type { Catalog, MetricLevels, RunSummary } from "./service";
 
-/** How a run is; one that claims to be active and has not been heard of for `silent` seconds is not. */
+/** How a run is: "silent 55 min" when nothing is heard of it, "hung 12 min" when it is and no step ends. */
 export function State({ run, silent }: { run: RunSummary; silent: number }) {
   useTurns();
-  const seconds = Date.now() / 1000 - run.last_seen_unix_seconds;
-  if (run.status !== "active" || seconds < silent) return <span class={`state ${run.status}`}>{run.status}</span>;
-  return <span class="state silent">silent {ago(run.last_seen_unix_seconds).replace(" ago", "")}</span>;
+  const is = condition(run, silent);
+  if (is === "training") return <span class="state active">active</span>;
+  if (is !== "hung" && is !== "silent") return <span class={`state ${is}`}>{is}</span>;
+  const since = is === "hung" ? run.last_step_unix_seconds : run.last_seen_unix_seconds;
+  return (
+    <span class={`state ${is}`}>
+      {is} {ago(since).replace(" ago", "")}
+    </span>
+  );
 }
 
 /** A run's name, shortened in the middle; whole under the pointer. */

@@ -1,8 +1,9 @@
-/** The list of runs: state, step, risk, time left, warnings; choose one to read it, several to compare them. */
+/** The list of runs, searched, filtered and sorted; choose one to read it, several to compare them. */
 
-import { useState } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { api } from "./api";
 import type { Catalog, RunSummary } from "./service";
+import { type Asked, addressOf, asked, found as matching, labelsOf, ORDERS, RISKS, STATES } from "./fleet";
 import { number, steps, timeLeft } from "./format";
 import { useResource } from "./resource";
 import { address, Ago, ErrorNote, Labels, Link, Name, Risk, riskLevels, State } from "./parts";
@@ -12,14 +13,19 @@ const SHOWN = 100;
 export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) => void }) {
   const runs = useResource(api.runs, "runs", { on: () => true });
   const [chosen, setChosen] = useState<readonly string[]>([]);
-  const [search, setSearch] = useState("");
+  const [ask, setAsk] = useState(() => asked(location.search));
   const [shown, setShown] = useState(SHOWN);
   const toggle = (run: string) =>
     setChosen(chosen.includes(run) ? chosen.filter((other) => other !== run) : [...chosen, run]);
-  // The warned ones first, however long ago they were heard of; the sort is stable.
-  const found = (runs.data ?? [])
-    .filter((run) => matches(run, search))
-    .sort((a, b) => Number(b.active_warnings > 0) - Number(a.active_warnings > 0));
+  /** The address follows what is asked for, so that it can be kept and sent; it is no step of the browser's history. */
+  const change = (part: Partial<Asked>) => {
+    const next = { ...ask, ...part };
+    history.replaceState(null, "", addressOf(next));
+    setAsk(next);
+    setShown(SHOWN);
+  };
+  const found = useMemo(() => matching(runs.data ?? [], ask, catalog), [runs.data, ask, catalog]);
+  const labels = useMemo(() => labelsOf(runs.data ?? []), [runs.data]);
   const warned = runs.data?.filter((run) => run.active_warnings > 0).length ?? 0;
 
   if (runs.error && !runs.data) return <ErrorNote error={runs.error} />;
@@ -43,17 +49,33 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
           {runs.data.length.toLocaleString("en")}
           {runs.data.length > 1 ? " runs" : " run"}, {warned ? `${warned.toLocaleString("en")} with warnings` : "no warning"}
         </p>
-        <input
-          type="search"
-          placeholder="Search names and labels"
-          aria-label="search names and labels"
-          value={search}
-          onInput={(event) => setSearch(event.currentTarget.value)}
-        />
         <button class="primary" disabled={chosen.length < 2} onClick={() => go(address(chosen))}>
           {chosen.length < 2 ? "Tick two or more to compare" : `Compare ${chosen.length} runs`}
         </button>
       </header>
+      <search class="asked">
+        <input
+          type="search"
+          placeholder="Search names and labels"
+          aria-label="search names and labels"
+          value={ask.search}
+          onInput={(event) => change({ search: event.currentTarget.value })}
+        />
+        <Choice name="state" of={STATES} value={ask.state} choose={(state) => change({ state })} />
+        <Choice name="risk" of={RISKS} value={ask.risk} choose={(risk) => change({ risk })} />
+        {(labels.length > 0 || ask.label) && (
+          <Choice
+            name="label"
+            of={Object.fromEntries(["", ...new Set([...labels, ask.label].filter(Boolean))].map((l) => [l, l || "Any label"]))}
+            value={ask.label}
+            choose={(label) => change({ label })}
+          />
+        )}
+        <Choice name="order" of={ORDERS} value={ask.sort} choose={(sort) => change({ sort })} />
+        <p class="muted" role="status">
+          {found.length === runs.data.length ? "" : `${found.length.toLocaleString("en")} of ${runs.data.length.toLocaleString("en")} match`}
+        </p>
+      </search>
       <div class="card table">
         <table class="folds">
           <thead>
@@ -93,9 +115,26 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
   );
 }
 
-function matches(run: RunSummary, search: string): boolean {
-  const texts = [run.run, ...Object.entries(run.labels).map(([name, value]) => `${name} ${value}`)];
-  return texts.some((text) => text.toLowerCase().includes(search.trim().toLowerCase()));
+function Choice<T extends string>({
+  name,
+  of,
+  value,
+  choose,
+}: {
+  name: string;
+  of: Record<T, string>;
+  value: T;
+  choose: (value: T) => void;
+}) {
+  return (
+    <select aria-label={name} value={value} onChange={(event) => choose(event.currentTarget.value as T)}>
+      {(Object.entries(of) as [T, string][]).map(([key, text]) => (
+        <option key={key} value={key}>
+          {text}
+        </option>
+      ))}
+    </select>
+  );
 }
 
 function Row({

@@ -416,6 +416,10 @@ export interface RunDetail {
   first_seen_unix_seconds: number;
   last_seen_unix_seconds: number;
   last_step: number | null;
+  /** when the newest step came, or the process started */
+  last_step_unix_seconds: number | null;
+  /** an active run that has ended no step for longer hangs */
+  hung_after_seconds: number;
   loss: number | null;
   worst_risk: number | null;
   active_warnings: number;
@@ -474,6 +478,10 @@ export interface RunSummary {
   first_seen_unix_seconds: number;
   last_seen_unix_seconds: number;
   last_step: number | null;
+  /** when the newest step came, or the process started */
+  last_step_unix_seconds: number | null;
+  /** an active run that has ended no step for longer hangs */
+  hung_after_seconds: number;
   loss: number | null;
   worst_risk: number | null;
   active_warnings: number;

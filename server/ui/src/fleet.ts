@@ -1,0 +1,108 @@
+/** What the list of runs is asked for: search, filters and order, as they stand in the page's address. */
+
+import type { Catalog, RunSummary } from "./service";
+
+export type Condition = "training" | "hung" | "silent" | "completed" | "failed" | "stopped";
+
+/** How a run is by now: one that claims to be active may hang (heard of, no step) or be silent (not heard of). */
+export function condition(run: RunSummary, silent: number, now = Date.now() / 1000): Condition {
+  if (run.status !== "active") return run.status;
+  if (now - run.last_seen_unix_seconds >= silent) return "silent";
+  const stepped = run.last_step_unix_seconds;
+  const hangs = typeof stepped === "number" && now - stepped >= (run.hung_after_seconds ?? Infinity);
+  return hangs ? "hung" : "training";
+}
+
+export const STATES = {
+  "": "Any state",
+  warned: "With a warning",
+  training: "Training",
+  quiet: "Hung or silent",
+  ended: "Ended",
+} as const;
+export const RISKS = { "": "Any risk", watch: "Risk to watch", alarm: "At the limit" } as const;
+export const ORDERS = {
+  "": "Worst risk first",
+  heard: "Heard of last",
+  left: "Fewest steps left",
+  name: "By name",
+} as const;
+
+export interface Asked {
+  search: string;
+  state: keyof typeof STATES;
+  risk: keyof typeof RISKS;
+  /** NAME=VALUE of a label. */
+  label: string;
+  sort: keyof typeof ORDERS;
+}
+
+/** What the address asks for; what it does not know stands for nothing. */
+export function asked(address: string): Asked {
+  const given = new URLSearchParams(address);
+  const one = <T extends string>(name: string, of: Record<T, string>) => {
+    const value = given.get(name) ?? "";
+    return (value in of ? value : "") as T;
+  };
+  return {
+    search: given.get("q") ?? "",
+    state: one("state", STATES),
+    risk: one("risk", RISKS),
+    label: given.get("label") ?? "",
+    sort: one("sort", ORDERS),
+  };
+}
+
+/** The address that asks for this. */
+export function addressOf({ search, ...rest }: Asked): string {
+  const given = Object.entries({ q: search, ...rest }).filter(([, value]) => value);
+  return given.length ? `?${new URLSearchParams(given)}` : "?";
+}
+
+/** The labels that runs carry, as NAME=VALUE, the most frequent first. */
+export function labelsOf(runs: readonly RunSummary[], most = 100): string[] {
+  const counts = new Map<string, number>();
+  for (const run of runs) {
+    for (const [name, value] of Object.entries(run.labels)) {
+      const label = `${name}=${value}`;
+      counts.set(label, (counts.get(label) ?? 0) + 1);
+    }
+  }
+  return [...counts].sort(([, a], [, b]) => b - a).slice(0, most).map(([label]) => label);
+}
+
+/** The runs that are asked for, in the order that is. */
+export function found(runs: readonly RunSummary[], { search, state, risk, label, sort }: Asked, catalog: Catalog): RunSummary[] {
+  const words = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  const levels = catalog.metrics.find(({ key }) => key === "run.worst_risk")?.levels;
+  const least = risk === "alarm" ? levels?.alarm : risk === "watch" ? (levels?.watch ?? levels?.alarm) : undefined;
+  const now = Date.now() / 1000;
+  return runs
+    .filter((run) => {
+      if (least !== undefined && !((run.worst_risk ?? -1) >= least - 1e-6)) return false;
+      if (label && !Object.entries(run.labels).some(([name, value]) => `${name}=${value}` === label)) return false;
+      if (state && !isIn(run, state, condition(run, catalog.silent_seconds, now))) return false;
+      if (!words.length) return true;
+      const text = [run.run, ...Object.entries(run.labels).flat()].join(" ").toLowerCase();
+      return words.every((word) => text.includes(word));
+    })
+    .sort(BEFORE[sort]);
+}
+
+function isIn(run: RunSummary, state: Asked["state"], is: Condition): boolean {
+  if (state === "warned") return run.active_warnings > 0;
+  if (state === "training") return is === "training";
+  return state === "quiet" ? is === "hung" || is === "silent" : !["training", "hung", "silent"].includes(is);
+}
+
+const last = (value: number | null) => (value === null || Number.isNaN(value) ? Infinity : value);
+/** A warned run comes first whatever it was heard of; then the riskier. The sort is stable. */
+const BEFORE: Record<Asked["sort"], (a: RunSummary, b: RunSummary) => number> = {
+  "": (a, b) =>
+    Number(b.active_warnings > 0) - Number(a.active_warnings > 0) ||
+    Number(a.status !== "active") - Number(b.status !== "active") ||
+    (b.worst_risk ?? -1) - (a.worst_risk ?? -1),
+  heard: (a, b) => b.last_seen_unix_seconds - a.last_seen_unix_seconds,
+  left: (a, b) => last(a.forecast_steps) - last(b.forecast_steps) || (b.worst_risk ?? -1) - (a.worst_risk ?? -1),
+  name: (a, b) => a.run.localeCompare(b.run, "en", { numeric: true }),
+};

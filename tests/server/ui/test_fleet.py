@@ -1,0 +1,262 @@
+"""A fleet on the page: found, filtered and sorted; every view without a barrier, and whole at any width."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.test_live_page import text, wait
+from tests.server.ui.test_when_it_matters import OVERFLOW, open_at_size, see_at
+
+from foreshock.contract.wire import Finished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.servers
+UI = Path(__file__).parents[3] / "server" / "ui"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a fleet of its own: 30 healthy runs, one warned, one that ended, three labels."""
+    service = Service(tmp_path_factory.mktemp("fleet"))
+    try:
+        for number in range(30):
+            feeder = Feeder(service.client, f"sweep/{number:03d}", layers=1, heads=1, drift=number / 10)
+            feeder.start(labels={"team": "speech" if number % 2 else "vision"})
+            feeder.train(1)
+        failing = Feeder(service.client, "zz-failing", layers=1, heads=4, drift=100)
+        failing.start(labels={"team": "text"})
+        failing.train(4)
+        failing.warn()
+        ended = Feeder(service.client, "a-done", layers=1, heads=4)
+        ended.start()
+        ended.train(2)
+        ended.send(Finished(step=20, unix_seconds=time.time(), status="completed"))
+        yield service
+    finally:
+        service.close()
+
+
+def listed(chromium: Chrome) -> list[str]:
+    """The names on the list, from the top."""
+    script = "return [...document.querySelectorAll('tbody .run')].map(a => a.querySelector('[title]').title)"
+    names: list[str] = chromium.execute_script(script)
+    return names
+
+
+def open_list(chromium: Chrome, service: Service, **asked: str) -> None:
+    """Open the list of runs, asked for this."""
+    chromium.get(f"{service.url}/?{urlencode(asked)}")
+    wait("the list", lambda: listed(chromium))
+
+
+def choose(chromium: Chrome, name: str, option: str) -> None:
+    """Choose by a select's label."""
+    Select(chromium.find_element(By.CSS_SELECTOR, f"select[aria-label='{name}']")).select_by_visible_text(option)
+
+
+def search(chromium: Chrome, words: str) -> None:
+    """Type into the search field."""
+    field = chromium.find_element(By.CSS_SELECTOR, "input[type=search]")
+    field.clear()
+    field.send_keys(words)
+
+
+def test_the_riskiest_runs_come_first_and_other_orders_can_be_chosen(chromium: Chrome, fleet: Service) -> None:
+    open_list(chromium, fleet)
+    names = listed(chromium)
+    assert names[0] == "zz-failing"
+    assert names[1] == "sweep/029"
+    assert names[-1] == "a-done", "what has ended is last"
+    choose(chromium, "order", "By name")
+    assert listed(chromium)[:2] == ["a-done", "sweep/000"]
+
+
+def test_runs_are_searched_by_words_in_names_and_labels(chromium: Chrome, fleet: Service) -> None:
+    open_list(chromium, fleet)
+    search(chromium, "02 SPEECH")
+    wait("the found", lambda: len(listed(chromium)) == 5)
+    assert set(listed(chromium)) == {f"sweep/02{digit}" for digit in (1, 3, 5, 7, 9)}, "in the order of risk"
+    search(chromium, "nobody-is-called-so")
+    wait("the word that none matches", lambda: "No run matches" in text(chromium, "main"))
+
+
+def test_what_is_asked_for_stands_in_the_address_and_is_asked_again_there(chromium: Chrome, fleet: Service) -> None:
+    open_list(chromium, fleet)
+    choose(chromium, "state", "With a warning")
+    assert listed(chromium) == ["zz-failing"]
+    choose(chromium, "state", "Any state")
+    choose(chromium, "label", "team=vision")
+    choose(chromium, "order", "By name")
+    search(chromium, "sweep/00")
+    wait("the found", lambda: len(listed(chromium)) == 5)
+    assert "5 of 32 match" in text(chromium, "main")
+    chromium.get(chromium.current_url)
+    wait("the same again", lambda: listed(chromium) == [f"sweep/00{number}" for number in (0, 2, 4, 6, 8)])
+    open_list(chromium, fleet, state="ended")
+    assert listed(chromium) == ["a-done"]
+    open_list(chromium, fleet, risk="alarm", sort="nonsense")
+    assert "zz-failing" in listed(chromium)
+    assert "sweep/000" not in listed(chromium)
+
+
+def test_a_hung_run_is_told_from_one_that_trains_and_from_one_that_is_silent(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(3)
+    open_list(chromium, service, q=feeder.run)
+    assert "active" in text(chromium, "tbody .state")
+    # Ten minutes pass, in which heartbeats came and no step did; then an hour, in which nothing came.
+    turn = """
+    const fetched = window.fetch;
+    window.fetch = async (...given) => {
+      const answer = await fetched(...given);
+      if (!String(given[0]).includes("v1/runs")) return answer;
+      const said = await answer.json();
+      for (const run of said.runs ?? []) {
+        run.last_step_unix_seconds -= 600;
+        run.last_seen_unix_seconds -= window.silence ?? 0;
+      }
+      return new Response(JSON.stringify(said), { status: 200 });
+    };
+    """
+    chromium.execute_script(turn)
+    feeder.train(1)
+    wait("the hung run", lambda: "hung 10 min" in text(chromium, "tbody .state"))
+    chromium.execute_script("window.silence = 3300")
+    feeder.train(1)
+    wait("the silent run", lambda: "silent 55 min" in text(chromium, "tbody .state"))
+
+
+@pytest.mark.full
+def test_a_thousand_runs_are_listed_in_a_second_and_searched_in_a_third_of_one(
+    chromium: Chrome, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    service = Service(tmp_path, run_batches_per_second="1e9")
+    try:
+        for number in range(1000):
+            feeder = Feeder(service.client, f"sweep/{number:04d}", layers=1, heads=1)
+            feeder.start(labels={"seed": str(number)})
+            feeder.train(1)
+        service.client.get(
+            "/v1/runs", params={"limit": 500}
+        )  # a service that has just been started reads each run once
+        open_list(chromium, service)
+        loaded = "return performance.getEntriesByType('resource').filter(r => r.name.includes('v1/runs'))"
+        spans = chromium.execute_script(f"{loaded}.map(r => [r.startTime, r.responseEnd])")
+        listing = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        began = time.perf_counter()
+        search(chromium, "0777")
+        wait("the one", lambda: listed(chromium) == ["sweep/0777"])
+        searching = time.perf_counter() - began
+    finally:
+        service.close()
+    record_property("listed_ms", round(listing))
+    record_property("searched_ms", round(1000 * searching))
+    assert listing < 4 * 1000  # two slow, busy cores: four times as slow as alone
+    assert searching < 4 * 0.3
+
+
+# Nobody is kept out
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core in the version that package.json names."""
+    own = UI / "node_modules" / "axe-core" / "axe.min.js"
+    if not own.is_file():
+        version = json.loads((UI / "package.json").read_text())["devDependencies"]["axe-core"]
+        folder = tmp_path_factory.mktemp("axe")
+        if shutil.which("npm") is None:
+            _absent("npm is not here")
+        fetch = ["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", f"axe-core@{version}"]
+        done = subprocess.run(fetch, capture_output=True, text=True, timeout=240)
+        if done.returncode:
+            _absent(f"npm could not fetch axe-core: {done.stderr[-500:]}")
+        own = folder / "node_modules" / "axe-core" / "axe.min.js"
+    return own.read_text()
+
+
+def _absent(why: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+def barriers(chromium: Chrome, axe: str) -> list[str]:
+    """What axe-core finds wrong with the page as it stands."""
+    chromium.execute_script(axe)
+    chromium.set_script_timeout(60)
+    found: list[dict[str, Any]] = chromium.execute_async_script(
+        "const done = arguments[arguments.length - 1]; axe.run(document).then(r => done(r.violations))"
+    )
+    return [f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:3]]}" for v in found]
+
+
+@pytest.fixture(params=["light", "dark"])
+def themed(request: pytest.FixtureRequest, chromium: Chrome) -> Iterator[Chrome]:
+    """The browser in either theme."""
+    media = [{"name": "prefers-color-scheme", "value": request.param}]
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    yield chromium
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("view", ["runs", "run", "comparison", "login"])
+def test_axe_core_finds_no_barrier(
+    themed: Chrome, fleet: Service, request: pytest.FixtureRequest, axe: str, view: str
+) -> None:
+    if view == "runs":
+        open_list(themed, fleet)
+    elif view == "login":
+        guarded: Service = request.getfixturevalue("guarded")
+        themed.get(guarded.url)
+        wait("the login", lambda: themed.find_elements(By.CSS_SELECTOR, "input[type=password]"))
+    else:
+        open_at_size(themed, fleet, *(["zz-failing"] if view == "run" else ["zz-failing", "sweep/001"]))
+    assert barriers(themed, axe) == []
+
+
+NAMES = ("a" * 128, "-".join(["word"] * 25)[:124], "/".join("abcdefgh" * 15)[:124])
+LABELS = {
+    "note": "x" * 200,
+    "direction": "נסיון תجربة " * 12,
+    "markup": "<img src=x onerror=alert(1)>" + "<table><b>" * 16,
+    "n" * 100: "short",
+}
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_names_that_are_long_or_strange_break_no_card_on_any_screen(
+    chromium: Chrome, service: Service, width: int
+) -> None:
+    runs = [f"{name[:120]}{width}" for name in NAMES]
+    for run in runs:
+        feeder = Feeder(service.client, run, layers=2, heads=2)
+        feeder.start(labels=LABELS)
+        feeder.train(3)
+        feeder.warn("תجربة <b>" + "w" * 300)
+    see_at(chromium, width, 6000)
+    try:
+        open_list(chromium, service, q=str(width))
+        wait("the runs", lambda: len(listed(chromium)) >= len(runs))
+        assert chromium.execute_script(OVERFLOW) == []
+        open_at_size(chromium, service, *runs)
+        assert chromium.execute_script(OVERFLOW) == []
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
