@@ -15,7 +15,7 @@ DROP_REASONS: Final = (
     *(f"refused_{status}" for status in (400, 401, 403, 404, 405, 409, 413, 415, 422)),
 )
 """Why an agent loses events (wire.AgentHealth.dropped)."""
-FAULT_COMPONENTS: Final = (
+GUARDED: Final = (
     "agent",
     "loss",
     "collector",
@@ -26,10 +26,12 @@ FAULT_COMPONENTS: Final = (
     "switch",
     "norms",
     "sinks",
-    "probe",
     "sender",
-    "spool",
+    "mirror",
+    "tracker",
 )
+"""Parts of an agent that run under a guard of their own."""
+FAULT_COMPONENTS: Final = (*GUARDED, "probe", "spool")
 """Parts of an agent that contain their faults (wire.AgentHealth.faults)."""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.labels import GUARDED
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
 from foreshock.monitor.attention.standing import Standing
@@ -66,24 +67,7 @@ class Agent:
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
         self._judging = Judge(self._judge)
-        self._guards = {
-            name: Guard(name, self.faults, strict=config.strict)
-            for name in (
-                "agent",
-                "loss",
-                "collector",
-                "sample",
-                "detectors",
-                "policy",
-                "voice",
-                "switch",
-                "norms",
-                "sinks",
-                "sender",
-                "mirror",
-                "tracker",
-            )
-        }
+        self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._outbox = Outbox(self._guards)
         self._voice = Voice(config)
         self._cadence = Cadence(config)

@@ -6,6 +6,7 @@ work, and are answered at /healthz alone.
 """
 
 import asyncio
+from collections import Counter
 from typing import Any, ClassVar, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -118,21 +119,30 @@ def bounded(settings: Settings) -> type[_Connection]:
 
 
 class Room:
-    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered."""
+    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered.
+
+    Who shows a token, whether or not it is one, gets half of the room at most: none takes it from the others.
+    """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most, self._inside = app, most, 0
+        self._of_token: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
-        if self._inside >= self._most:
+        token = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if self._inside >= self._most or (token and self._of_token[token] >= self._most // 2):
             answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
             await answer(scope, receive, send)
             return
         self._inside += 1
+        self._of_token[token] += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._inside -= 1
+            self._of_token[token] -= 1
+            if not self._of_token[token]:
+                del self._of_token[token]

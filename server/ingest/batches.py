@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,14 +65,21 @@ class Writer:
         self._broadcaster, self._roller = broadcaster, roller
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
         self._bytes = 0
+        self._held: Counter[str] = Counter()
+        """Batches of each token that wait."""
+        self._share = max(1, settings.ingest_queue_batches // (2 * max(1, len(settings.all_tokens))))
         self._closed = False
         self._switched: dict[int, float] = {}
         """Runs in which something was switched just now, and until when that is just now."""
 
-    def refuse_when_full(self, size: int = 0) -> None:
-        """Raises ProblemError 429 when the queue has no room for a batch of so many bytes."""
-        full = self._waiting.qsize() >= self._settings.ingest_queue_batches
-        if full or (self._bytes and self._bytes + size > self._settings.ingest_queue_bytes):
+    def refuse_when_full(self, token: str, size: int = 0) -> None:
+        """Raises ProblemError 429 when the queue has no room for a batch of so many bytes.
+
+        A share of places is kept for each token, and of bytes room for one batch: nobody fills the queue for others.
+        """
+        held = self._held[token]
+        full = self._waiting.qsize() >= self._settings.ingest_queue_batches and held >= self._share
+        if full or (held and self._bytes + size > self._settings.ingest_queue_bytes):
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
@@ -80,16 +88,18 @@ class Writer:
 
         Raises ProblemError 429 when the queue is full, 503 on a fault.
         """
-        self.refuse_when_full(size)
+        self.refuse_when_full(token, size)
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
         item = _Item(batch, size, token, arrival)
         self._bytes += size
+        self._held[token] += 1
         self._waiting.put_nowait(item)
         try:
             return await asyncio.shield(item.done)
         finally:
             self._bytes -= size
+            self._held[token] -= 1
 
     @property
     def depth(self) -> int:
@@ -214,8 +224,9 @@ class Shortcut:
 async def post_batch(request: Request) -> Response:
     """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
     caller, state = await _may_ingest(request), request.app.state
+    token = "" if caller is ANYONE else caller.name
     try:  # before the batch is read: a refusal is cheap
-        state.writer.refuse_when_full()
+        state.writer.refuse_when_full(token)
         await state.quotas.admit(caller, request.headers)
     except ProblemError:
         await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
@@ -236,7 +247,6 @@ async def post_batch(request: Request) -> Response:
     if wait > 0:
         state.counters.batches["busy"] += 1
         raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    token = "" if caller is ANYONE else caller.name
     ack = await state.writer.submit(batch, len(body), token, arrival_of(request.headers))
     body = ack.model_dump_json().encode()
     return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
