@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     with multiprocessing.get_context("spawn").Pool(asked.processes, _start, maxtasksperchild=60) as pool:
         for number, record in enumerate(pool.imap_unordered(look_at, names)):
             records.append(record)
-            if number % 20 == 0:
+            if number % 5 == 0:
                 _write(asked.record, records)
             if record["wrong"]:
                 print(f"{number + 1}/{len(names)} {record['name']}: {record['wrong'][0]}", flush=True)
