@@ -38,6 +38,11 @@ ALONE: Final = (
 machine to themselves, after the others, which share it."""
 
 
+# A busy machine is no fault of a test: what takes long is stopped by pytest-timeout alone.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
+
+
 class Recorder:
     """Keeps the outcome of marked tests, and writes them when the session ends."""
 

@@ -137,10 +137,11 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
         alerts = [alert for alert in stack.alerts() if alert["alertname"] == "ForeshockHeadFailing"]
         return alerts[0] if alerts else None
 
-    # The rule fires with the shipped thresholds and names the head that the agent warned about.
+    # The rule fires with the shipped thresholds; its incident names the head that the agent warned about first.
     alert = eventually("ForeshockHeadFailing fires", fired, MOST_SECONDS, every=0.5)
     assert alert["run"] == "untreated"
-    layer, head = int(alert["layer"]), int(alert["head"])
+    [incident] = [i for i in stack.get("/v1/runs/untreated/incidents")["incidents"] if i["cause"] == alert["cause"]]
+    layer, head = incident["heads"][0]["layer"], incident["heads"][0]["head"]
     warnings = stack.get("/v1/runs/untreated")["warnings"]
     assert [layer, head] in [[warning["layer"], warning["head"]] for warning in warnings]
 

@@ -350,8 +350,9 @@ def test_the_doctor_says_what_would_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FORESHOCK_ATTENTION", "keep")
     console = Console(record=True, width=200)
     report_model("tests.monitor.tiny_models:tiny_gpt", console)
-    assert "2 x blocks.0, blocks.1" in console.export_text()
-    assert console.export_text().count("kept, sampled") == 1
+    told = console.export_text()
+    assert "2 x blocks.0, blocks.1" in told
+    assert told.count("kept, sampled") == 1
 
 
 def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() -> None:

@@ -218,6 +218,14 @@ def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(pla
         missing = series_of(was["/metrics"]) - series_of(metrics)
         assert not missing
         assert "foreshock_service_unreadable_rows 0.0" in metrics
+        warned = 0  # runs recorded before there were incidents have them all the same
+        for row in (await service.get("/v1/runs", limit=500))["runs"]:
+            found = (await service.get(f"/v1/runs/{row['run']}/incidents"))["incidents"]
+            heads = {(w["layer"], w["head"]) for w in (await service.get(f"/v1/runs/{row['run']}"))["warnings"]}
+            shown = {(h["layer"], h["head"]) for i in found for h in i["heads"] if h["state"] != "quiet"}
+            assert shown == heads, row["run"]
+            warned += bool(heads)
+        assert warned
         audit = await service.get("/v1/audit", limit=500)
         assert audit["intact"]
         # ... and it is written on: the run goes on where it stood, and its open order is delivered
