@@ -9,20 +9,12 @@ a field, a slot, a kind of event, the name of a mode, it skips or keeps as text.
 acknowledged can be read by everybody afterwards. Version 0.1.0 skipped nothing; `version_0_1_0` writes what it reads.
 """
 
-import base64
-import math
 import re
-from binascii import a2b_base64
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -31,6 +23,9 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
+from foreshock.contract.message import Array as Array
+from foreshock.contract.message import Message as Message
 from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
@@ -41,7 +36,6 @@ MAX_LAYERS: Final = 1024
 MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
-MAX_BATCH_BYTES: Final = 32 * 2**20
 MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 MAX_GRAM_DIM: Final = 256
@@ -80,49 +74,6 @@ ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
 Policy = Literal["observe", "approve", "auto"]
-
-
-class Message(BaseModel):
-    """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
-
-
-class Array(Message):
-    """A small numeric array, exact to the bit."""
-
-    dtype: Literal["<i8", "<f8", "<f4", "<i4"]
-    shape: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(max_length=4)
-    data: str = Field(max_length=MAX_BATCH_BYTES)
-
-    @model_validator(mode="after")
-    def _size_matches(self) -> Self:
-        want = math.prod(self.shape) * int(self.dtype[2])
-        padding = 2 if self.data.endswith("==") else 1 if self.data.endswith("=") else 0
-        have = len(self.data) // 4 * 3 - padding
-        if len(self.data) % 4 or have != want:
-            raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
-        try:
-            self.raw  # noqa: B018  # decoded once, here
-        except ValueError as error:
-            raise ValueError(f"array data is not base64: {error}") from None
-        return self
-
-    @cached_property
-    def raw(self) -> bytes:
-        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
-        return a2b_base64(self.data, strict_mode=True)
-
-    @classmethod
-    def of(cls, values: npt.NDArray[Any]) -> Self:
-        """Encode an int64, float64, float32 or int32 array."""
-        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
-        dtype: Any = little.dtype.str
-        return cls(dtype=dtype, shape=values.shape, data=base64.b64encode(little.tobytes()).decode())
-
-    def numpy(self) -> npt.NDArray[Any]:
-        """Decode into a new writable array."""
-        return np.frombuffer(bytearray(self.raw), dtype=self.dtype).reshape(self.shape)
 
 
 class Layer(Message):

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-import numpy as np
 from torch import Tensor
 
 from foreshock.contract import wire
@@ -19,15 +18,13 @@ from foreshock.contract.labels import GUARDED
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
 from foreshock.monitor.attention.standing import Standing
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
-from foreshock.monitor.detect.detectors import Detecting, Detectors, Readings
+from foreshock.monitor.detect.detectors import Detecting, Detectors
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.policy import decide, outcome_of
-from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.judging import Judge, Judged
 from foreshock.monitor.sampling.norms import Measured, ModelNorms
@@ -169,7 +166,7 @@ class Agent:
         """What the detectors say; in the judge's thread, but for the last sample."""
 
         def judge() -> Judged:
-            verdicts = self.detectors.update(_readings(counted, self._rounds()))
+            verdicts = self.detectors.update(self._instruments.readings(counted))
             return Judged(counted, verdicts, self.detectors.risk)
 
         return self._guards["detectors"].run(judge) or Judged(counted, [], None)
@@ -204,10 +201,6 @@ class Agent:
         self._outbox.tell_draft(SampleDraft(counted, risk))
         if counted.parts:
             self._outbox.tell_parts(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
-
-    def _rounds(self) -> bool:
-        layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self._instruments.watched)
-        return any(layer.rounds for layer in layers if layer is not None)
 
     def _act(self, verdicts: list[wire.Verdict]) -> None:
         done: list[wire.Switched] = []
@@ -391,17 +384,3 @@ class Agent:
     ) -> None:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         self.close("completed" if error is None else "stopped" if stopped else "failed")
-
-
-def _readings(counted: Counted, rounds: bool) -> Readings:
-    return Readings.from_words(
-        step=counted.step,
-        since_step=counted.since_step,
-        words=counted.words,
-        modes=counted.modes,
-        loss=collecting.mean(counted.losses),
-        grad_norm=collecting.largest(counted.grad_norms),
-        learning_rate=counted.learning_rate,
-        rounds=rounds,
-        **{name: values.astype(np.float64) for name, values in counted.norms.items()},
-    )

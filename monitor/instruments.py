@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
+from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.model.layers import Projection
+from foreshock.monitor.sampling import collector as collecting
+from foreshock.monitor.sampling.collector import Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +28,18 @@ class Instruments:
     """Who serves each layer; None in tests without a model."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
+
+    def readings(self, counted: Counted) -> Readings:
+        """What was counted, as the detectors read it."""
+        layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self.watched)
+        return Readings.from_words(
+            step=counted.step,
+            since_step=counted.since_step,
+            words=counted.words,
+            modes=counted.modes,
+            loss=collecting.mean(counted.losses),
+            grad_norm=collecting.largest(counted.grad_norms),
+            learning_rate=counted.learning_rate,
+            rounds=any(layer.rounds for layer in layers if layer is not None),
+            **{name: values.astype(np.float64) for name, values in counted.norms.items()},
+        )

@@ -20,11 +20,12 @@ from foreshock.contract.modes import stronger
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
+from foreshock.server.curves.answers import Line
 from foreshock.server.curves.drawing import Curve, Window, draw
 from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.curves.series import edges
-from foreshock.server.models import Line, Verification
+from foreshock.server.models import Verification
 from foreshock.server.runs.incidents import tell_incidents
 from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words

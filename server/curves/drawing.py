@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
+from foreshock.server.curves.answers import Line
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, arrays_of, merge, stream_chunks
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read
 from foreshock.server.curves.spans import Spans
-from foreshock.server.models import Line
 from foreshock.server.store.schema import samples
 
 _SAMPLES_READ: Final = 2000

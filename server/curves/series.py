@@ -10,10 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.metric import Metric
 from foreshock.server.access.problems import ProblemError
+from foreshock.server.curves.answers import CurveLine, Curves, Line, Series
 from foreshock.server.curves.drawing import Curve, Window, draw
 from foreshock.server.curves.merging import SERIES_KEYS, Axis, axis_of
 from foreshock.server.curves.rollups import COARSE, Roller
-from foreshock.server.models import CurveLine, Curves, Line, Series
 from foreshock.server.store.schema import samples
 
 Ends = tuple[int | None, int | None]

@@ -12,6 +12,7 @@ from foreshock.contract.incident import Incident
 from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
+from foreshock.server.curves.answers import Curves, Matrix, Series
 from foreshock.server.curves.matrix import matrix
 from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
@@ -21,17 +22,14 @@ from foreshock.server.models import (
     CommandList,
     CommandRequest,
     CommandStatus,
-    Curves,
     Decision,
     EventList,
     Health,
     IncidentList,
     Login,
-    Matrix,
     Problem,
     RunDetail,
     RunList,
-    Series,
     Session,
     Undo,
 )

@@ -1,0 +1,56 @@
+"""What every message of the wire is made of: its base, and arrays that arrive bit for bit."""
+
+import base64
+import math
+from binascii import a2b_base64
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_BATCH_BYTES: Final = 32 * 2**20
+
+
+class Message(BaseModel):
+    """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+
+class Array(Message):
+    """A small numeric array, exact to the bit."""
+
+    dtype: Literal["<i8", "<f8", "<f4", "<i4"]
+    shape: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(max_length=4)
+    data: str = Field(max_length=MAX_BATCH_BYTES)
+
+    @model_validator(mode="after")
+    def _size_matches(self) -> Self:
+        want = math.prod(self.shape) * int(self.dtype[2])
+        padding = 2 if self.data.endswith("==") else 1 if self.data.endswith("=") else 0
+        have = len(self.data) // 4 * 3 - padding
+        if len(self.data) % 4 or have != want:
+            raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
+        try:
+            self.raw  # noqa: B018  # decoded once, here
+        except ValueError as error:
+            raise ValueError(f"array data is not base64: {error}") from None
+        return self
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
+        return a2b_base64(self.data, strict_mode=True)
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any]) -> Self:
+        """Encode an int64, float64, float32 or int32 array."""
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        dtype: Any = little.dtype.str
+        return cls(dtype=dtype, shape=values.shape, data=base64.b64encode(little.tobytes()).decode())
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Decode into a new writable array."""
+        return np.frombuffer(bytearray(self.raw), dtype=self.dtype).reshape(self.shape)
