@@ -26,6 +26,9 @@ class AgentSettings(TypedDict, total=False):
     """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: str | SecretStr | None
     """Bearer token of the service."""
+    token_file: str | Path | None
+    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that tokens can be
+    exchanged while the run goes on."""
     rank: int
     """Number of this process among the run's processes."""
     world_size: int

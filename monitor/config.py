@@ -52,6 +52,9 @@ class AgentConfig(BaseSettings):
     """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: SecretStr | None = None
     """Bearer token of the service."""
+    token_file: Path | None = None
+    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that tokens can be
+    exchanged while the run goes on."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("rank", "FORESHOCK_RANK", "RANK"))
     """Number of this process among the run's processes."""
@@ -164,6 +167,17 @@ class AgentConfig(BaseSettings):
         if value is not None and "@" in value:
             raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
         return value
+
+    @model_validator(mode="after")
+    def _token_is_known(self) -> Self:
+        if self.token is None and self.token_file is not None:
+            try:
+                found = self.token_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"token_file {self.token_file} cannot be read: {type(error).__name__}") from None
+            if not found:
+                raise ValueError(f"token_file {self.token_file} is empty; it must hold the token")
+        return self
 
     @model_validator(mode="after")
     def _nothing_misspelt(self) -> Self:

@@ -3,9 +3,11 @@
 import asyncio
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import SecretStr
 
 from foreshock.contract import wire
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
@@ -26,6 +28,30 @@ def headers_of(own: str, own_age_seconds: float, boot: str) -> dict[str, str]:
 def _milliseconds(boot: str) -> int:
     time = boot.partition("-")[0]
     return int(time) if time.isdecimal() else 0
+
+
+class Bearer:
+    """The token of the service, from the settings or from a file that may change."""
+
+    def __init__(self, token: SecretStr | None, file: Path | None) -> None:
+        self._token, self._file = token, file if token is None else None
+        self.renewed()
+
+    @property
+    def header(self) -> dict[str, str]:
+        """Empty without a token."""
+        return {} if self._token is None else {"Authorization": f"Bearer {self._token.get_secret_value()}"}
+
+    def renewed(self) -> bool:
+        """Read the file again; whether it holds another token now. A file that cannot be read changes nothing."""
+        if self._file is None:
+            return False
+        try:
+            found = SecretStr(self._file.read_text().strip())
+        except (OSError, UnicodeDecodeError):
+            return False
+        before, self._token = self._token, found if found.get_secret_value() else self._token
+        return self._token != before
 
 
 async def post(

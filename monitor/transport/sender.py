@@ -21,7 +21,7 @@ from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
 from foreshock.monitor.transport.lesser_forms import as_0_1_0, words_of
-from foreshock.monitor.transport.posting import ResolvingLoop, headers_of, post
+from foreshock.monitor.transport.posting import Bearer, ResolvingLoop, headers_of, post
 from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
 from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
 from foreshock.monitor.transport.stores import MemoryStore, Store
@@ -66,6 +66,7 @@ class Sender:
         self._stores: list[Store] = []
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
+        self._bearer = Bearer(config.token, config.token_file)
         self._failures = 0
         self._too_large = 0
         self._said_status = 0
@@ -151,8 +152,6 @@ class Sender:
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"User-Agent": "foreshock-agent", "Accept-Encoding": "identity", "Content-Type": "application/json"}
-        if self._config.token is not None:
-            headers["Authorization"] = f"Bearer {self._config.token.get_secret_value()}"
         # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
         steps = httpx.Timeout(self._config.request_seconds, connect=0.4 * self._config.request_seconds)
         return httpx.AsyncClient(base_url=str(self._config.url), headers=headers, timeout=steps)
@@ -316,7 +315,7 @@ class Sender:
         """Post one batch; True when it is done with: stored, or refused for good."""
         self._retry_after = None
         words_only = False
-        headers = headers_of(self._boot, time.monotonic() - self._began_at, store.boot)
+        headers = headers_of(self._boot, time.monotonic() - self._began_at, store.boot) | self._bearer.header
         try:
             async with asyncio.timeout(self._config.request_seconds):
                 status, retry_after, body = await post(client, payload, headers)
@@ -334,7 +333,8 @@ class Sender:
                 self.dropped["refused_413"] += 1
             store.pop()
             return True
-        if 200 <= status < 300 or is_retryable(status):
+        renewed = status == 401 and self._bearer.renewed()
+        if 200 <= status < 300 or is_retryable(status) or renewed:
             self._failures += 1
             self._retry_after = retry_after
             return False

@@ -321,6 +321,31 @@ def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_
 
 
 @pytest.mark.promise("A3")
+def test_a_token_in_a_file_may_be_exchanged_while_the_run_goes_on(tmp_path: Path, quick_retries: None) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-yesterday\n")
+    seen: list[str] = []
+
+    def only_the_new_one(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        head = server.headers[-1]
+        seen.append("new" if "Bearer of-today" in head else "old" if "Bearer of-yesterday" in head else "none")
+        acknowledge(server, connection, body) if seen[-1] == "new" else reply(connection, 401, b"{}")
+
+    with hostile_server(only_the_new_one) as server:
+        to = started_sender(server.url, token_file=file)
+        to.put(SWITCHED)
+        eventually("the old token is refused", lambda: "old" in seen)
+        file.write_text("")  # in the middle of being written
+        file.write_text("of-today\n")
+        eventually("it is stored", lambda: not len(to._own) and "new" in seen)
+        to.close(2)
+    assert to.dropped == {}
+    assert set(seen) == {"old", "new"}
+    with pytest.raises(ValidationError, match=r"missing cannot be read: FileNotFoundError"):
+        AgentConfig(token_file=tmp_path / "missing")
+
+
+@pytest.mark.promise("A3")
 def test_a_body_too_large_for_a_proxy_costs_its_samples_and_never_a_word() -> None:
     def small(server: HostileServer, connection: socket.socket, body: bytes) -> None:
         reply(connection, 413, b"{}") if len(body) > 2000 else acknowledge(server, connection, body)
