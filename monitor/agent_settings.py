@@ -27,8 +27,8 @@ class AgentSettings(TypedDict, total=False):
     token: str | SecretStr | None
     """Bearer token of the service."""
     token_file: str | Path | None
-    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that tokens can be
-    exchanged while the run goes on."""
+    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that
+    tokens can be exchanged while the run goes on."""
     rank: int
     """Number of this process among the run's processes."""
     world_size: int

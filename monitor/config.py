@@ -53,8 +53,8 @@ class AgentConfig(BaseSettings):
     token: SecretStr | None = None
     """Bearer token of the service."""
     token_file: Path | None = None
-    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that tokens can be
-    exchanged while the run goes on."""
+    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that
+    tokens can be exchanged while the run goes on."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("rank", "FORESHOCK_RANK", "RANK"))
     """Number of this process among the run's processes."""
