@@ -13,6 +13,8 @@ from foreshock import __version__
 from foreshock.cli.benchmarks import bench
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
+from foreshock.cli.incidents import incidents
+from foreshock.cli.options import AsJson, Token, Url
 from foreshock.cli.store import audit, store
 from foreshock.client import DEFAULT_URL
 from foreshock.contract.modes import MODE_NAMES
@@ -34,12 +36,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
-
-Url = Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines; docs/command-line.md has its shape.")]
-Token = Annotated[
-    str | None, typer.Option(envvar="FORESHOCK_TOKEN", help="Token with the scope that the command needs.")
-]
+app.command()(incidents)
 
 
 def _version(value: bool) -> None:

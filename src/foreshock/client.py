@@ -126,6 +126,18 @@ class Service:
         """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
         return self._object(self.get(f"/v1/runs/{run}"))
 
+    def incidents(self, run: str) -> list[dict[str, Any]]:
+        """What is wrong with a run, one entry for each cause, the most urgent first; heads by how soon harm comes."""
+        return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])
+
+    def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:
+        """Say that somebody looks after an incident; the incident as it stands then."""
+        return self._object(
+            self.post(
+                f"/v1/runs/{run}/acknowledge", {"incident": incident, "reason": reason, "who": who or getpass.getuser()}
+            )
+        )
+
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
         return self._pages(f"/v1/runs/{run}/events", "events", kind=list(kinds) or None)
