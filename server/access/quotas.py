@@ -112,12 +112,6 @@ async def owners(connection: AsyncConnection) -> dict[str, str]:
     return {row.name: row.token for row in await connection.execute(query)}
 
 
-async def by_token(connection: AsyncConnection) -> dict[str, tuple[int, int]]:
-    """(runs, bytes) in the store of every token that has some."""
-    query = select(usage.c.token, func.count(), func.sum(usage.c.stored_bytes)).group_by(usage.c.token)
-    return {token: (number, int(size)) for token, number, size in await connection.execute(query)}
-
-
 def _length(headers: Headers) -> int:
     length = headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from tests.faults.test_sender import eventually, send, started_sender
 from tests.server.postgresql import new_database
 from tests.server.test_auth import bearer
@@ -38,8 +38,10 @@ async def sent(service: Any, rank: FakeRank, name: str = "greedy", sequence: int
 
 
 async def used(service: Any) -> dict[str, tuple[int, int]]:
+    """(runs, bytes) in the store of every token that has some."""
+    query = select(usage.c.token, func.count(), func.sum(usage.c.stored_bytes)).group_by(usage.c.token)
     async with service.app.state.store.read() as connection:
-        return await quotas.by_token(connection)
+        return {token: (number, int(size)) for token, number, size in await connection.execute(query)}
 
 
 def read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
