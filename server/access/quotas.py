@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import structlog
-from sqlalchemy import desc, func, select
+from sqlalchemy import desc, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.datastructures import Headers
