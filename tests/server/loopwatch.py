@@ -1,6 +1,7 @@
 """How long the event loop is held: processor seconds of its thread, so that other processes change nothing."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,10 @@ def watched_loop() -> Iterator[Held]:
 
     own = threading.current_thread()
     asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+    gc.collect()
+    gc.disable()  # what other tests left would be collected in somebody's callback
     try:
         yield held
     finally:
+        gc.enable()
         asyncio.events.Handle._run = plain  # type: ignore[method-assign]

@@ -161,7 +161,8 @@ WATCH = """
 window.seen = {};
 new MutationObserver(() => {
   const said = document.querySelector("section[aria-label=Warnings]")?.textContent ?? "";
-  for (const [, name] of said.matchAll(/layer (\\d head \\d)/gi)) window.seen[name] ??= Date.now() / 1000;
+  const many = said.match(/ · (\\d+) heads/);  // one card for all heads of a cause: it says how many
+  if (many || said.includes("layer")) window.seen[many ? many[1] : "1"] ??= Date.now() / 1000;
 }).observe(document.body, { childList: true, subtree: true, characterData: true });
 """
 
@@ -181,14 +182,15 @@ def test_a_warning_is_on_the_page_within_two_seconds_and_an_order_in_the_kernel_
 
         seen: dict[tuple[int, int], float] = {}
         alerted: dict[tuple[int, int], float] = {}
-        for head in HEADS:
+        for count, head in enumerate(HEADS, start=1):
             training.detectors.due.append(head)
-            name = f"{head[0]} head {head[1]}"
+            name = str(count)
             wait("it is on the page", partial(_seen, chromium, name))
-            asked = {"filter": [f'layer="{head[0]}"', f'head="{head[1]}"', f'run="{RUN}"']}
-            wait("Alertmanager has it", partial(_alerts, alertmanager, asked))
+            if not alerted:  # the heads of one cause are one incident, and one alert
+                asked = {"filter": ['alertname="ForeshockHeadFailing"', f'run="{RUN}"']}
+                wait("Alertmanager has it", partial(_alerts, alertmanager, asked))
+                alerted[head] = time.time()
             seen[head] = chromium.execute_script("return window.seen")[name]
-            alerted[head] = time.time()
 
         ordered: dict[tuple[int, int], float] = {}
         for head in HEADS:
@@ -203,7 +205,7 @@ def test_a_warning_is_on_the_page_within_two_seconds_and_an_order_in_the_kernel_
     flush = AgentConfig.model_fields["send_every_seconds"].default
     figures = {
         "seconds from the tripping step to the page": [seen[h] - tripped[h] for h in HEADS],
-        "seconds from the tripping step to Alertmanager": [alerted[h] - tripped[h] for h in HEADS],
+        "seconds from the tripping step to Alertmanager": [moment - tripped[h] for h, moment in alerted.items()],
         "agent flushes from an order to the kernel": [(switched[h] - ordered[h]) / flush for h in HEADS],
     }
     for name, values in figures.items():
