@@ -22,7 +22,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
-from foreshock.server.access.limits import BodyLimit, Buckets
+from foreshock.server.access.limits import BodyLimit, Buckets, WholeFiles
 from foreshock.server.access.quotas import Quotas
 from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
@@ -106,6 +106,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(ingest.Shortcut)
+    app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
     app.add_middleware(Room, most=settings.connections)

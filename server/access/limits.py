@@ -70,3 +70,16 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._strangers if scope.get("path") in _STRANGERS_PATHS else self._most
         await limit(scope, receive, send)
+
+
+class WholeFiles:
+    """Every answer is sent whole: a Range is passed over, as RFC 9110 (14.2) allows; files are small here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        if scope["type"] == "http":
+            scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"range"]}
+        await self._app(scope, receive, send)

@@ -114,3 +114,13 @@ def test_a_run_named_like_a_path_is_a_row_and_no_file(play: Any, tmp_path: Path)
         assert len((await service.get("/v1/runs"))["runs"]) == 4
 
     play(story)
+
+
+@pytest.mark.parametrize("asked", ["bytes=0-9", "bytes=9-1", "furlongs", "bytes=99999999-"])
+def test_a_range_is_passed_over_and_the_page_comes_whole(play: Any, asked: str) -> None:
+    async def story(service: Any) -> None:
+        whole = await service.client.get("/")
+        part = await service.client.get("/", headers={"range": asked})
+        assert (part.status_code, part.content) == (200, whole.content)
+
+    play(story)
