@@ -482,4 +482,5 @@ def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     wait("the step is there", lambda: tile(chromium, "Step") == "250")
     assert "layer 1 head 3" in text(chromium, ".reading"), "the reader's choice of a head was lost with the connection"
     refused = complaints()  # the browser's own lines, which the page cannot keep off the console
-    assert all("ERR_" in line for line in refused), refused
+    # A service that is stopping answers 503 to what it still accepts; after it no connection is made.
+    assert all("ERR_" in line or "status of 503" in line for line in refused), refused
