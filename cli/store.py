@@ -4,11 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
-from foreshock.cli.errors import CommandError, Commands
-from foreshock.client import DEFAULT_URL
+from foreshock.cli.errors import Commands
+from foreshock.cli.options import Token, Url
+from foreshock.client import DEFAULT_URL, Service
 
 store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back the service's store up, and put a backup back.")
 audit = typer.Typer(cls=Commands, no_args_is_help=True, help="Export the audit trail, and verify an export.")
@@ -61,33 +61,23 @@ def store_check(database_url: DatabaseUrl = None) -> None:
 @audit.command("export")
 def audit_export(
     file: Export,
-    url: Annotated[str, typer.Option(envvar="FORESHOCK_URL", help="Address of the service.")] = DEFAULT_URL,
-    token: Annotated[
-        str | None, typer.Option(envvar="FORESHOCK_TOKEN", help="Token with the scope `read` for every run.")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
 ) -> None:
-    """Append to FILE what it does not hold yet; every row is verified, and follows the last one of the file."""
+    """Append to FILE what it does not hold yet; every row is verified, and follows the last one of the file.
+
+    The token needs the scope `read` for every run.
+    """
     from foreshock.server.store.audit import Chain, read_line
 
     lines = file.read_bytes().splitlines() if file.exists() else []
     chain = Chain(read_line(lines[-1])) if lines else Chain()
     before = chain.sequence
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=30.0) as client, file.open("ab") as out:
-        while True:
-            try:
-                answer = client.get("/v1/audit/export", params={"after": chain.sequence})
-            except httpx.HTTPError as error:
-                raise CommandError(
-                    f"no service answers at {url} ({type(error).__name__}); name it with --url"
-                ) from None
-            if not answer.is_success:
-                raise CommandError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
-            if not answer.content:
-                break
-            for line in answer.content.splitlines():
+    with Service(url, token, timeout_seconds=30.0) as client, file.open("ab") as out:
+        while rows := client.audit_export(chain.sequence):
+            for line in rows.splitlines():
                 chain.follow(read_line(line))
-            out.write(answer.content)
+            out.write(rows)
     typer.echo(f"{chain.sequence - before} rows appended to {file}, which ends with row {chain.sequence}")
 
 

@@ -261,6 +261,10 @@ class Service:
             command = self.command(command["id"])
         return command
 
+    def audit_export(self, after: int = 0) -> bytes:
+        """The next rows of the audit trail past row `after`, JSON lines, the oldest first; empty at its end."""
+        return self._answer("GET", "/v1/audit/export", params={"after": after}).content
+
     # ---- anything else of the HTTP API ----------------------------------------------------------------------------
 
     def get(self, path: str, **query: Any) -> Any:
@@ -286,6 +290,13 @@ class Service:
         return reply
 
     def _send(self, method: str, path: str, **options: Any) -> Any:
+        reply = self._answer(method, path, **options)
+        try:
+            return reply.json()
+        except ValueError:
+            raise ServiceError(f"{reply.request.url} answered no JSON; is it foreshock?") from None
+
+    def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             reply = self._http.request(method, path, **options)
         except httpx.HTTPError as error:
@@ -295,10 +306,7 @@ class Service:
             ) from None
         if not reply.is_success:
             raise ServiceError(_problem(reply))
-        try:
-            return reply.json()
-        except ValueError:
-            raise ServiceError(f"{reply.request.url} answered no JSON; is it foreshock?") from None
+        return reply
 
 
 def _floats(values: Sequence[Any]) -> Floats:
