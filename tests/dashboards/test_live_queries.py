@@ -91,6 +91,33 @@ def process(log: Path, *command: str) -> Iterator[None]:
             print(log.read_text())
 
 
+@contextmanager
+def alerting(folder: Path, alertmanager: str, prometheus: str, *before: str) -> Iterator[None]:
+    """Alertmanager and Prometheus at these addresses, configured in `folder`; `before` begins their commands."""
+    with (
+        process(
+            folder / "alertmanager.log",
+            *before,
+            "prometheus-alertmanager",
+            f"--config.file={folder}/alertmanager.yml",
+            f"--storage.path={folder}/alertmanager-data",
+            f"--web.listen-address={alertmanager}",
+            "--cluster.listen-address=",
+        ),
+        process(
+            folder / "prometheus.log",
+            *before,
+            "prometheus",
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/prometheus-data",
+            f"--web.listen-address={prometheus}",
+            # What fires before Prometheus has found Alertmanager is lost, and sent again after this (default 1m).
+            "--rules.alert.resend-delay=1s",
+        ),
+    ):
+        yield
+
+
 def wait_for(what: str, condition: Callable[[], bool]) -> None:
     """Wait until the condition holds; a server that is not up yet counts as not yet."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -150,29 +177,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
                 watchdog_interval="1s",
             )
         )
-        running.enter_context(
-            process(
-                folder / "alertmanager.log",
-                *nice,
-                "prometheus-alertmanager",
-                f"--config.file={folder}/alertmanager.yml",
-                f"--storage.path={folder}/alertmanager-data",
-                f"--web.listen-address={alertmanager}",
-                "--cluster.listen-address=",
-            )
-        )
-        running.enter_context(
-            process(
-                folder / "prometheus.log",
-                *nice,
-                "prometheus",
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/prometheus-data",
-                f"--web.listen-address={prometheus}",
-                # What fires before Prometheus has found Alertmanager is lost, and sent again after this (default 1m).
-                "--rules.alert.resend-delay=1s",
-            )
-        )
+        running.enter_context(alerting(folder, alertmanager, prometheus, *nice))
         found = Stack(f"http://{prometheus}")
         wait_for("Prometheus", lambda: found.value('up{job="foreshock"}') == 1)
         yield found

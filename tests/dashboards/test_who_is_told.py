@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.dashboards.test_live_queries import free_port, process, wait_for
+from tests.dashboards.test_live_queries import alerting, free_port, wait_for
 
 from foreshock.dashboards.alertmanager import SWITCHING, Receivers, alertmanager_config
 from foreshock.dashboards.generate import GENERATED
@@ -115,26 +115,7 @@ def told(folder: Path, world: World) -> Iterator[str]:
                 fleet_interval="8s",
             )
         )
-        running.enter_context(
-            process(
-                folder / "alertmanager.log",
-                "prometheus-alertmanager",
-                f"--config.file={folder}/alertmanager.yml",
-                f"--storage.path={folder}/alertmanager-data",
-                f"--web.listen-address={address}",
-                "--cluster.listen-address=",
-            )
-        )
-        running.enter_context(
-            process(
-                folder / "prometheus.log",
-                "prometheus",
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/prometheus-data",
-                f"--web.listen-address={prometheus}",
-                "--rules.alert.resend-delay=1s",
-            )
-        )
+        running.enter_context(alerting(folder, address, prometheus))
         yield f"http://{address}"
 
 
