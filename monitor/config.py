@@ -171,12 +171,7 @@ class AgentConfig(BaseSettings):
     @model_validator(mode="after")
     def _token_is_known(self) -> Self:
         if self.token is None and self.token_file is not None:
-            try:
-                found = self.token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"token_file {self.token_file} cannot be read: {type(error).__name__}") from None
-            if not found:
-                raise ValueError(f"token_file {self.token_file} is empty; it must hold the token")
+            token_in(self.token_file)
         return self
 
     @model_validator(mode="after")
@@ -193,6 +188,17 @@ class AgentConfig(BaseSettings):
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
         return self
+
+
+def token_in(file: Path) -> SecretStr:
+    """The token that a file holds. Raises ValueError for a file that cannot be read or holds none."""
+    try:
+        found = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"token_file {file} cannot be read: {type(error).__name__}") from None
+    if not found:
+        raise ValueError(f"token_file {file} is empty; it must hold the token")
+    return SecretStr(found)
 
 
 _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import SecretStr
 
 from foreshock.contract import wire
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
+from foreshock.monitor.config import token_in
 
 
 def headers_of(own: str, own_age_seconds: float, boot: str) -> dict[str, str]:
@@ -43,14 +45,12 @@ class Bearer:
         return {} if self._token is None else {"Authorization": f"Bearer {self._token.get_secret_value()}"}
 
     def renewed(self) -> bool:
-        """Read the file again; whether it holds another token now. A file that cannot be read changes nothing."""
+        """Read the file again; whether it holds another token now. A file that cannot be used changes nothing."""
         if self._file is None:
             return False
-        try:
-            found = SecretStr(self._file.read_text().strip())
-        except (OSError, UnicodeDecodeError):
-            return False
-        before, self._token = self._token, found if found.get_secret_value() else self._token
+        before = self._token
+        with suppress(ValueError):
+            self._token = token_in(self._file)
         return self._token != before
 
 
