@@ -12,9 +12,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foreshock.kernels.flash_attention.blocks import (
-    blank_tail_kernel,
-)
+from foreshock.kernels.flash_attention.blocks import blank_tail_kernel
 from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
 
 _LOG2E = 1 / math.log(2)

@@ -16,7 +16,8 @@ _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
 _STRANGERS_PATHS: Final = ("/v1/login", "/v1/webhooks/grafana")
 """Where bodies are read of those who have shown no token."""
-_SPREAD: Final = random.SystemRandom()
+SPREAD: Final = random.SystemRandom()
+"""Parts clients that would come back together."""
 
 
 class Buckets:
@@ -41,7 +42,7 @@ class Buckets:
 
 def retry_after(seconds: float) -> dict[str, str]:
     """A Retry-After header, spread over twice the time so that clients do not come back together."""
-    return {"retry-after": str(max(1, math.ceil(seconds * _SPREAD.uniform(1, 2))))}
+    return {"retry-after": str(max(1, math.ceil(seconds * SPREAD.uniform(1, 2))))}
 
 
 class Guesses:

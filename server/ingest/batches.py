@@ -1,7 +1,6 @@
 """POST /v1/batches: one writer commits groups of batches; nothing is acknowledged before its commit."""
 
 import asyncio
-import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
 from foreshock.server.access import quotas
 from foreshock.server.access.auth import ANYONE, Needs, check_run
-from foreshock.server.access.limits import Buckets, retry_after
+from foreshock.server.access.limits import SPREAD, Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
@@ -39,7 +38,6 @@ log = structlog.get_logger()
 
 PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
-_SPREAD: Final = random.SystemRandom()
 router = APIRouter(dependencies=[Depends(_may_ingest)])
 _SHOWN_SECONDS: Final = 60.0
 RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
@@ -229,7 +227,7 @@ async def post_batch(request: Request) -> Response:
         state.writer.refuse_when_full(token)
         await state.quotas.admit(caller, request.headers)
     except ProblemError:
-        await asyncio.sleep(_SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
+        await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
         raise
     body = await request.body()
     try:
