@@ -14,10 +14,9 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foreshock.contract.slots import SLOT_COUNT
-from foreshock.kernels.flash_attention import reference
+from foreshock.kernels.flash_attention import reference, twice
 from foreshock.kernels.flash_attention.spec import (
     Arguments,
     AttentionSpec,
@@ -158,12 +157,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(*output[1:])
 
 
-@once_differentiable
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
-    grads = attention_backward(grad_out, query, key, value, *output, *given)
+    grads: tuple[Tensor, ...]
+    if not twice.is_asked(grad_out):
+        grads = attention_backward(grad_out, query, key, value, *output, *given)
+    else:  # which counts nothing
+        packed = cu_seqlens_q is not None
+        grads = twice.differentiable_gradients(grad_out, query, key, value, spec_of(ctx.spec), packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * 8)
 
