@@ -35,16 +35,10 @@ def differentiable_gradients(
             "once), which it cannot with a window, a softcap, dropout, packed sequences or a bottom-right diagonal; "
             "watch this model with attention='keep'"
         )
-    many_graphs = torch.is_grad_enabled()
+    followed = torch.is_grad_enabled()
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        operands = [x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value)]
-        out = _sdpa(
-            *operands,
-            is_causal=spec.causal != "none",
-            scale=spec.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        given: tuple[Tensor, Tensor, Tensor] = torch.autograd.grad(
-            out, operands, grad_out.to(out.dtype), create_graph=many_graphs
-        )
-    return given
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        out = _sdpa(q, k, v, is_causal=spec.causal != "none", scale=spec.scale, enable_gqa=grouped)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out.to(out.dtype), create_graph=followed)
+    return dq, dk, dv

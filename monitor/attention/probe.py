@@ -118,10 +118,10 @@ def probe(
     options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
     packed = cu_seqlens or (None, None)
     probed = cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
-    return _writable(probed)
+    return cast(Tensor, _writable(probed))
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator, unused-ignore]
 def _writable(probed: Tensor) -> Tensor:
     """Let the model write into what its attention gave it. PyTorch refuses that of a view that a Function returned,
     since the Function's backward is left out then; ours may be: it changes no gradient."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from tests.monitor.tiny_models import GroupedQueryAttention, ImageAttention
 from torch import Tensor, nn
@@ -38,8 +37,8 @@ class Written(GroupedQueryAttention):
     """Scales what attention gave it where it lies, as a gate does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        split = (p(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(*split, is_causal=True, enable_gqa=True)
+        q, k, v = (p(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y.mul_(0.5)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -53,7 +52,7 @@ class OneMaskForAll(ImageAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        self.mask.fill_(0).add_(torch.ones(7, 7).triu(1), alpha=-3.0)  # type: ignore[operator, union-attr]
+        self.mask.fill_(0).add_(torch.ones(7, 7).triu(1), alpha=-3.0)  # type: ignore[operator]
         y = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)  # type: ignore[arg-type]
         self.mask.fill_(0)  # type: ignore[operator]
         return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -122,6 +121,11 @@ def test_an_attention_that_holds_another_counts_its_own_calls_after_the_others(a
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+# functions of PyTorch that have no types
+forward_ad: Any = torch.autograd.forward_ad
+functional: Any = torch.autograd.functional
+
+
 def forward_mode(model: nn.Module) -> list[Tensor]:
     with forward_ad.dual_level():
         return [
@@ -136,11 +140,11 @@ def many_at_once(model: nn.Module) -> list[Tensor]:
 
 
 def jacobian(model: nn.Module) -> list[Tensor]:
-    return [torch.autograd.functional.jacobian(lambda y: model(y).sum((0, 1)), x(), vectorize=True)]
+    return [functional.jacobian(lambda y: model(y).sum((0, 1)), x(), vectorize=True)]
 
 
 def hessian_times_vector(model: nn.Module) -> list[Tensor]:
-    return [torch.autograd.functional.hvp(lambda y: model(y).square().sum(), x(), torch.ones_like(x()))[1]]
+    return [functional.hvp(lambda y: model(y).square().sum(), x(), torch.ones_like(x()))[1]]
 
 
 def penalty_on_a_gradient_that_depends_on_no_loss(model: nn.Module) -> list[Tensor]:
