@@ -164,7 +164,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 @once_differentiable
-def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
@@ -211,7 +211,8 @@ class _Attention(torch.autograd.Function):
             raise RuntimeError(
                 "a gradient was asked of attention's log-sum-exp, which is not differentiable; use its detach()"
             )
-        return _backward(ctx, *grads)  # type: ignore[no-any-return]
+        result: tuple[Tensor | None, ...] = _backward(ctx, *grads)
+        return result
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -41,8 +41,8 @@ def attention_forward(
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
-        kept = query.shape if spec.residual else (0,)
-        return query.new_zeros(query.shape), query.new_zeros(kept, dtype=residual), row_max, row_max.clone()
+        shape = query.shape if spec.residual else torch.Size([0])
+        return query.new_zeros(query.shape), query.new_zeros(shape, dtype=residual), row_max, row_max.clone()
     check_modes(modes, spec)
     wide = compute_dtype(spec.numerics)
     queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
