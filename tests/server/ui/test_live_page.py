@@ -112,7 +112,7 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     button(chromium, "Undo").click()
     chromium.find_element(By.NAME, "reason").send_keys("enough seen")
     button(chromium, "Continue").click()
-    sentence = f"Take the switch of layer 0 head 2 of {feeder.run} to exact delta back"
+    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to exact delta"
     wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Undo now").click()
     wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))
