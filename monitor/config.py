@@ -74,7 +74,7 @@ class AgentConfig(BaseSettings):
     """The mode that a head is switched to."""
     switch_scope: SwitchScope = "model"
     """What a warning switches under approve and auto: the head that it names, its layer, or all heads of this process.
-    In the laboratory (lab/README.md) one head alone held a run for as long as each later warning switched the next one;
+    In the laboratory (lab/NOTEBOOK.md) one head alone held a run for as long as each later warning switched the next one;
     all heads at the first warning left less drift behind."""
     numerics: Numerics = "auto"
     """How attention is rounded. auto never rounds more than the model asks for: kernel where its operands have 16 bits
