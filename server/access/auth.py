@@ -229,8 +229,7 @@ class Needs:
 
     async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
         caller = caller_of(request)
-        if not caller.may(self.scope):
-            raise ProblemError(403, f"The token {caller.name} lacks the scope {self.scope!r}.")
+        check_scope(caller, self.scope)
         run = request.path_params.get("run")
         if run is not None:
             check_run(caller, run)
@@ -239,6 +238,12 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+
+
+def check_scope(caller: Caller, scope: Scope) -> None:
+    """Raises ProblemError when the caller's token may not do this."""
+    if not caller.may(scope):
+        raise ProblemError(403, f"The token {caller.name} lacks the scope {scope!r}.")
 
 
 def check_run(caller: Caller, run: str) -> None:

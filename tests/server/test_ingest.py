@@ -249,7 +249,7 @@ def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
 def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
     monkeypatch.setattr(
-        "foreshock.server.ingest.batches.log.warning", lambda *args, **fields: logged.append((args, fields))
+        "foreshock.server.ingest.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields))
     )
 
     async def story(service: Any) -> None:
