@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from foreshock.server.access.limits import Guesses
-from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
+from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
 
@@ -94,8 +94,8 @@ class Gate:
 
         try:
             scope.setdefault("state", {})["caller"] = await self._admit(scope)
-        except ProblemError as error:
-            await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
+        except Exception as error:  # the sessions lie in the store, which may be away
+            await answer_to(error, scope["path"])(scope, receive, send_with_headers)
             return
         with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
             await self.app(scope, receive, send_with_headers)

@@ -73,8 +73,8 @@ def install(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         return answer_to(error, request.url.path)
 
-    for kind in (ProblemError, ClosingError):
-        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(ProblemError, on_error)
+    app.add_exception_handler(ClosingError, on_error)
 
     @app.exception_handler(BusyError)
     async def on_busy(_: Request, __: BusyError) -> Response:

@@ -35,7 +35,7 @@ RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incident
 
 def is_batch(scope: Scope) -> bool:
     """Whether a request posts a batch."""
-    return scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+    return bool(scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST")
 
 
 class Endpoint:
