@@ -5,11 +5,9 @@ Runs are what is independent here, not steps or alarms: intervals of leads and s
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
-
-from foreshock.contract.slots import Floats
 
 CONFIDENCE: Final = 0.95
 Interval = tuple[float, float]
@@ -58,14 +56,14 @@ def _where(reached: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def over_runs(
-    values: Sequence[float], statistic: Callable[[Floats], float], confidence: float = CONFIDENCE
+    values: Sequence[float], statistic: Literal["mean", "median"], confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """Interval of a statistic of runs, by drawing as many of them with replacement, always the same draws; None for
+    """Interval of the mean or median of runs, by drawing as many with replacement, always the same draws; None for
     fewer than two runs, which say nothing of how runs differ."""
     if len(values) < 2:
         return None
     runs = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(0).integers(len(runs), size=(_DRAWS, len(runs)))
-    found = [statistic(runs[draw]) for draw in drawn]
+    found = (np.mean if statistic == "mean" else np.median)(runs[drawn], axis=1)
     tail = (1 - confidence) / 2
     return float(np.quantile(found, tail)), float(np.quantile(found, 1 - tail))

@@ -105,7 +105,7 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         in_time=in_time,
         in_time_interval=share_interval(in_time, failures),
         median_lead_steps=float(np.median(leads)) if leads else None,
-        median_lead_interval=over_runs(leads, lambda drawn: float(np.median(drawn))),
+        median_lead_interval=over_runs(leads, "median"),
         dangerous=len(to_dangerous),
         warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
         median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,
@@ -222,7 +222,7 @@ def paired(scores: Sequence[Score], points: dict[str, list[dict[str, float]]]) -
                 earlier=sum(steps > 0 for steps in more),
                 later=sum(steps < 0 for steps in more),
                 mean_lead_more=float(np.mean(more)),
-                mean_lead_more_interval=over_runs(more, lambda drawn: float(np.mean(drawn))),
+                mean_lead_more_interval=over_runs(more, "mean"),
             )
         )
     return found
