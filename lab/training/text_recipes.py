@@ -81,7 +81,7 @@ TEXT_RECIPES: Final = (
         batch=64,
         steps=12000,
     ),
-    _may_fail("kb256deep", "Eight layers of width 256.", model=_DEEP, batch=64, steps=12000),
+    _may_fail("kb256deep", "Eight layers of width 256.", model=_DEEP, steps=12000),
     _may_fail("kb512", "Eight layers, eight heads, on byte pairs: it runs away slowly.", model=_WIDE),
     _as_trained("text-gpt", "Eight layers of width 256 with biases, at an ordinary rate.", _DEEP),
     _as_trained("text-gpt-no-bias", "The same without biases.", replace(_DEEP, qkv_bias=False)),
@@ -118,7 +118,7 @@ TEXT_RECIPES: Final = (
         learning_rate=6e-4,
     ),
     _as_trained(
-        "text-narrow", "Eight layers of width 128, batch 128.", _NARROW, learning_rate=2e-3, batch=128, steps=20000
+        "text-narrow", "Eight layers of width 128, batch 64.", _NARROW, learning_rate=2e-3, batch=64, steps=20000
     ),
     _as_trained(
         "text-narrow-no-bias",
