@@ -36,7 +36,6 @@ from foreshock.monitor.transport import sender
 from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
 from foreshock.monitor.transport.sender import Sender
 
-
 BUSY_SECONDS = 3.0
 """What a machine with other work may add to a deadline."""
 
