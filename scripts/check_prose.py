@@ -12,12 +12,8 @@ EXEMPT = frozenset(
         "lab/NOTEBOOK.md",  # kept as it was written
         "docs/reliability.md",  # test names and figures, generated
         "docs/models.md",  # test names and reasons, generated
-        "docs/agent.md",
         "docs/deploy.md",
         "docs/design.md",
-        "docs/detectors.md",
-        "docs/diagnose.md",
-        "docs/grafana.md",
         "docs/metrics.md",
         "docs/release.md",
         "docs/reference/settings.md",
