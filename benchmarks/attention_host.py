@@ -1,7 +1,7 @@
 """What the host spends on one small attention, forward and backward: `foreshock bench attention --host-only`.
 
-On a GPU whose queue never empties this is what a step of a small model waits for. Where there is no GPU the launches are
-left out: checks, autograd, operators, allocations and the looking up of what is known stay.
+This is what a step of a small model waits for. Where there is no GPU the launches are left out: checks, autograd,
+operators, allocations and the looking up of what is known stay.
 """
 
 import json
@@ -55,14 +55,15 @@ def measure(device: str, rounds: int = 9, calls: int = 100) -> dict[str, float]:
     PyTorch's own attention, in turn, on [1, 4, 64, 64]; on a CPU, where PyTorch's computes, on [1, 4, 1, 8]."""
     rows, dim = (1, 8) if device == "cpu" else (64, 64)
     drawn = [torch.randn(1, rows, _HEADS, dim).bfloat16().to(device).transpose(1, 2) for _ in range(4)]
-    leaves, grad = [x.requires_grad_() for x in drawn[:3]], drawn[3]
+    query, key, value = leaves = tuple(x.requires_grad_() for x in drawn[:3])
+    grad = drawn[3]
     state, modes = new_state(_HEADS, device), torch.zeros(_HEADS, dtype=torch.int32, device=device)
 
     def ours() -> Tensor:
-        return flash_attention(*leaves, causal=True, state=state, modes=modes)
+        return flash_attention(query, key, value, causal=True, state=state, modes=modes)
 
     def theirs() -> Tensor:
-        return scaled_dot_product_attention(*leaves, is_causal=True)
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
 
     calls_of: dict[str, Callable[[], object]] = {
         "foreshock_forward": ours,
