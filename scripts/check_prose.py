@@ -12,21 +12,7 @@ EXEMPT = frozenset(
         "lab/NOTEBOOK.md",  # kept as it was written
         "docs/reliability.md",  # test names and figures, generated
         "docs/models.md",  # test names and reasons, generated
-        "docs/deploy.md",
-        "docs/design.md",
-        "docs/metrics.md",
-        "docs/release.md",
-        "docs/reference/settings.md",
-        "docs/runbooks/ForeshockBatchesRefused.md",
-        "docs/runbooks/ForeshockHeadFailing.md",
-        "docs/runbooks/ForeshockLossJumped.md",
-        "docs/runbooks/ForeshockRunHung.md",
-        "docs/runbooks/ForeshockRunUnreachable.md",
-        "docs/runbooks/ForeshockSwitchNotArrested.md",
         "kernels/flash_attention/README.md",
-        "lab/traces/README.md",
-        "SECURITY.md",
-        "server/ui/README.md",
     }
 )
 MOST_WORDS, MOST_LINES = 30, 120
