@@ -326,7 +326,8 @@ def lab_run_set(
     name: Annotated[
         str,
         typer.Argument(
-            help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text or cure-small."
+            help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text, cure-small, "
+            "real-text, real-text-large or real-text-small."
         ),
     ],
     folder: Annotated[
@@ -406,15 +407,19 @@ def lab_score(
     picture: Annotated[
         Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
     ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Score held-out runs on real text too, once: this file keeps by which detectors."),
+    ] = None,
 ) -> None:
     """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
 
     Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
     """
-    from foreshock.cli import laboratory
+    from foreshock.cli import scores
     from foreshock.cli.output import console
 
-    laboratory.score(traces, console(), report=report, picture=picture)
+    scores.score(traces, console(), report=report, picture=picture, seal=held_out)
 
 
 @lab.command("claims")

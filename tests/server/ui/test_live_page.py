@@ -81,10 +81,8 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     wait("it moves", lambda: tile(chromium, "Step") == "650")
     assert "No active warning" in text(chromium)
 
-    began = time.monotonic()
-    feeder.warn()
+    feeder.warn()  # how fast it travels is measured by test_how_fast_a_warning_travels.py
     wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
-    assert time.monotonic() - began < 2.0
     assert "about 2,100 (1,400 to 3,100)" in text(chromium, ".warnings")
     assert f"{MINUS}6.25" in text(chromium, ".evidence")
     assert tile(chromium, "Steps left") == "about 2,100"
