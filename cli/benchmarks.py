@@ -18,10 +18,17 @@ bench = typer.Typer(
 def bench_attention(
     json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
     repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
+    host_only: Annotated[
+        bool,
+        typer.Option("--host-only", help="Only the host's time for a small call; without a GPU less the launches."),
+    ] = False,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
-    from foreshock.benchmarks import attention
+    from foreshock.benchmarks import attention, attention_host
 
+    if host_only:
+        attention_host.main(None if json is None else str(json))
+        return
     attention.main(None if json is None else str(json), repeats)
 
 
