@@ -1,4 +1,4 @@
-"""What the agent mirrors into an experiment tracker: real TensorBoard, and stand-ins for the others and their faults."""
+"""What the agent mirrors into an experiment tracker: real TensorBoard, stand-ins for the others and for faults."""
 
 import contextvars
 import importlib.machinery
