@@ -289,11 +289,19 @@ def lab_run(
         Path | None, typer.Option(help="Where the last step's checkpoint goes, for `foreshock diagnose`.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="By GPT2LMHeadModel and Trainer of transformers, with the callback.")
+    ] = False,
 ) -> None:
     """Train one variant of a recipe and record every head of every sample."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
+    if transformers:
+        if checkpoint is not None or url is not None:
+            raise ValueError("--transformers keeps no checkpoint and sends nothing; leave out --checkpoint and --url")
+        laboratory.run_through_transformers(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace)
+        return
     laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
 
 
