@@ -398,6 +398,18 @@ def lab_score(
     scores.score(traces, console(), report=report, picture=picture, seal=held_out)
 
 
+@lab.command("ablation")
+def lab_ablation(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs; only those for tuning are looked at.")],
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Say what every condition of the detectors gives and costs: the tuning runs scored without each of them."""
+    from foreshock.cli import scores
+    from foreshock.cli.output import console
+
+    scores.ablation(traces, console(), report=report)
+
+
 @lab.command("claims")
 def lab_claims(
     runs: Annotated[list[Path], typer.Argument(help="Traces (.gz) and checkpoints of `foreshock lab run`.")],

@@ -18,7 +18,7 @@ from foreshock.lab.training.transformers_run import transformers_run
 def tiny() -> Recipe:
     recipe = find_recipe("gpt2-small")
     shape = replace(recipe.model, layers=2, heads=4, width=32, context=16, vocabulary=256)
-    return replace(recipe, model=shape, batch=4, steps=20, warmup_steps=5, sample_every_steps=5)
+    return replace(recipe, model=shape, batch=4, steps=20, warmup_steps=5, sample_every_steps=1)
 
 
 def test_both_arms_are_recorded_step_by_step_and_head_by_head(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_both_arms_are_recorded_step_by_step_and_head_by_head(tmp_path: Path) ->
         counted = [words for sample in trace.samples if (words := sample.words()) is not None]
         assert sum(words[:, Slot.ROWS] for words in counted).tolist() == [20 * 4 * 16] * 8  # type: ignore[union-attr]
         rates = [sample.learning_rate or 0.0 for sample in trace.samples]
-        assert max(rates) == pytest.approx(6e-4, rel=0.05)  # at the end of the warm-up
+        assert max(rates) == pytest.approx(6e-4, rel=1e-3)  # at the end of the warm-up
         assert 5e-5 < rates[-1] < 1.2e-4
     assert untreated.steps.loss[0] == pytest.approx(control.steps.loss[0], rel=0.02)  # equal weights, equal batches
     assert score_all(paths)[0].split == "tuning"
