@@ -30,7 +30,7 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, stream, webhooks
+from foreshock.server.http import catalog, routes, stream, usage, webhooks
 from foreshock.server.http.connections import Room, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
@@ -98,11 +98,11 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
-    app.state.refusals = Buckets(1 / 60)
+    app.state.refusals, app.state.forgeries = Buckets(1 / 60), Buckets(1 / 60, burst=20)
     app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):
+    for router in (ingest.router, stream.router, webhooks.router, catalog.router, usage.router, routes.router):
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(ingest.Shortcut)

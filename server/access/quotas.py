@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.datastructures import Headers
 
 from foreshock.server.access.auth import Caller
-from foreshock.server.access.limits import Buckets, retry_after
+from foreshock.server.access.limits import Buckets, length_of, retry_after
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
 from foreshock.server.store.database import Store
@@ -53,7 +53,7 @@ class Quotas:
             if (wait := buckets.take("")) > 0:
                 raise self._refusal(caller, f"sends more than {rate:g} batches a second; slow down", wait)
         if quota.stored_bytes is not None:
-            used, size = await self._used_by(caller), _length(headers)
+            used, size = await self._used_by(caller), length_of(headers)
             if used.stored_bytes + size > quota.stored_bytes:
                 raise self._refusal(
                     caller,
@@ -110,8 +110,3 @@ async def owners(connection: AsyncConnection) -> dict[str, str]:
     """By run, the token that has stored the most of it."""
     query = select(runs.c.name, usage.c.token).join(runs).order_by(usage.c.stored_bytes, desc(usage.c.token))
     return {row.name: row.token for row in await connection.execute(query)}
-
-
-def _length(headers: Headers) -> int:
-    length = headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0

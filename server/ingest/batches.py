@@ -18,7 +18,7 @@ from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
 from foreshock.server.access import quotas
 from foreshock.server.access.auth import ANYONE, Needs, check_run
-from foreshock.server.access.limits import SPREAD, Buckets, retry_after
+from foreshock.server.access.limits import BATCHES, SPREAD, Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
@@ -36,7 +36,6 @@ from foreshock.server.store.trouble import tell
 log = structlog.get_logger()
 
 
-PATH: Final = "/v1/batches"
 _may_ingest: Final = Needs("ingest")
 router = APIRouter(dependencies=[Depends(_may_ingest)])
 _SHOWN_SECONDS: Final = 60.0
@@ -62,10 +61,9 @@ class Writer:
         self._settings, self._store, self._counters = settings, store, counters
         self._broadcaster, self._roller = broadcaster, roller
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
-        self._bytes = 0
         self._held: Counter[str] = Counter()
-        """Batches of each token that wait."""
-        self._share = max(1, settings.ingest_queue_batches // (2 * max(1, len(settings.all_tokens))))
+        self._held_bytes: Counter[str] = Counter()
+        """Batches of each token that wait, and their bytes."""
         self._closed = False
         self._switched: dict[int, float] = {}
         """Runs in which something was switched just now, and until when that is just now."""
@@ -73,11 +71,13 @@ class Writer:
     def refuse_when_full(self, token: str, size: int = 0) -> None:
         """Raises ProblemError 429 when the queue has no room for a batch of so many bytes.
 
-        A share of places is kept for each token, and of bytes room for one batch: nobody fills the queue for others.
+        A full queue is full for those who hold more than their part of it: nobody fills it for others.
         """
-        held = self._held[token]
-        full = self._waiting.qsize() >= self._settings.ingest_queue_batches and held >= self._share
-        if full or (held and self._bytes + size > self._settings.ingest_queue_bytes):
+        places, most_bytes = self._settings.ingest_queue_batches, self._settings.ingest_queue_bytes
+        held, held_bytes = self._held[token], self._held_bytes[token] + size
+        tokens = len(self._held) + (token not in self._held)
+        full = self._waiting.qsize() >= places and held >= max(1, places // tokens)
+        if full or (held and self._held_bytes.total() + size > most_bytes and held_bytes > most_bytes // tokens):
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
@@ -90,14 +90,16 @@ class Writer:
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
         item = _Item(batch, size, token, arrival)
-        self._bytes += size
+        self._held_bytes[token] += size
         self._held[token] += 1
         self._waiting.put_nowait(item)
         try:
             return await asyncio.shield(item.done)
         finally:
-            self._bytes -= size
+            self._held_bytes[token] -= size
             self._held[token] -= 1
+            if not self._held[token]:
+                del self._held[token], self._held_bytes[token]
 
     @property
     def depth(self) -> int:
@@ -202,7 +204,7 @@ class Shortcut:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["path"] != BATCHES or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         try:
@@ -213,7 +215,7 @@ class Shortcut:
 
 
 @router.post(
-    PATH,
+    BATCHES,
     summary="Store a batch",
     response_model=Ack,
     responses={s: {"model": Problem} for s in (400, 401, 403, 413, 415, 422, 429, 503)},
