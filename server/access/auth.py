@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from foreshock.server.access.limits import Guesses, Shares
-from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
+from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
 
@@ -68,9 +68,9 @@ NOBODY: Final = Caller("nobody", frozenset())
 class Gate:
     """ASGI middleware round the whole application, static files and unknown paths included."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring") -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: Shares) -> None:
         self.app = app
-        self.shares = Shares(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
+        self.shares = shares
         self.keyring = keyring
         self.hosts = frozenset(settings.allowed_hosts)
         self.guesses = Guesses()
@@ -101,8 +101,8 @@ class Gate:
                     who = _address(scope) if caller is NOBODY else caller.name
                     share = self.shares.take(who, Headers(scope=scope), known=caller is not NOBODY)
                     under_way.enter_context(share)
-            except ProblemError as error:
-                await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
+            except Exception as error:  # the sessions lie in the store, which may be away
+                await answer_to(error, scope["path"])(scope, receive, send_with_headers)
                 return
             with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
                 await self.app(scope, receive, send_with_headers)
@@ -241,8 +241,7 @@ class Needs:
 
     async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
         caller = caller_of(request)
-        if not caller.may(self.scope):
-            raise ProblemError(403, f"The token {caller.name} lacks the scope {self.scope!r}.")
+        check_scope(caller, self.scope)
         run = request.path_params.get("run")
         if run is not None:
             check_run(caller, run)
@@ -251,6 +250,12 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+
+
+def check_scope(caller: Caller, scope: Scope) -> None:
+    """Raises ProblemError when the caller's token may not do this."""
+    if not caller.may(scope):
+        raise ProblemError(403, f"The token {caller.name} lacks the scope {scope!r}.")
 
 
 def check_run(caller: Caller, run: str) -> None:

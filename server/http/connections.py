@@ -32,14 +32,34 @@ class _Connection(HttpToolsProtocol):
     """By address its connections without a request in progress, the one that has waited longest first."""
 
     _address = ""
-    _due: asyncio.TimerHandle | None = None
+    _due: float | None = None
+    """When what is under way must be over, by the loop's clock."""
+    _timer: asyncio.TimerHandle | None = None
+    """Looks no later than that. It is left alone as deadlines move on: a request has three of them."""
     _unread: asyncio.TimerHandle | None = None
     _header_bytes = 0
 
     def _end_in(self, seconds: float | None) -> None:
+        if seconds is None:
+            self._due = None
+            return
+        self._due = self.loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._due:
+            self._look_in(seconds)
+
+    def _look_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
         if self._due is not None:
-            self._due.cancel()
-        self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+            left = self._due - self.loop.time()
+            if left <= 0:
+                self.transport.abort()
+            else:
+                self._look_in(left)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +75,8 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_in(None)
+        if self._timer is not None:
+            self._timer.cancel()
         self.resume_writing()
         self._wait_no_more()
         super().connection_lost(exc)
@@ -128,22 +150,32 @@ def bounded(settings: Settings) -> type[_Connection]:
     return type("Connection", (_Connection,), limits)
 
 
+class Seats:
+    """How many requests are under way, of all and of each token."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+        self.of_token: Counter[bytes] = Counter()
+
+
 class Room:
     """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most, self._inside = app, most, 0
+    def __init__(self, app: ASGIApp, seats: Seats) -> None:
+        self._app, self._seats = app, seats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
         if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
-        if self._inside >= self._most:
+        seats = self._seats
+        if seats.taken >= seats.most:
             answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
             await answer(scope, receive, send)
             return
-        self._inside += 1
+        seats.taken += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._inside -= 1
+            seats.taken -= 1

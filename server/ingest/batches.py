@@ -1,4 +1,4 @@
-"""POST /v1/batches: one writer commits groups of batches; nothing is acknowledged before its commit."""
+"""One writer commits groups of batches; nothing is acknowledged before its commit."""
 
 import asyncio
 import time
@@ -6,41 +6,39 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-import structlog
-from fastapi import APIRouter, Depends, Request
-from pydantic import ValidationError
 from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreshock.contract import version_0_1_0
-from foreshock.contract.wire import Ack, Batch, read_batch
+from foreshock.contract.wire import Ack, Batch
 from foreshock.server.access import quotas
+<<<<<<< HEAD
 from foreshock.server.access.auth import ANYONE, Needs, check_run
 from foreshock.server.access.limits import BATCHES, SPREAD, Buckets, retry_after
 from foreshock.server.access.problems import ProblemError, items, problem
+=======
+from foreshock.server.access.limits import retry_after
+from foreshock.server.access.problems import ProblemError
+>>>>>>> main
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.ingest.arrivals import Arrival, arrival_of
+from foreshock.server.ingest.arrivals import Arrival
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
-from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.incidents import tell_incidents
-from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.trouble import tell
 
+<<<<<<< HEAD
 log = structlog.get_logger()
 
 
 _may_ingest: Final = Needs("ingest")
 router = APIRouter(dependencies=[Depends(_may_ingest)])
+=======
+>>>>>>> main
 _SHOWN_SECONDS: Final = 60.0
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
-"""Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
 @dataclass
@@ -94,7 +92,7 @@ class Writer:
         self._held[token] += 1
         self._waiting.put_nowait(item)
         try:
-            return await asyncio.shield(item.done)
+            return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
         finally:
             self._held_bytes[token] -= size
             self._held[token] -= 1
@@ -192,6 +190,7 @@ class Writer:
             )
             for batch in group
         ]
+<<<<<<< HEAD
 
 
 class Shortcut:
@@ -264,3 +263,5 @@ def _read(body: bytes) -> Batch:
         last = batch.run.rpartition("/")[2]
         raise ProblemError(422, f"A run's name may not end in /{last}: the service's addresses do.")
     return batch
+=======
+>>>>>>> main
