@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreshock.server.access.problems import ProblemError
 
-BATCHES: Final = "/v1/batches"
 _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
 _STRANGERS_PATHS: Final = ("/v1/login", "/v1/webhooks/grafana")
@@ -112,16 +111,17 @@ class Shares:
 
 
 class BodyLimit:
-    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little."""
+    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little.
+
+    Batches, which are larger than all else, go past it (ingest.endpoint).
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._batches = RequestBodyLimitMiddleware(app, max_bytes)
-        self._others = RequestBodyLimitMiddleware(app, min(max_bytes, _ORDER_BYTES))
+        self._most = RequestBodyLimitMiddleware(app, min(max_bytes, _ORDER_BYTES))
         self._strangers = RequestBodyLimitMiddleware(app, min(max_bytes, _STRANGERS_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path")
-        limit = self._batches if path == BATCHES else self._strangers if path in _STRANGERS_PATHS else self._others
+        limit = self._strangers if scope.get("path") in _STRANGERS_PATHS else self._most
         await limit(scope, receive, send)
 
 

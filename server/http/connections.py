@@ -67,7 +67,8 @@ class _Connection(HttpToolsProtocol):
         self._wait()
         self._end_in(self.header_seconds)
         if len(self.connections) > self.most:
-            longest = next(iter(max(self.waiting.values(), key=len)))
+            of_busiest: dict[_Connection, None] = max(self.waiting.values(), key=len)
+            longest = next(iter(of_busiest))
             if longest is not self:
                 longest.transport.abort()
             elif len(self.connections) > self.most + _RESERVE:
@@ -151,11 +152,10 @@ def bounded(settings: Settings) -> type[_Connection]:
 
 
 class Seats:
-    """How many requests are under way, of all and of each token."""
+    """How many requests are under way; auth.Gate sees to it that each caller has its part of them."""
 
     def __init__(self, most: int) -> None:
         self.most, self.taken = most, 0
-        self.of_token: Counter[bytes] = Counter()
 
 
 class Room:

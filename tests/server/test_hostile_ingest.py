@@ -185,7 +185,8 @@ async def under(attack: Attack) -> AsyncIterator[None]:
     try:
         await asyncio.sleep(0)
         begun = asyncio.gather(*(each.wait() for each in attack.begun.values()))
-        await asyncio.wait([begun, *tasks], timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        parts: list[asyncio.Future[Any]] = [begun, *tasks]
+        await asyncio.wait(parts, timeout=240, return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
         yield
         going_on = [not task.done() for task in tasks]

@@ -11,10 +11,6 @@ from starlette.types import Message
 from foreshock.server.access.limits import Shares
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
-<<<<<<< HEAD
-=======
-from foreshock.server.http.connections import Room, Seats
->>>>>>> main
 from foreshock.server.ingest.arrivals import UNTOLD
 from foreshock.server.ingest.batches import Writer
 from foreshock.server.settings import Settings, Token
@@ -74,29 +70,10 @@ def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(play: 
                 if message["type"] == "http.response.start":
                     answered.append(message["status"])
 
-<<<<<<< HEAD
             sent = {"content-type": "application/json", "content-length": "99", **headers}
             raw = [(name.encode(), value.encode()) for name, value in sent.items()]
             scope = {"type": "http", "path": path, "method": "POST", "headers": raw, "query_string": b""}
             await app({**scope, "client": ("9.9.9.9", 1), "raw_path": path.encode()}, receive, send)
-=======
-    async def story() -> None:
-        room = Room(never, Seats(8))
-        held = [asyncio.create_task(ask(room, b"Bearer mallory")) for _ in range(20)]
-        while sum(task.done() for task in held) < 16:
-            await asyncio.sleep(0)
-        refused = [task.result() for task in held if task.done()]
-        assert {sent[0]["status"] for sent in refused} == {503}
-        assert await ask(room, b"Bearer ann") == []  # let through
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        again = asyncio.create_task(ask(room, b"Bearer mallory"))  # what has ended holds nothing
-        await asyncio.sleep(0)
-        assert not again.done()
-        again.cancel()
-        await asyncio.gather(again, return_exceptions=True)
->>>>>>> main
 
         never = asyncio.Event()
         held = [asyncio.create_task(ask(*kinds[number % 4], never)) for number in range(120)]
