@@ -30,7 +30,7 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, stream, webhooks
+from foreshock.server.http import care, catalog, routes, stream, webhooks
 from foreshock.server.http.connections import Room, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
@@ -102,7 +102,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):
+    for router in (ingest.router, stream.router, webhooks.router, catalog.router, care.router, routes.router):
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(ingest.Shortcut)

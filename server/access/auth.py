@@ -239,6 +239,7 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+Deleter = Annotated[Caller, Depends(Needs("delete"))]
 
 
 def check_run(caller: Caller, run: str) -> None:
