@@ -1,11 +1,12 @@
 /** A dialog that gives the focus back, and the name of who acts, which this browser remembers. */
 
 import type { ComponentChildren } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 export function Dialog({ title, close, children }: { title: string; close: () => void; children: ComponentChildren }) {
   const dialog = useRef<HTMLDialogElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
+    // With what draws it: nobody shall type into a dialog that is not there yet.
     const before = document.activeElement;
     dialog.current!.showModal();
     return () => {
