@@ -4,8 +4,10 @@ from statistics import median
 from typing import Any, Final
 
 import httpx
+import numpy as np
 from selenium.webdriver import Chrome
 
+from foreshock.contract.wire import Array, Event, Finished
 from foreshock.server.testing import FakeRank
 
 RUNS: Final = 1000
@@ -31,13 +33,20 @@ look();
 
 
 def fill(client: httpx.Client, runs: int = RUNS) -> None:
-    """Send so many runs of one step each, unless the store has them."""
+    """Send so many runs of one sample each, some warned about and some that have ended, unless the store has them."""
     answer = client.get("/v1/runs", params={"search": f"{PREFIX}{runs - 1:04}"}).raise_for_status()
     if answer.json()["runs"]:
         return
     for number in range(runs):
         rank = FakeRank(run=f"{PREFIX}{number:04}", layers=1, heads=(0,))
-        batch = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+        step = 10 + 37 * number % 4001
+        risk = Array.of(np.float32([61 * number % 100 / 125]))
+        told: list[Event] = [rank.sample(step, loss=2.2 + 37 * number % 100 / 100).model_copy(update={"risk": risk})]
+        if number % 150 == 149:
+            told.append(rank.verdict(step, 0, 0))
+        elif number % 7 == 0:
+            told.append(Finished(step=step, unix_seconds=float(step), status="completed"))
+        batch = rank.batch(rank.started(), *told).model_dump_json()
         client.post("/v1/batches", content=batch, headers={"content-type": "application/json"}).raise_for_status()
 
 
