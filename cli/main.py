@@ -303,7 +303,11 @@ def lab_run(
 @lab.command("run-set")
 def lab_run_set(
     name: Annotated[
-        str, typer.Argument(help="cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text or cure-small.")
+        str,
+        typer.Argument(
+            help="cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text, cure-small, real-text, "
+            "real-text-large or real-text-small."
+        ),
     ],
     folder: Annotated[Path, typer.Option(help="Where the traces go; those that are there are not made again.")],
     processes: Annotated[int, typer.Option(help="Processes side by side.", min=1)] = 1,
@@ -374,15 +378,19 @@ def lab_score(
     picture: Annotated[
         Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
     ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Score held-out runs on real text too, once: this file keeps by which detectors."),
+    ] = None,
 ) -> None:
     """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
 
     Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
     """
-    from foreshock.cli import laboratory
+    from foreshock.cli import scores
     from foreshock.cli.output import console
 
-    laboratory.score(traces, console(), report=report, picture=picture)
+    scores.score(traces, console(), report=report, picture=picture, seal=held_out)
 
 
 @lab.command("claims")

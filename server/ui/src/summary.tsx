@@ -28,7 +28,7 @@ function Tiles({ view: { detail }, catalog, may, go }: Omit<Props, "views"> & { 
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
     ["Numerics", detail.numerics ?? "not recorded"],
-    ["Last heard", <Ago at={detail.last_seen_unix_seconds} />],
+    ["Last heard from", <Ago at={detail.last_seen_unix_seconds} />],
   ];
   return (
     <section class="summary">

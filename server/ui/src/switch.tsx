@@ -42,12 +42,12 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const undo = decide?.decision === "undo";
   const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
   const sentence = undo
-    ? `${dryRun ? "Try, without changing anything, to take" : "Take"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)} back, to the mode before it.`
+    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: each head returns to the mode it had before.`
     : decide?.decision === "cancel"
-    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: it goes to no further rank. What ranks have done stays, and can be undone.`
+    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: it goes to no further rank. What ranks have done already stays; it can be undone.`
     : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
-    : `${dryRun ? "Try, without changing anything, to switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
+    : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
 
   const send = async () => {
     setState("sending");
@@ -73,8 +73,9 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention and differs in rounding alone.{" "}
-              {decide?.decision !== "cancel" && "The agent applies the order at its next step boundary and answers here."}
+              Every mode computes the same attention; modes differ in rounding only.{" "}
+              {decide?.decision !== "cancel" &&
+                "The agent applies the order at its next step boundary, and its answer appears here."}
             </p>
             <p class="muted">
               {who}: {reason}
@@ -132,7 +133,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                   checked={dryRun}
                   onChange={(event) => setDryRun(event.currentTarget.checked)}
                 />
-                dry run: answer, change nothing
+                dry run: the agent says what it would do and changes nothing
               </label>
             )}
           </>
@@ -155,7 +156,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
 const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
 
 /** With a sign, for those who cannot tell the colours apart. */
-const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested", unknown: "not verifiable" };
+const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth goes on", unknown: "cannot be verified" };
 
 const UNDER_WAY = ["pending", "delivered"];
 
@@ -200,7 +201,7 @@ export function Commands({ commands, views, head, onSwitch }: CommandsProps & { 
           </button>
         )}
       </header>
-      {decided.length === 0 && <p class="note calm">No order was given.</p>}
+      {decided.length === 0 && <p class="note calm">No switch has been ordered.</p>}
       <CommandList commands={decided} views={views} onSwitch={onSwitch} />
     </section>
   );
@@ -261,7 +262,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
             </span>
           )}
           {command.state === "proposed" && !isActive(command.run) && (
-            <span class="muted">The run has ended; nothing is left to switch.</span>
+            <span class="muted">The run has ended, so this can no longer be approved.</span>
           )}
           {command.state === "proposed" && mayDecide(command.run) && (
             <span class="buttons">
