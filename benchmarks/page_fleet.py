@@ -40,7 +40,7 @@ def fill(client: httpx.Client, runs: int = RUNS) -> None:
     for number in range(runs):
         rank = FakeRank(run=f"{PREFIX}{number:04}", layers=1, heads=(0,))
         step = 10 + 37 * number % 4001
-        risk = Array.of(np.float32([61 * number % 100 / 125]))
+        risk = Array.of(np.array([61 * number % 100 / 125], np.float32))
         told: list[Event] = [rank.sample(step, loss=2.2 + 37 * number % 100 / 100).model_copy(update={"risk": risk})]
         if number % 150 == 149:
             told.append(rank.verdict(step, 0, 0))
