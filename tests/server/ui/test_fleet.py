@@ -154,7 +154,8 @@ window.fetch = async (...given) => {
   const from = Number(asked.searchParams.get("cursor") ?? 0);
   const [one] = (await (await fetched(new URL("v1/runs?limit=1", document.baseURI))).json()).runs;
   const length = Math.min(Number(asked.searchParams.get("limit")), runs - from);
-  const page = Array.from({ length }, (_, i) => ({ ...one, display_name: null, run: `fleet/${String(from + i).padStart(5, "0")}` }));
+  const name = (place) => `fleet/${String(place).padStart(5, "0")}`;
+  const page = Array.from({ length }, (_, i) => ({ ...one, display_name: null, run: name(from + i) }));
   const next_cursor = from + length < runs ? String(from + length) : null;
   return new Response(JSON.stringify({ runs: page, next_cursor }), { status: 200 });
 };
