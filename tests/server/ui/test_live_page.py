@@ -374,6 +374,8 @@ def test_the_page_fits_a_phone(chromium: Chrome, service: Service, feeder: Feede
             chromium.get(service.url + address)
             wait("the run is shown", lambda: feeder.run in text(chromium))
             if "runs" in address:
+                signals = wait("the signals", lambda: chromium.find_element(By.ID, "signals"))
+                chromium.execute_script("arguments[0].scrollIntoView()", signals)
                 wait("the charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".u-wrap"))
             wide = chromium.execute_script(
                 "return document.scrollingElement.scrollWidth > innerWidth || innerWidth !== 390"
