@@ -237,7 +237,7 @@ def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pyte
 @pytest.mark.promise("A11")
 def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(play: Any) -> None:
     """Gradients overflow beside a finite loss in steps that are skipped; a run that tells no loss has its gradients."""
-    told = {
+    told: dict[str, dict[str, Any]] = {
         "skipped": {"loss": 2.5, "grad_norm": math.inf, "grad_norm_nonfinite_steps": 7},
         "broken": {"loss": math.nan, "loss_nonfinite_steps": 2, "grad_norm_nonfinite_steps": 5},
         "no loss": {"loss": None, "grad_norm_nonfinite_steps": 3},
