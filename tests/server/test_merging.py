@@ -14,7 +14,7 @@ from foreshock.server.curves.merging import merge_scalars
 from foreshock.server.store.packing import SCALARS
 from foreshock.server.testing import FakeRank
 
-RULES = {metric.sample: metric.across_ranks for metric in METRICS if metric.sample}
+RULES: dict[str, str] = {metric.sample: metric.across_ranks for metric in METRICS if metric.sample}
 one_ranks_numbers = st.fixed_dictionaries(
     {name: st.none() | st.floats(min_value=-1e6, max_value=1e6) | st.just(math.nan) for name in SCALARS}
 )
