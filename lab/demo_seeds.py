@@ -159,7 +159,8 @@ def demo_seeds(
         raise ValueError(
             f"no such kind of processor: {', '.join(sorted(unknown))}; allowed are {', '.join(PROCESSORS)}"
         )
-    known = [Shown(**each) for each in json.loads(json_file.read_text())["runs"]] if _exists(json_file) else []
+    kept = json.loads(json_file.read_text())["runs"] if json_file is not None and json_file.exists() else []
+    known = [Shown(**each) for each in kept]
     found = {(each.seed, each.processor): each for each in known if each.recipe == show.recipe.name}
     for processor in processors:
         if not (missing := [seed for seed in seeds if (seed, processor) not in found]):
@@ -182,10 +183,6 @@ def write(path: Path, shown: Iterable[Shown]) -> None:
     """The measured seeds as JSON, in order."""
     ordered = sorted(shown, key=lambda each: (each.recipe, each.processor, each.seed))
     path.write_text(json.dumps({"runs": [asdict(each) for each in ordered]}, indent=1) + "\n")
-
-
-def _exists(path: Path | None) -> bool:
-    return path is not None and path.exists()
 
 
 @contextmanager
