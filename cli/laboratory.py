@@ -229,26 +229,29 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
 
 
 def demo_seeds(
-    seeds: str, console: Console, *, processors: Sequence[str] | None, processes: int, json: Path | None
+    seeds: str, console: Console, *, recipe: str, processors: Sequence[str] | None, processes: int, json: Path | None
 ) -> None:
     """A row for each seed and kind of processor, and on how many the demo keeps its promise.
 
-    Raises ValueError for seeds that are no range.
+    Raises ValueError for seeds that are no range, and for a recipe that the demo does not know.
     """
     from foreshock.lab.demo_seeds import PROCESSORS, Shown
     from foreshock.lab.demo_seeds import demo_seeds as measure
-    from foreshock.lab.demo_show import ON_CPU
+    from foreshock.lab.demo_show import SHOWS
 
     first, _, last = seeds.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) < int(first):
         raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
+
+    if recipe not in SHOWS:
+        raise ValueError(f"the demo has no recipe {recipe!r}; allowed are {', '.join(SHOWS)}")
 
     def told(shown: Shown) -> None:
         kept = "kept" if shown.kept else "NOT KEPT"
         console.print(f"seed {shown.seed}, processor {shown.processor}: {kept}, {shown.processor_seconds:.0f} s")
 
     found = measure(
-        ON_CPU,
+        SHOWS[recipe],
         range(int(first), int(last or first) + 1),
         processors=processors or tuple(PROCESSORS),
         processes=processes,

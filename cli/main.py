@@ -354,6 +354,7 @@ def lab_cure(
 @lab.command("demo-seeds")
 def lab_demo_seeds(
     seeds: Annotated[str, typer.Option(help="First and last seed, such as 101-120; or one.")],
+    recipe: Annotated[str, typer.Option(help="key-bias-small, fast-biases or shared-values.")] = "key-bias-small",
     processor: Annotated[
         list[str] | None,
         typer.Option(help="own, or plain: without vector instructions. Give it several times; by default both."),
@@ -367,7 +368,7 @@ def lab_demo_seeds(
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
-    laboratory.demo_seeds(seeds, console(), processors=processor, processes=processes, json=json)
+    laboratory.demo_seeds(seeds, console(), recipe=recipe, processors=processor, processes=processes, json=json)
 
 
 @lab.command("corpus")
