@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from json import dumps
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from foreshock.cli.output import print_json, print_json_line
+from foreshock.cli.scores import COLUMNS, cell
 from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import ARMS, find_arm
 from foreshock.lab.training.recipes import RECIPES, find_recipe
-
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
 def play(
@@ -172,9 +170,9 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
             table.add_row(
                 *(str(each.seed), each.arm, str(each.steps), f"{each.loss:.3f}"),
                 "-" if each.excess is None else f"{each.excess:+.1%}",
-                *map(_cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
+                *map(cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
                 *(
-                    _cell(warning and warning.step),
+                    cell(warning and warning.step),
                     f"{warning.layer}/{warning.head} {warning.cause}" if warning else "",
                 ),
             )
@@ -304,7 +302,7 @@ def run(
     from foreshock.lab.training.run import lab_run
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
-    with Progress(*_COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
+    with Progress(*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
         bar = progress.add_task(f"{recipe.name} {arm.name}", total=steps or recipe.steps, loss=float("nan"))
 
         def stepped(step: int, loss: SupportsFloat) -> None:
@@ -314,79 +312,3 @@ def run(
         lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, checkpoint=checkpoint, url=url, on_step=stepped)
     compare([trace], console, picture=None)
     console.print(f"trace: {trace}")
-
-
-def score(traces: Sequence[Path], console: Console, *, report: Path | None, picture: Path | None = None) -> None:
-    """Score recorded runs and print a line for each, and one for each monitor."""
-    with Progress(*_COLUMNS, console=console, transient=True) as progress:
-        bar = progress.add_task("scoring", total=len(traces))
-        scores, result = lab_score(traces, report=report, picture=picture, on_trace=lambda _: progress.advance(bar))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("trace", overflow="fold", min_width=16)
-    for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "harm"):
-        table.add_column(name, justify="right")
-    for each in scores:
-        cells = (
-            each.truth,
-            each.steps,
-            each.first_warning_step,
-            each.layer,
-            each.head,
-            each.signal,
-            each.cause,
-            None if each.forecast_steps is None else round(each.forecast_steps),
-            each.dangerous_step,
-            each.harm_step,
-        )
-        table.add_row(Path(each.file).name.removesuffix(".gz").removesuffix(".jsonl"), *map(_cell, cells))
-    console.print(table)
-    console.print(
-        "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."
-    )
-    console.print("at 512: step at which it was. harm: first harm in loss or gradient norm, against the control.\n")
-    _print_monitors(result["table"], console)
-    if leads := result["lead_at_our_false_alarms"]:
-        shown = ", ".join(f"{name} {lead:.0f}" for name, lead in sorted(leads.items(), key=lambda each: -each[1]))
-        console.print(f"median lead at our false-alarm rate ({result['curves_of']} runs): {shown}\n", highlight=False)
-    for what, path in (("report", report), ("picture", picture)):
-        if path is not None:
-            console.print(f"{what}: {path}")
-
-
-def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table for each split: detection, lead and false alarms of every monitor."""
-    for split in dict.fromkeys(row["split"] for row in rows):
-        shown = Table(box=None, pad_edge=False, header_style="bold", title=f"{split} runs", title_justify="left")
-        shown.add_column("monitor", overflow="fold", min_width=16)
-        columns = (
-            "threshold",
-            "warned",
-            "in time",
-            "lead",
-            "to 512",
-            "false alarms",
-            "per 10k",
-            "at most",
-            "cause right",
-        )
-        for name in columns:
-            shown.add_column(name, justify="right")
-        for row in (row for row in rows if row["split"] == split):
-            shown.add_row(
-                row["monitor"],
-                f"{row['threshold']:.4g} {row['kind']}",
-                f"{row['warned']}/{row['failures']}",
-                f"{row['in_time']}/{row['failures']}",
-                _cell(row["median_lead_steps"]),
-                _cell(row["median_lead_to_dangerous_steps"]),
-                _cell(row["false_alarms"] if row["healthy_steps"] else None),
-                _cell(row["false_alarms_per_10k"]),
-                _cell(row["upper_bound_per_10k"]),
-                f"{row['causes_right']}/{row['causes']}" if row["causes"] else "-",
-            )
-        console.print(shown)
-        console.print(f"healthy steps: {max(row['healthy_steps'] for row in rows if row['split'] == split):,}\n")
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,12 @@
 """What every message of the wire is made of: its base, and arrays that arrive bit for bit."""
 
-import base64
 import math
-from binascii import a2b_base64
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_BATCH_BYTES: Final = 32 * 2**20
@@ -17,6 +16,10 @@ class Message(BaseModel):
     """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+
+def _decoded(data: str) -> bytes:
+    return pybase64.b64decode(data, validate=True)
 
 
 class Array(Message):
@@ -34,7 +37,7 @@ class Array(Message):
         if len(self.data) % 4 or have != want:
             raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
         try:
-            self.raw  # noqa: B018  # decoded once, here
+            self.__dict__["raw"] = _decoded(self.data)  # once; as `raw` would, without its lock
         except ValueError as error:
             raise ValueError(f"array data is not base64: {error}") from None
         return self
@@ -42,14 +45,14 @@ class Array(Message):
     @cached_property
     def raw(self) -> bytes:
         """The values, little-endian and in C order. Raises ValueError for what is not base64."""
-        return a2b_base64(self.data, strict_mode=True)
+        return _decoded(self.data)
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> Self:
         """Encode an int64, float64, float32 or int32 array."""
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         dtype: Any = little.dtype.str
-        return cls(dtype=dtype, shape=values.shape, data=base64.b64encode(little.tobytes()).decode())
+        return cls(dtype=dtype, shape=values.shape, data=pybase64.b64encode_as_string(little.data))
 
     def numpy(self) -> npt.NDArray[Any]:
         """Decode into a new writable array."""

@@ -102,7 +102,7 @@ MODES: Final = (
 MODE_NAMES: Final = tuple(mode.name for mode in MODES)
 """The names that people type, alone or several joined by a plus sign; `plain` stands for none of them."""
 DEFAULT_MITIGATION: Final = "row_corrected"
-"""What a head is switched to where nobody said otherwise: what held most runs, early and late (lab/README.md)."""
+"""What a head is switched to where nobody said otherwise: what held most runs, early and late (lab/NOTEBOOK.md)."""
 MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(MODE_NAMES))
 """Of a mode's name, as a regular expression; exclusions stand in the list."""
 

@@ -13,6 +13,7 @@ from foreshock import __version__
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "lab/README.md": "laboratory.md",
+    "lab/NOTEBOOK.md": "notebook.md",
     "kernels/flash_attention/README.md": "kernels.md",
     "lab/traces/README.md": "recorded-runs.md",
     "CONTRIBUTING.md": "contributing.md",

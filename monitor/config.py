@@ -43,99 +43,100 @@ class AgentConfig(BaseSettings):
     )
 
     run: Identifier = Field(default="", validate_default=False)
-    """Name of the run; every rank and every restart of one run must give the same. Made up for a single process; of
-    several, taken from torchrun's --rdzv-id or Slurm's job where there is one."""
+    """Name of the run. Every rank and every restart of one run must give the same name. A single process without a name
+    gets a new one. Several processes take the name from torchrun's --rdzv-id or the number of Slurm's job."""
     labels: dict[Identifier, str] = Field(default_factory=dict, max_length=32)
     """Free text shown beside the run: {"team": "vision"}."""
 
     url: str | None = None
     """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: SecretStr | None = None
-    """Bearer token of the service."""
+    """Token of the service, with the scope `ingest`."""
     token_file: Path | None = None
-    """File that holds the token where `token` gives none. It is read again when the service refuses the token, so that
-    tokens can be exchanged while the run goes on."""
+    """File that holds the token, used when `token` is not given. It is read again when the service refuses the token,
+    so that a token can be replaced while the run goes on."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("rank", "FORESHOCK_RANK", "RANK"))
     """Number of this process among the run's processes."""
     world_size: int = Field(
         default=1, ge=1, le=10**6, validation_alias=AliasChoices("world_size", "FORESHOCK_WORLD_SIZE", "WORLD_SIZE")
     )
-    """Processes of the run."""
+    """Number of processes of the run."""
 
     mirror: str | None = None
-    """Experiment tracker that is told the agent's few numbers too (worst score offset, largest score, active warnings,
-    switched heads; of the first process): "wandb", "mlflow" or "trackio", whose run the program has opened before the
-    first step, or "tensorboard:FOLDER". None: no tracker."""
+    """Experiment tracker that also receives four numbers of the first process: worst score offset, largest score,
+    active warnings and switched heads. For "wandb", "mlflow" or "trackio" the program must have opened a run before the
+    first step. "tensorboard:FOLDER" writes event files. None: no tracker."""
 
     policy: Policy = "observe"
-    """observe: warn only. approve: propose a switch to the people. auto: switch the head at the next step boundary."""
+    """observe: only warn. approve: propose a switch, which a person must approve. auto: switch at the next step
+    boundary. `switch_scope` says which heads are switched."""
     mitigation: ModeName = DEFAULT_MITIGATION
-    """The mode that a head is switched to."""
+    """The mode that a warning switches heads to."""
     switch_scope: SwitchScope = "model"
-    """What a warning switches under approve and auto: the head that it names, its layer, or all heads of this process.
-    In the laboratory (lab/README.md) one head alone held a run for as long as each later warning switched the next one;
-    all heads at the first warning left less drift behind."""
+    """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
+    heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
     numerics: Numerics = "auto"
-    """How attention is rounded. auto never rounds more than the model asks for: kernel where its operands have 16 bits
-    (autocast counted in), float32 for fp32, float64 for float64. By name for every call: kernel (a real
-    FlashAttention-2; rounds fp32 to bf16), float32, paper (arXiv 2510.04212; rounds as well) or float64."""
+    """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
+    counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
+    FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
 
     attention: Served = "auto"
-    """What serves the attention. keep: what serves it now (cuDNN, FlashAttention, ...), of which a sample is measured;
-    a switch moves a layer onto foreshock's kernels. kernels: those, which count every row of every step, where they
-    serve a call; other calls are kept. auto: keep on a CPU; on a GPU the first steps compare foreshock's kernels with
-    each layer's own attention, and layers where they agree within rounding go to the kernels. "foreshock" is an old
-    name of kernels."""
+    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on, and a
+    sample of its rows is measured. Only a switch then moves a layer onto foreshock's kernels. With kernels these
+    compute and count every row; calls that they do not support are kept. With auto attention is kept on a CPU. On a GPU
+    the first steps compare the kernels with each layer's own attention. A layer moves to them where both agree within
+    rounding. The name "foreshock" is an old one for kernels."""
     probe_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """Where attention is kept: a step is measured after this many steps, and every step while a warning is fresh."""
+    """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
     probe_rows: int = Field(default=32, ge=1, le=2**20)
-    """Where attention is kept: rows of each head that are measured in such a step, drawn anew each time."""
+    """Where attention is kept: the number of rows of each head that such a step measures, drawn at random each time."""
     probe_heads: int = Field(default=0, ge=0, le=1024)
-    """Where attention is kept: heads of each layer that are measured in such a step, in turn; 0 means all."""
+    """Where attention is kept: the number of heads of each layer that such a step measures, in turn. 0 means all."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """A sample is taken at multiples of this many steps, doubled as often as `sample_every_seconds` asks."""
+    """A sample is taken every so many steps. The number is doubled until samples are `sample_every_seconds` apart."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
-    """Least time between two samples. By doubling the steps ranks sample the same steps without talking."""
+    """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
     close_watch_steps: int = Field(default=200, ge=0, le=10**6)
-    """After a warning is raised every step is sampled for this many steps."""
+    """After a warning is raised, every step is sampled for this many steps."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
-    """Spectral norms of W_Q and W_K ride on the first sample after this many steps; 0 turns them off."""
+    """Spectral norms of W_Q and W_K are measured every so many steps, with the next sample. 0 turns them off."""
 
     detectors: DetectorConfig = DetectorConfig()
-    """When a head is warned about."""
+    """The thresholds that decide when a head is warned about."""
 
     first_layer: int = Field(default=0, ge=0)
     """Global number of this rank's first attention layer (pipeline parallelism)."""
     layers: dict[str, int] = Field(default_factory=dict)
-    """Global numbers of attention layers by module name, where those of a rank do not follow each other (interleaved
-    pipeline stages): {"layers.0.attention": 8}."""
+    """Global numbers of attention layers by module name, such as {"layers.0.attention": 8}. Needed where the layers of
+    a rank are not consecutive (interleaved pipeline stages)."""
     first_head: int = Field(default=0, ge=0)
-    """Global number of this rank's first head in every layer, where the model's own modules hold a part of the heads.
-    Tensor parallelism by PyTorch's parallelize_module is seen, and needs no number."""
+    """Global number of this rank's first head in every layer. Needed where the model's own modules hold only some of
+    the heads; tensor parallelism by PyTorch's parallelize_module is recognised and needs no number."""
     heads: dict[str, int] = Field(default_factory=dict)
     """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
 
     spool_directory: Path | None = Field(default_factory=_default_spool_directory)
-    """Where unsent batches outlive the process; under the XDG cache by default. None: memory only."""
+    """Folder for batches that could not be sent, so that they survive the process. By default it lies in the user's
+    cache (XDG_CACHE_HOME). None: memory only."""
     spool_bytes: int = Field(default=256 * 2**20, ge=2**16)
-    """Most bytes of unsent batches on disk, per process."""
+    """Largest size of unsent batches on disk, for each process."""
     queue_bytes: int = Field(default=8 * 2**20, ge=2**16)
-    """Most bytes of events waiting in memory; samples beyond it are dropped and counted."""
+    """Largest size of the events that wait in memory. Samples beyond it are dropped and counted."""
     send_every_seconds: float = Field(default=0.5, gt=0, le=1)
-    """How often events are gathered into a batch, spooled and sent. A SIGKILL loses at most this much."""
+    """How often events are gathered into a batch, written to disk and sent. A SIGKILL loses at most this much time."""
     heartbeat_seconds: float = Field(default=5.0, gt=0, le=3600)
-    """Without events the agent reports its health this often, and fetches commands with it."""
+    """When there are no events, the agent reports its health this often. Orders come with the answer."""
     request_seconds: float = Field(default=10.0, gt=0, le=300)
-    """Total deadline of one request, from connecting to the last byte of the answer."""
+    """Longest time for one request, from connecting to the last byte of the answer."""
     close_seconds: float = Field(default=2.0, ge=0, le=60)
-    """Most seconds that `close` waits for unsent batches."""
+    """Longest time that `close` waits for unsent batches."""
 
     quiet: bool = False
-    """Do not print the table of what was found."""
+    """Do not print the table of the attention that was found."""
     strict: bool = False
-    """Raise the agent's own faults instead of containing them. For tests."""
+    """Raise the agent's own errors instead of only logging them. For tests."""
 
     @field_validator("attention", mode="before")
     @classmethod

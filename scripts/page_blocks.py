@@ -20,18 +20,18 @@ _MONITORS = {
     "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip", "not measured"),
     "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no", "not measured"),
 }  # fmt: skip
-"""A row of README's table: monitor and threshold in lab/README.md; whether it names the head, acts, and its cost."""
+"""A row of README's table: monitor and threshold in lab/NOTEBOOK.md; whether it names the head, acts, and its cost."""
 
 
 def compared() -> Iterator[str]:
     """README's table of monitors, from the held-out runs of the laboratory's notebook."""
-    notebook = (ROOT / "lab" / "README.md").read_text()
+    notebook = (ROOT / "lab" / "NOTEBOOK.md").read_text()
     (steps,) = re.findall(r"^held-out, ([\d,]+) healthy steps", notebook, re.MULTILINE)
     held_out = notebook.split("\nheld-out, ")[1].split("\ntuning, ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held_out.splitlines() if line[:1] == "|"]
     measured = {(row[0], row[1]): row for row in rows}
     yield f"Recorded runs that no threshold was chosen on: {steps} healthy steps, three failures."
-    yield "`foreshock lab score lab/traces/*.gz` makes these figures ([notebook](lab/README.md)).\n"
+    yield "`foreshock lab score lab/traces/*.gz` makes these figures ([notebook](lab/NOTEBOOK.md)).\n"
     head = (
         "monitor",
         "failures warned in time",

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
@@ -31,12 +32,12 @@ from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.http import catalog, routes, stream, webhooks
-from foreshock.server.http.connections import Room, bounded
+from foreshock.server.http.connections import Room, Seats, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
-from foreshock.server.ingest import batches as ingest
-from foreshock.server.ingest import grams
+from foreshock.server.ingest import endpoint, grams
 from foreshock.server.ingest.batches import Writer
+from foreshock.server.ingest.endpoint import Endpoint, is_batch
 from foreshock.server.logs import configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.pause import pause
@@ -53,7 +54,17 @@ _CHORES_SECONDS: Final = 10.0
 _CLOSING_SECONDS: Final = 5.0
 
 
-def create_app(settings: Settings) -> FastAPI:
+class Service(FastAPI):
+    """FastAPI, but that batches have a way of their own, behind the same gate."""
+
+    batches: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
+        await (self.batches if is_batch(scope) else super().__call__)(scope, receive, send)
+
+
+def create_app(settings: Settings) -> Service:
     """The service as an ASGI application. Its store is opened, and migrated where settings say so, at startup."""
     store = Store(settings.database_url)
     counters = Counters()
@@ -86,7 +97,7 @@ def create_app(settings: Settings) -> FastAPI:
             await asyncio.gather(*others, return_exceptions=True)
             await store.close()
 
-    app = FastAPI(
+    app = Service(
         title="foreshock",
         version=foreshock.__version__,
         lifespan=lifespan,
@@ -98,18 +109,20 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
-    app.state.refusals = Buckets(1 / 60)
     app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (ingest.router, stream.router, webhooks.router, catalog.router, routes.router):
+    for router in (endpoint.router, stream.router, webhooks.router, catalog.router, routes.router):
         app.include_router(router)
     _serve_page(app)
-    app.add_middleware(ingest.Shortcut)
     app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, settings=settings, keyring=keyring)
-    app.add_middleware(Room, most=settings.connections)
+    seats = Seats(settings.connections)
+    app.add_middleware(Room, seats=seats)
+    state = app.state
+    state.endpoint = Endpoint(writer, state.quotas, counters, state.buckets, settings.max_body_bytes)
+    app.batches = Room(Gate(state.endpoint, settings, keyring), seats)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app

@@ -11,7 +11,7 @@ from foreshock.lab.recording.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-NOTEBOOK = (ROOT / "lab" / "README.md").read_text()
+NOTEBOOK = (ROOT / "lab" / "NOTEBOOK.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

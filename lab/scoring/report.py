@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreshock.lab.scoring.score import OURS, Score, score_all
+from foreshock.lab.scoring.sealed import break_seal
 from foreshock.lab.scoring.table import as_json
 from foreshock.monitor.detect.detectors import DetectorConfig
 
@@ -20,13 +21,16 @@ def lab_score(
     report: Path | None = None,
     picture: Path | None = None,
     config: DetectorConfig | None = None,
+    seal: Path | None = None,
     on_trace: Callable[[Path], None] = lambda path: None,
 ) -> tuple[list[Score], dict[str, Any]]:
-    """Score every trace; the scores, and what `report` gets as JSON: traces, table, forecasts, curves.
+    """Score every trace; the scores, and what `report` gets as JSON: traces, table, incidents, forecasts, curves.
 
-    `picture` gets the curves as a PNG; it needs a healthy and a harmed run among the traces. Raises ValueError for a
-    file that is no trace, and for a picture that would be empty.
+    `picture` gets the curves as a PNG; it needs a healthy and a harmed run among the traces. `seal` is where it is
+    written down that held-out runs on real text were scored. Raises ValueError for a file that is no trace, for a
+    picture that would be empty, and for held-out runs that may not be scored (`foreshock.lab.scoring.sealed`).
     """
+    break_seal(paths, config or DetectorConfig(), seal)
     scores = score_all(paths, config, on_trace)
     result = as_json(scores)
     if report is not None:

@@ -7,7 +7,7 @@ shipped thresholds; a baseline at the published one, where there is one, and at 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,15 @@ import numpy as np
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.contract.wire import HeadRef
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.scoring.harm import first_harm
+from foreshock.lab.scoring.calibration import Forecast, forecasts_of
+from foreshock.lab.scoring.harm import AGAINST_CONTROL, Limits, first_harm
+from foreshock.lab.scoring.incidents import Opened, Told, failing_head, opened, told_at
+from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
+from foreshock.lab.training.arm import CONTROL
+from foreshock.lab.training.real_text_split import assigned
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNAL_NAMES
 
@@ -25,6 +31,8 @@ OURS: Final = "foreshock"
 """The verdict that joins the detectors."""
 DETECTORS: Final = (OURS, *(f"foreshock: {name}" for name in SIGNAL_NAMES))
 NOT_RECORDED: Final = "not recorded"
+ASKED_LEAD_STEPS: Final = 1000
+"""A warning is in time so many steps before the first harm, or half of the run's life before it, where that is less."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
 
@@ -60,6 +68,16 @@ class Score:
     forecast_high_steps: float | None
     warnings: int
     """verdicts raised in all"""
+    incidents: list[Opened]
+    """what these come to, in the order in which they opened"""
+    forecasts: list[Forecast]
+    """of the first warning about every head, against what came"""
+    failing_head: HeadRef | None
+    """of a run that failed"""
+    told_in_time: Told | None
+    """what stood on the page of a run that failed, as late as a warning is in time"""
+    harm_limits: Limits | None
+    """where they come from repeated controls of its recipe"""
     first_steps: dict[str, int | str | None]
     """first alarm of every detector and baseline: null when quiet, or "not recorded"; a baseline without a published
     threshold is quiet until it is calibrated"""
@@ -72,7 +90,17 @@ class Score:
 
     def report(self) -> dict[str, Any]:
         """For JSON."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "signals"}
+        told = {name: getattr(self, name) for name in self.__slots__ if name != "signals"}
+        for name in ("incidents", "forecasts"):
+            told[name] = [asdict(each) for each in told[name]]
+        for name in ("told_in_time", "harm_limits"):
+            told[name] = None if told[name] is None else asdict(told[name])
+        return told
+
+
+def asked_lead(harm_step: int) -> float:
+    """Steps before the first harm by which a warning is in time."""
+    return min(ASKED_LEAD_STEPS, harm_step / 2)
 
 
 def score(path: Path, config: DetectorConfig | None = None, control: Trace | None = None) -> Score:
@@ -80,10 +108,13 @@ def score(path: Path, config: DetectorConfig | None = None, control: Trace | Non
     return _score(read_trace(path), config or DetectorConfig(), control)
 
 
-def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score:
-    raised, signals = _watched(trace, config)
+def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: Limits | None = None) -> Score:
+    verdicts, signals = _watched(trace, config)
+    raised = [verdict for verdict in verdicts if verdict.state == "raised"]
     first = raised[0] if raised else None
-    harm = first_harm(trace.steps, None if control is None else control.steps)
+    harm = first_harm(trace.steps, None if control is None else control.steps, limits or AGAINST_CONTROL)
+    dangerous = _dangerous_step(trace, None)
+    failed = harm is not None or dangerous is not None
     steps: dict[str, int | str | None] = {}
     for name in DETECTORS:
         steps[name] = _first(alarms(signals[name], 1.0))
@@ -110,7 +141,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         harm_by=harm.by if harm else None,
         harm_against=harm.against if harm else None,
         dangerous_step=_dangerous_step(trace, first) if first else None,
-        any_dangerous_step=_dangerous_step(trace, None),
+        any_dangerous_step=dangerous,
         first_warning_step=first.step if first else None,
         layer=first.layer if first else None,
         head=first.head if first else None,
@@ -120,6 +151,11 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
         forecast_low_steps=first.forecast_low_steps if first else None,
         forecast_high_steps=first.forecast_high_steps if first else None,
         warnings=len(raised),
+        incidents=opened(verdicts),
+        forecasts=forecasts_of(trace, verdicts),
+        failing_head=failing_head(trace, None if harm is None else harm.step) if failed else None,
+        told_in_time=told_at(verdicts, int(harm.step - asked_lead(harm.step))) if harm else None,
+        harm_limits=None if control is None else limits,
         first_steps=steps,
         signals=signals,
     )
@@ -130,8 +166,11 @@ _LOOKED_AT: Final = (("healthy-small-many-heads", None), ("shared-values", 1), (
 
 
 def split(trace: Trace) -> str:
-    """The set a run belongs to: as its recipe says, but tuning where thresholds were changed after a look at it."""
+    """The set a run belongs to: as the split of the runs on real text says, or else its recipe, but tuning where
+    thresholds were changed after a look at it."""
     recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
+    if (told := assigned(str(recipe), seed)) is not None:
+        return told
     looked_at = any(recipe == name and number in (None, seed) for name, number in _LOOKED_AT)
     return "tuning" if looked_at else str(trace.header.get("split", "unassigned"))
 
@@ -149,20 +188,20 @@ def truth(trace: Trace) -> str:
 
 
 def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], dict[str, Signal]]:
-    """The verdicts raised, and how near a warning the run was by every detector: 1 warns."""
+    """The verdicts in their order, notes left out, and how near a warning the run was by every detector: 1 warns."""
     detectors = Detectors(trace.heads, config)
-    raised: list[wire.Verdict] = []
+    told: list[wire.Verdict] = []
     steps: list[int] = []
     pressure: list[Floats] = []
     for reading in readings(trace):
         reading = replace(reading, rounds=True)  # a control is not told that nothing can happen to it
-        raised += [verdict for verdict in detectors.update(reading) if verdict.state == "raised"]
+        told += [verdict for verdict in detectors.update(reading) if verdict.severity != "info"]
         steps.append(reading.step)
         pressure.append(detectors.pressure.max(axis=1, initial=0.0))
     values = np.stack(pressure) if pressure else np.zeros((0, len(SIGNAL_NAMES)))
     step = np.array(steps, dtype=np.int64)
     named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNAL_NAMES)}
-    return raised, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
+    return told, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
 
 
 def _dangerous_step(trace: Trace, verdict: wire.Verdict | None) -> int | None:
@@ -192,6 +231,18 @@ def _first(steps: Sequence[int]) -> int | None:
     return steps[0] if steps else None
 
 
+def lead_before(heard: Sequence[int], step: int) -> int:
+    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
+    return max(step - heard[0], 0) if heard else 0
+
+
+def heard_of(score: Score, monitor: str, threshold: float) -> list[int]:
+    """Ours, as shipped, is heard by its verdicts, which latch; any other by its crossings."""
+    if monitor == OURS and threshold == 1.0:
+        return [] if score.first_warning_step is None else [score.first_warning_step]
+    return alarms(score.signals[monitor], threshold)
+
+
 def score_all(
     paths: Sequence[Path],
     config: DetectorConfig | None = None,
@@ -199,14 +250,13 @@ def score_all(
 ) -> list[Score]:
     """Score traces beside their controls. `on_trace` hears of each one that is done."""
     config = config or DetectorConfig()
-    found: dict[tuple[Any, Any], Path] = {}
     traces: dict[Path, Trace] = {path: read_trace(path) for path in paths}
-    for path, trace in traces.items():
-        if trace.header.get("arm") == "control":
-            found[trace.header.get("recipe"), trace.header.get("seed")] = path
+    controls = controls_of(traces.values())
+    limits = limits_of_recipes(controls)
     scores = []
     for path, trace in traces.items():
-        pair = found.get((trace.header.get("recipe"), trace.header.get("seed")))
-        scores.append(_score(trace, config, None if pair is None or pair == path else traces[pair]))
+        recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
+        own = [each for each in controls.get((recipe, seed), []) if each.header.get("arm") == CONTROL.name]
+        scores.append(_score(trace, config, None if not own or own[-1] is trace else own[-1], limits.get(str(recipe))))
         on_trace(path)
     return scores

@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 from foreshock.lab.scoring.baselines import BASELINES
-from foreshock.lab.scoring.score import DETECTORS, OURS, Score, alarms
+from foreshock.lab.scoring.calibration import calibration
+from foreshock.lab.scoring.incident_table import incident_rows
+from foreshock.lab.scoring.intervals import Interval, over_runs, poisson_upper_bound, share_interval
+from foreshock.lab.scoring.score import DETECTORS, OURS, Score, alarms, asked_lead, heard_of, lead_before
 
-ASKED_LEAD_STEPS: Final = 1000
-"""A warning is in time so many steps before the first harm, or half of the run's life before it, where that is less."""
-CONFIDENCE: Final = 0.95
 _POINTS_OF_A_CURVE: Final = 40
 
 
@@ -30,8 +30,12 @@ class Row:
     warned: int
     """of those, before harm"""
     in_time: int
+    in_time_interval: Interval | None
+    """of the share in time, over runs, 95 % (Clopper and Pearson)"""
     median_lead_steps: float | None
     """over all failures, 0 for one that was not warned about"""
+    median_lead_interval: Interval | None
+    """over runs drawn with replacement, 95 %"""
     dangerous: int
     """natural rounding runs in which a |score| reached 512, harmed or not, and that recorded what the monitor reads"""
     warned_before_dangerous: int
@@ -47,19 +51,6 @@ class Row:
     causes: int
     """runs made to fail, of any cause, that our verdict warned about"""
     causes_right: int
-
-
-def poisson_upper_bound(count: int, confidence: float = CONFIDENCE) -> float:
-    """The mean above which `count` events or fewer are less likely than 1 - confidence (Garwood's exact bound)."""
-    low, high = 0.0, 10.0 + 3.0 * count
-    for _ in range(100):
-        middle = (low + high) / 2
-        term = total = math.exp(-middle)
-        for event in range(1, count + 1):
-            term *= middle / event
-            total += term
-        low, high = (middle, high) if total > 1 - confidence else (low, middle)
-    return high
 
 
 def calibrated(scores: Iterable[Score], monitor: str) -> float | None:
@@ -79,7 +70,7 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
     for each in scores:
         if monitor not in each.signals:
             continue
-        heard = _heard(each, monitor, threshold)
+        heard = heard_of(each, monitor, threshold)
         if each.healthy:
             false_alarms += max(
                 len(alarms(each.signals[monitor], threshold)), each.warnings * (kind == "shipped" and monitor == OURS)
@@ -92,14 +83,14 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
             right += each.cause == each.truth
         natural = each.truth == "rounding" and each.nature == "natural"
         if natural and each.any_dangerous_step is not None:
-            to_dangerous.append(_lead(heard, each.any_dangerous_step))
+            to_dangerous.append(lead_before(heard, each.any_dangerous_step))
         if each.harm_step is None:
             continue
-        lead = _lead(heard, each.harm_step)
+        lead = lead_before(heard, each.harm_step)
         if natural:
             failures += 1
             leads.append(lead)
-            in_time += lead >= min(ASKED_LEAD_STEPS, each.harm_step / 2)
+            in_time += lead >= asked_lead(each.harm_step)
         elif each.truth != "rounding":
             others[0] += 1
             others[1] += lead > 0
@@ -112,7 +103,9 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         failures=failures,
         warned=sum(lead > 0 for lead in leads),
         in_time=in_time,
+        in_time_interval=share_interval(in_time, failures),
         median_lead_steps=float(np.median(leads)) if leads else None,
+        median_lead_interval=over_runs(leads, "median"),
         dangerous=len(to_dangerous),
         warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
         median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,
@@ -125,18 +118,6 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         causes=causes,
         causes_right=right,
     )
-
-
-def _lead(heard: Sequence[int], step: int) -> int:
-    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
-    return max(step - heard[0], 0) if heard else 0
-
-
-def _heard(score: Score, monitor: str, threshold: float) -> list[int]:
-    """Ours, as shipped, is heard by its verdicts, which latch; any other by its crossings."""
-    if monitor == OURS and threshold == 1.0:
-        return [] if score.first_warning_step is None else [score.first_warning_step]
-    return alarms(score.signals[monitor], threshold)
 
 
 def table(scores: Sequence[Score]) -> list[Row]:
@@ -189,43 +170,79 @@ def curves(scores: Sequence[Score]) -> dict[str, list[dict[str, float]]]:
 
 def matched(points: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     """The longest median lead of every monitor at no more false alarms than our shipped verdict has."""
+    return {monitor: 0.0 if best is None else best["median_lead_steps"] for monitor, best in _matched(points).items()}
+
+
+def _matched(points: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float] | None]:
+    """The point of every monitor's curve with the longest lead at no more false alarms than ours; None without one."""
     ours = [each["false_alarms_per_10k"] for each in points.get(OURS, []) if each["threshold"] >= 1.0]
     if not ours:
         return {}
+    allowed = {name: [p for p in each if p["false_alarms_per_10k"] <= max(ours)] for name, each in points.items()}
     return {
-        monitor: max((p["median_lead_steps"] for p in each if p["false_alarms_per_10k"] <= max(ours)), default=0.0)
-        for monitor, each in points.items()
+        name: max(each, key=lambda point: point["median_lead_steps"], default=None) for name, each in allowed.items()
     }
 
 
-def forecasts(scores: Iterable[Score]) -> dict[str, Any]:
-    """How the forecasts of the first warnings compare with when the named head's score did reach 512."""
-    checked = [
-        (each.forecast_steps, each.forecast_low_steps, each.forecast_high_steps, each.dangerous_step - warned)
-        for each in scores
-        if (warned := each.first_warning_step) is not None
-        and each.forecast_steps is not None
-        and each.dangerous_step is not None
-        and each.dangerous_step > warned
-    ]
-    inside = sum(low is not None and high is not None and low <= actual <= high for _, low, high, actual in checked)
-    ratios = [forecast / actual for forecast, _, _, actual in checked]
-    return {
-        "checked": len(checked),
-        "inside_the_stated_range": inside,
-        "median_ratio_of_forecast_to_actual": float(np.median(ratios)) if ratios else None,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """Our shipped verdict beside a baseline at no more false alarms than ours, failure by failure."""
+
+    monitor: str
+    threshold: float
+    failures: int
+    earlier: int
+    """failures that we warned about earlier than it"""
+    later: int
+    mean_lead_more: float
+    """mean over the failures of our lead less its own, in steps"""
+    mean_lead_more_interval: Interval | None
+    """over runs drawn with replacement, 95 %"""
+
+
+def paired(scores: Sequence[Score], points: dict[str, list[dict[str, float]]]) -> list[Paired]:
+    """Every baseline that has such a threshold, on the natural rounding failures that recorded what it reads."""
+    found = []
+    for monitor, best in _matched(points).items():
+        if best is None or monitor in DETECTORS:
+            continue
+        more = [
+            lead_before(heard_of(each, OURS, 1.0), each.harm_step)
+            - lead_before(heard_of(each, monitor, best["threshold"]), each.harm_step)
+            for each in scores
+            if each.harm_step is not None
+            and (each.truth, each.nature) == ("rounding", "natural")
+            and monitor in each.signals
+        ]
+        found.append(
+            Paired(
+                monitor=monitor,
+                threshold=best["threshold"],
+                failures=len(more),
+                earlier=sum(steps > 0 for steps in more),
+                later=sum(steps < 0 for steps in more),
+                mean_lead_more=float(np.mean(more)),
+                mean_lead_more_interval=over_runs(more, "mean"),
+            )
+        )
+    return found
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
     """The report of `foreshock lab score`; the curves are of the held-out runs where these have any."""
-    held_out = curves([each for each in scores if each.split == "held-out"])
+    seen = [each for each in scores if each.split == "held-out"]
+    held_out = curves(seen)
     points = held_out or curves(scores)
     return {
         "traces": [each.report() for each in scores],
         "table": [asdict(each) for each in table(scores)],
-        "forecasts": forecasts(scores),
+        "incidents": [asdict(each) for each in incident_rows(scores)],
+        "forecasts": {
+            split: calibration(forecast for each in scores if each.split == split for forecast in each.forecasts)
+            for split in sorted({each.split for each in scores}, reverse=True)
+        },
         "curves_of": "held-out" if held_out else "all",
         "curves": points,
         "lead_at_our_false_alarms": matched(points),
+        "paired": [asdict(each) for each in paired(seen if held_out else scores, points)],
     }

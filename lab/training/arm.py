@@ -25,6 +25,8 @@ class Arm:
     """Which heads it switches."""
     mode: ModeName = "plain"
     """The mode of every head from the first step on."""
+    nudge: float = 0.0
+    """Relative size of random changes to the first weights: as small as rounding, it makes another run of the same."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the recipe's model that this arm has otherwise."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class Arm:
 UNTREATED = Arm(name="untreated")
 RESCUED = Arm(name="rescued", policy="auto")
 CONTROL = Arm(name="control", numerics="float32")
+CONTROL_AGAIN = Arm(name="control-again", numerics="float32", nudge=1e-6)
+"""The control once more: how far the two part is the noise of the recipe."""
 PAPER = Arm(name="paper", numerics="paper")
 
 
@@ -57,6 +61,7 @@ ARMS = {
         UNTREATED,
         RESCUED,
         CONTROL,
+        CONTROL_AGAIN,
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
         *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),

@@ -1,7 +1,6 @@
 """The runs that the proof of a cure is made of, in the order in which they matter; made by `foreshock lab run-set`."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from foreshock.lab.training.arm import CONTROL, HABITS, PAPER, UNTREATED, Arm, find_arm
@@ -75,8 +74,8 @@ def cure_sets() -> dict[str, list[Entry]]:
         "cure-text": [
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), at_once[0]], (2, 1)),
             *_branches(text, UNTREATED, (2, 1), [("warning", 2000), *_LATE], CURES[:3]),
-            *_runs(replace(wide_batch, steps=12000), [UNTREATED, CONTROL, at_once[0]], (1,)),
-            *_branches(replace(wide_batch, steps=12000), UNTREATED, (1,), _LATE, CURES[:3]),
+            *_runs(wide_batch, [UNTREATED, CONTROL, at_once[0]], (1,)),
+            *_branches(wide_batch, UNTREATED, (1,), _LATE, CURES[:3]),
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), at_once[0]], (3,)),
             *_runs(deep, [UNTREATED, CONTROL, _arm(CURES[0])], (1,)),
             *_runs(text, HABITS[:-1], (2,)),

@@ -9,7 +9,12 @@ from foreshock.lab.training.recipes import Recipe
 
 
 def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
+    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph.
+
+    Raises ValueError for a recipe whose biases have both a rate and a decay of their own.
+    """
+    if recipe.bias_rate != 1.0 and recipe.bias_decay is not None:
+        raise ValueError(f"recipe {recipe.name} gives both bias_rate and bias_decay; give one of them")
     rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
     matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]

@@ -5,6 +5,7 @@ from functools import partial
 
 from foreshock.lab.training.arm import UNTREATED, find_arm
 from foreshock.lab.training.cure_runs import cure_sets
+from foreshock.lab.training.real_text import real_text_sets
 from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run_set import Branch, Entry
 
@@ -51,16 +52,21 @@ def _arms(recipe: str, arms: Iterable[str], seeds: Sequence[int]) -> list[Entry]
 
 
 def _healthy(*, on_gpu: bool, seeds: Sequence[int]) -> list[Entry]:
-    names = [name for name, each in RECIPES.items() if each.truth == "healthy" and each.on_gpu == on_gpu]
+    names = [
+        name
+        for name, each in RECIPES.items()
+        if each.truth == "healthy" and each.on_gpu == on_gpu and each.text == "bytes"  # the others: real_text_sets
+    ]
     return [entry for name in names for entry in _arms(name, [UNTREATED.name], seeds)]
 
 
 def published() -> dict[str, list[Entry]]:
     """The sets by name: `cpu`, `healthy` and `gpu` (which arms of which recipe and seed), `rescue` (what helps) and
-    `removal` (the same of an offset that is taken out, on a CPU), and those of `cure_sets`."""
+    `removal` (the same of an offset that is taken out, on a CPU), and those of `cure_sets` and `real_text_sets`."""
     shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     return {
         **cure_sets(),
+        **real_text_sets(),
         "cpu": [
             *_arms("key-bias-small", _KERNEL_ARMS, (41, 42, 43)),
             *_arms("high-rate", ["control"], (1, 2, 3)),

@@ -1,104 +1,13 @@
 """Recipes as data: a model, an optimizer, a text, and how attention is rounded. Adding one needs no code."""
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
-
-Text = Literal["bytes", "byte pairs"]
-"""The source of the standard library as bytes (corpus.py), or what is installed as byte pairs (byte_pairs.py)."""
-Truth = Literal["healthy", "rounding", "score growth", "other"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injection:
-    """Harm that is done to a run on purpose, from one step on; the name of its recipe begins with "injected"."""
-
-    kind: Literal["noise", "half"]
-    """noise: random bytes for text. half: gradients pass through float16 under a loss scale that never adapts."""
-    first_step: int
-    steps: int
-    loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """A training run up to its arm and its seed."""
-
-    name: str
-    summary: str
-    model: ModelConfig
-    batch: int
-    """Sequences of a step."""
-    steps: int
-    learning_rate: float
-    bias_rate: float = 1.0
-    """Learning rate of biases as a multiple of that of all else. muP scales the rate of matrices by the inverse of the
-    width and leaves that of vectors: 16 is what a model has that is 16 times as wide as the one its rates are from."""
-    warmup_steps: int
-    """Of a rate that rises linearly."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """What follows; the cosine ends at a tenth of the rate, at the last step."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    bias_decay: float | None = None
-    """Weight decay of vectors (biases and gains); None for that of all else."""
-    clip: float | None = 1.0
-    """Largest gradient norm; None leaves gradients as they are."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
-    text: Text = "bytes"
-    repeats: int = 1
-    """Every token of the text stands so many times in a row."""
-    leading: int = 0
-    """So many tokens at the start of every sequence are the same byte: a strong sink."""
-    injection: Injection | None = None
-    truth: Truth = "rounding"
-    """What its untreated arm was made to show."""
-    split: Literal["tuning", "held-out"] = "held-out"
-    """Detectors may be tuned on the runs of a tuning recipe, and are scored on the others."""
-    on_gpu: bool = False
-    """Made for a GPU; it runs anywhere."""
-    sample_every_steps: int = 25
-
-    def rate_share(self, step: int) -> float:
-        """Share of the learning rate in a step, counted from 1."""
-        if step < self.warmup_steps or self.schedule == "constant":
-            return min(1.0, step / self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
-        return 0.55 + 0.45 * math.cos(math.pi * done)
-
-    def truth_of(self, arm: Arm) -> Truth:
-        """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""
-        return "healthy" if self.truth == "rounding" and arm.cured else self.truth
-
-    def header(self, arm: Arm, seed: int, run: str) -> dict[str, Any]:
-        """What the first line of a trace says of it."""
-        switching = {"mitigation": arm.mitigation, "switch_scope": arm.switch_scope} if arm.policy == "auto" else {}
-        return {
-            "recipe": self.name,
-            "arm": arm.name,
-            "seed": seed,
-            "run": run,
-            "split": self.split,
-            "truth": self.truth_of(arm),
-            "nature": "injected" if self.injection else "natural",
-            "policy": arm.policy,
-            **switching,
-        }
-
-    def shaped(self, arm: Arm) -> ModelConfig:
-        """The model of one arm: the control's attention is given float32 operands."""
-        dtype = "float32" if arm.numerics == "float32" else "bfloat16"
-        return replace(self.model, **{"attention_dtype": dtype, **arm.model})
-
-    def under(self, arm: Arm) -> "Recipe":
-        """The recipe as an arm of it trains."""
-        return replace(self, **arm.settings, model=self.shaped(arm))
-
+from foreshock.lab.training.recipe import Injection as Injection
+from foreshock.lab.training.recipe import Recipe as Recipe
+from foreshock.lab.training.recipe import Text as Text
+from foreshock.lab.training.text_recipes import TEXT_RECIPES
 
 _SMALL = ModelConfig(layers=2, heads=2, width=64, context=64)
 _MIDDLE = ModelConfig(layers=4, heads=2, width=128, context=128, matmul_dtype="bfloat16")
@@ -172,20 +81,6 @@ _HEALTHY_SMALL = replace(
 )
 
 
-_REAL_TEXT = Recipe(
-    name="kb256",
-    summary="Four layers, four heads, on byte pairs, for a GPU: biases on queries, keys and values as GPT-2 has them, "
-    "nothing injected. Heads of the first layer run away within 10,000 steps.",
-    model=ModelConfig(layers=4, heads=4, width=256, context=256, vocabulary=8192, matmul_dtype="bfloat16"),
-    batch=32,
-    steps=14000,
-    learning_rate=2e-3,
-    warmup_steps=500,
-    text="byte pairs",
-    on_gpu=True,
-)
-
-
 def _small(name: str, summary: str, rate: float = 4e-3, **shape: Any) -> Recipe:
     model = replace(_HEALTHY_SMALL.model, **shape)
     return replace(
@@ -204,21 +99,6 @@ def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Re
     return Recipe(name=name, summary=summary, model=model, truth="healthy", on_gpu=True, **(usual | settings))
 
 
-def _as_trained(name: str, summary: str, model: ModelConfig, **settings: Any) -> Recipe:
-    usual: dict[str, Any] = {
-        "batch": 16,
-        "steps": 10000,
-        "learning_rate": 6e-4,
-        "schedule": "cosine",
-        "weight_decay": 0.1,
-    }
-    return _healthy(name, summary, model, **(usual | {"bias_decay": 0.0, "text": "byte pairs"} | settings))
-
-
-_GPT2 = ModelConfig(layers=12, heads=12, width=768, context=1024, vocabulary=8192, matmul_dtype="bfloat16")
-_LLAMA = replace(
-    _GPT2, layers=8, heads=8, kv_heads=2, width=512, context=512, qkv_bias=False, rotary=True, norm="rms", gated=True
-)
 _ALL = (
     _KEY_BIAS_SMALL,
     _FAST_BIASES,
@@ -232,14 +112,6 @@ _ALL = (
         warmup_steps=500,
         split="tuning",
         on_gpu=True,
-    ),
-    _REAL_TEXT,
-    replace(_REAL_TEXT, name="kb256b128", summary="The same at batch 128, where it fails earlier in steps.", batch=128),
-    replace(
-        _REAL_TEXT,
-        name="kb512",
-        summary="Eight layers, eight heads, on byte pairs: it runs away slowly.",
-        model=replace(_REAL_TEXT.model, layers=8, heads=8, width=512, context=512),
     ),
     _SHARED_VALUES,
     _PAPER_VALUES,
@@ -314,19 +186,9 @@ _ALL = (
         betas=(0.9, 0.99),
         weight_decay=0.1,
     ),
-    _as_trained(
-        "gpt2-small", "GPT-2 small on byte pairs, as people train it: biases on queries, keys and values.", _GPT2
-    ),
-    _as_trained("gpt2-small-no-bias", "The same without biases.", replace(_GPT2, qkv_bias=False)),
-    _as_trained(
-        "llama-small", "Rotary positions, grouped heads, RMSNorm and SwiGLU, on byte pairs.", _LLAMA, learning_rate=1e-3
-    ),
-    _as_trained(
-        "llama-small-qk-norm", "The same with qk-norm.", replace(_LLAMA, qk_norm=True), batch=32, learning_rate=2e-3
-    ),
     _healthy("healthy-long", "512 tokens.", replace(_HEALTHY, heads=2, context=512, rotary=True), batch=8),
 )
-RECIPES = {recipe.name: recipe for recipe in _ALL}
+RECIPES = {recipe.name: recipe for recipe in (*_ALL, *TEXT_RECIPES)}
 
 
 def find_recipe(name: str) -> Recipe:

@@ -47,6 +47,15 @@ def text_of(name: Text) -> Corpus:
     return byte_pairs() if name == "byte pairs" else standard_library()
 
 
+@torch.no_grad()
+def _nudge(model: GPT, share: float, seed: int) -> None:
+    """Change every weight by a random share of itself, of that size; torch's own generator is left as it is."""
+    if share:
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.mul_(1 + share * torch.randn(weight.shape, generator=generator))
+
+
 class Training:
     """One run: model, optimizer, text and agent, at some step.
 
@@ -82,7 +91,9 @@ class Training:
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
         with self.on_stream():
-            self.model = GPT(recipe.model).to(self.device)
+            self.model = GPT(recipe.model)
+            _nudge(self.model, arm.nudge, seed)
+            self.model.to(self.device)
             shape, dtype = (recipe.batch, recipe.model.context + 1), self._corpus.tokens.dtype
             self._windows = torch.zeros(shape, dtype=dtype, device=self.device)
             self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)

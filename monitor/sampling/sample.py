@@ -1,12 +1,12 @@
 """Samples and parts of Gram matrices as the training thread leaves them: raw arrays, built into messages elsewhere."""
 
-import base64
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
@@ -96,4 +96,4 @@ def _encoded(values: npt.NDArray[Any]) -> wire.Array:
     """As wire.Array.of, without decoding again what was just encoded: these bytes are our own."""
     little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
     dtype: Any = little.dtype.str
-    return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=base64.b64encode(little.data).decode())
+    return wire.Array.model_construct(dtype=dtype, shape=values.shape, data=pybase64.b64encode_as_string(little.data))

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from foreshock.server.access.limits import Guesses
-from foreshock.server.access.problems import TOO_LARGE, ProblemError, problem
+from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
 
@@ -94,8 +94,8 @@ class Gate:
 
         try:
             scope.setdefault("state", {})["caller"] = await self._admit(scope)
-        except ProblemError as error:
-            await problem(error.status, error.detail, headers=error.headers)(scope, receive, send_with_headers)
+        except Exception as error:  # the sessions lie in the store, which may be away
+            await answer_to(error, scope["path"])(scope, receive, send_with_headers)
             return
         with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
             await self.app(scope, receive, send_with_headers)
@@ -229,8 +229,7 @@ class Needs:
 
     async def __call__(self, request: Request) -> Caller:  # async: what is not would wait for a thread
         caller = caller_of(request)
-        if not caller.may(self.scope):
-            raise ProblemError(403, f"The token {caller.name} lacks the scope {self.scope!r}.")
+        check_scope(caller, self.scope)
         run = request.path_params.get("run")
         if run is not None:
             check_run(caller, run)
@@ -239,6 +238,12 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+
+
+def check_scope(caller: Caller, scope: Scope) -> None:
+    """Raises ProblemError when the caller's token may not do this."""
+    if not caller.may(scope):
+        raise ProblemError(403, f"The token {caller.name} lacks the scope {scope!r}.")
 
 
 def check_run(caller: Caller, run: str) -> None:

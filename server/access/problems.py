@@ -54,26 +54,36 @@ def items(errors: Sequence[Any]) -> list[ProblemItem]:
     ]
 
 
+def answer_to(error: Exception, path: str) -> Response:
+    """The answer to a request at this path that ended with an error of ours, of the store, or one of nobody's."""
+    if isinstance(error, ProblemError):
+        return problem(error.status, error.detail, error.errors, error.headers)
+    if isinstance(error, ClosingError):
+        return problem(503, "The service is going down; try again.", headers={"retry-after": "2"})
+    if is_away(error):
+        log.warning("the store is away", error=str(error).partition("\n")[0][:300])
+        return problem(503, "The store cannot be used just now; try again.", headers={"retry-after": "2"})
+    log.error("request failed", path=path[:200], error=type(error).__name__, exc_info=error)
+    return problem(500, "The service failed on this request; its log says why.")
+
+
 def install(app: FastAPI) -> None:
     """Every way a request can fail, as a problem."""
 
-    @app.exception_handler(ProblemError)
-    async def on_problem(_: Request, error: ProblemError) -> Response:
-        return problem(error.status, error.detail, error.errors, error.headers)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return answer_to(error, request.url.path)
+
+    app.add_exception_handler(ProblemError, on_error)
+    app.add_exception_handler(ClosingError, on_error)
 
     @app.exception_handler(BusyError)
     async def on_busy(_: Request, __: BusyError) -> Response:
         return problem(429, "More large reads wait than the service takes; try again.", headers={"retry-after": "2"})
 
-    @app.exception_handler(ClosingError)
-    async def on_closing(_: Request, __: ClosingError) -> Response:
-        return problem(503, "The service is going down; try again.", headers={"retry-after": "2"})
-
-    async def on_store(_: Request, error: Exception) -> Response:
+    async def on_store(request: Request, error: Exception) -> Response:
         if not is_away(error):
             raise error
-        log.warning("the store is away", error=str(error).partition("\n")[0][:300])
-        return problem(503, "The store cannot be used just now; try again.", headers={"retry-after": "2"})
+        return answer_to(error, request.url.path)
 
     for kind in STORE_ERRORS:
         app.add_exception_handler(kind, on_store)
@@ -93,7 +103,4 @@ def install(app: FastAPI) -> None:
         found = error.errors()
         return problem(422, f"{len(found)} field(s) of the request are wrong.", items(found))
 
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        log.error("request failed", path=request.url.path[:200], error=type(error).__name__, exc_info=error)
-        return problem(500, "The service failed on this request; its log says why.")
+    app.add_exception_handler(Exception, on_error)

@@ -53,7 +53,7 @@ class Quotas:
             if (wait := buckets.take("")) > 0:
                 raise self._refusal(caller, f"sends more than {rate:g} batches a second; slow down", wait)
         if quota.stored_bytes is not None:
-            used, size = await self._used_by(caller), _length(headers)
+            used, size = await self._used_by(caller), length_of(headers)
             if used.stored_bytes + size > quota.stored_bytes:
                 raise self._refusal(
                     caller,
@@ -112,6 +112,7 @@ async def owners(connection: AsyncConnection) -> dict[str, str]:
     return {row.name: row.token for row in await connection.execute(query)}
 
 
-def _length(headers: Headers) -> int:
+def length_of(headers: Headers) -> int:
+    """What a request says that its body takes, in bytes; 0 where it does not say."""
     length = headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0

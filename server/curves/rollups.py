@@ -24,6 +24,7 @@ from foreshock.server.curves.spans import Spans
 from foreshock.server.pause import pause
 from foreshock.server.store.database import Store
 from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.many import Many
 from foreshock.server.store.schema import boots, rollup_spans, rollups, runs, samples
 from foreshock.server.store.trouble import tell
 
@@ -35,8 +36,11 @@ _PAUSE_SECONDS: Final = 1.0
 _WAITING: Final = 100_000
 
 
-_FORGET: Final = delete(rollup_spans).where(
-    rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
+_FORGET: Final = Many(
+    delete(rollup_spans).where(
+        rollup_spans.c.run_id == bindparam("own_run"), rollup_spans.c.span == bindparam("own_span")
+    ),
+    ["own_run", "own_span"],
 )
 RUN_LEVEL: Final = -1
 """In the place of a layer, for a metric of the run."""
@@ -150,7 +154,7 @@ async def _delete(connection: AsyncConnection, axis: Axis, run_id: int, span: in
 async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) -> None:
     """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
     rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
-    await connection.execute(_FORGET, rows)
+    await _FORGET.execute(connection, rows)
 
 
 async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:

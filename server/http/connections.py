@@ -32,14 +32,34 @@ class _Connection(HttpToolsProtocol):
     waiting: ClassVar[dict["_Connection", None]]
     """Connections without a request in progress, the one that has waited longest first."""
 
-    _due: asyncio.TimerHandle | None = None
+    _due: float | None = None
+    """When what is under way must be over, by the loop's clock."""
+    _timer: asyncio.TimerHandle | None = None
+    """Looks no later than that. It is left alone as deadlines move on: a request has three of them."""
     _unread: asyncio.TimerHandle | None = None
     _header_bytes = 0
 
     def _end_in(self, seconds: float | None) -> None:
+        if seconds is None:
+            self._due = None
+            return
+        self._due = self.loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._due:
+            self._look_in(seconds)
+
+    def _look_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
         if self._due is not None:
-            self._due.cancel()
-        self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+            left = self._due - self.loop.time()
+            if left <= 0:
+                self.transport.abort()
+            else:
+                self._look_in(left)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,6 +74,8 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_in(None)
+        if self._timer is not None:
+            self._timer.cancel()
         self.resume_writing()
         self.waiting.pop(self, None)
         super().connection_lost(exc)
@@ -118,31 +140,43 @@ def bounded(settings: Settings) -> type[_Connection]:
     return type("Connection", (_Connection,), limits)
 
 
+class Seats:
+    """How many requests are under way, of all and of each token."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+        self.of_token: Counter[bytes] = Counter()
+
+
 class Room:
     """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered.
 
     Who shows a token, whether or not it is one, gets half of the room at most: none takes it from the others.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most, self._inside = app, most, 0
-        self._of_token: Counter[bytes] = Counter()
+    def __init__(self, app: ASGIApp, seats: Seats) -> None:
+        self._app, self._seats = app, seats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI asks."""
         if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
-        token = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if self._inside >= self._most or (token and self._of_token[token] >= self._most // 2):
+        seats, token = self._seats, b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                token = value
+                break
+        if seats.taken >= seats.most or (token and seats.of_token[token] >= seats.most // 2):
             answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
             await answer(scope, receive, send)
             return
-        self._inside += 1
-        self._of_token[token] += 1
+        seats.taken += 1
+        seats.of_token[token] += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._inside -= 1
-            self._of_token[token] -= 1
-            if not self._of_token[token]:
-                del self._of_token[token]
+            seats.taken -= 1
+            seats.of_token[token] -= 1
+            if not seats.of_token[token]:
+                del seats.of_token[token]

@@ -1,4 +1,4 @@
-"""POST /v1/batches: one writer commits groups of batches; nothing is acknowledged before its commit."""
+"""One writer commits groups of batches; nothing is acknowledged before its commit."""
 
 import asyncio
 import time
@@ -6,42 +6,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-import structlog
-from fastapi import APIRouter, Depends, Request
-from pydantic import ValidationError
 from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreshock.contract import version_0_1_0
-from foreshock.contract.wire import Ack, Batch, read_batch
+from foreshock.contract.wire import Ack, Batch
 from foreshock.server.access import quotas
-from foreshock.server.access.auth import ANYONE, Needs, check_run
-from foreshock.server.access.limits import SPREAD, Buckets, retry_after
-from foreshock.server.access.problems import ProblemError, items, problem
+from foreshock.server.access.limits import retry_after
+from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.ingest.arrivals import Arrival, arrival_of
+from foreshock.server.ingest.arrivals import Arrival
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
-from foreshock.server.models import Problem
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.incidents import tell_incidents
-from foreshock.server.runs.words import printable
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.trouble import tell
 
-log = structlog.get_logger()
-
-
-PATH: Final = "/v1/batches"
-_may_ingest: Final = Needs("ingest")
-router = APIRouter(dependencies=[Depends(_may_ingest)])
 _SHOWN_SECONDS: Final = 60.0
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
-"""Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
 @dataclass
@@ -94,7 +77,7 @@ class Writer:
         self._held[token] += 1
         self._waiting.put_nowait(item)
         try:
-            return await asyncio.shield(item.done)
+            return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
         finally:
             self._bytes -= size
             self._held[token] -= 1
@@ -190,75 +173,3 @@ class Writer:
             )
             for batch in group
         ]
-
-
-class Shortcut:
-    """ASGI middleware that takes POST /v1/batches past the framework's routing, whose layers cost a third of a batch.
-
-    What lies round it stays: admission, the body limit, errors as problems. The route below describes it.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        try:
-            response = await post_batch(Request(scope, receive))
-        except ProblemError as error:
-            response = problem(error.status, error.detail, error.errors, error.headers)
-        await response(scope, receive, send)
-
-
-@router.post(
-    PATH,
-    summary="Store a batch",
-    response_model=Ack,
-    responses={s: {"model": Problem} for s in (400, 401, 403, 413, 415, 422, 429, 503)},
-    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
-)
-async def post_batch(request: Request) -> Response:
-    """Store a batch whole or not at all. Sending it again changes nothing. The answer carries the open commands."""
-    caller, state = await _may_ingest(request), request.app.state
-    token = "" if caller is ANYONE else caller.name
-    try:  # before the batch is read: a refusal is cheap
-        state.writer.refuse_when_full(token)
-        await state.quotas.admit(caller, request.headers)
-    except ProblemError:
-        await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
-        raise
-    body = await request.body()
-    try:
-        batch = _read(body)
-    except ProblemError as error:
-        state.counters.batches["refused"] += 1
-        if state.refusals.take(caller.name) == 0:  # the log says why once a minute, the counter how often
-            why = [f"{item.where}: {item.message}" for item in error.errors[:3]] or [error.detail]
-            log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
-        raise
-    check_run(caller, batch.run)
-    await state.quotas.admit_run(caller, batch.run)
-    buckets: Buckets = state.buckets
-    wait = buckets.take((caller.name, batch.run))
-    if wait > 0:
-        state.counters.batches["busy"] += 1
-        raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
-    ack = await state.writer.submit(batch, len(body), token, arrival_of(request.headers))
-    body = ack.model_dump_json().encode()
-    return Response(body if batch.revision else version_0_1_0.ack(body), media_type="application/json")
-
-
-def _read(body: bytes) -> Batch:
-    try:
-        batch = read_batch(body)
-    except ValidationError as error:
-        found = error.errors(include_input=False, include_url=False)
-        raise ProblemError(
-            422, f"The batch is malformed: {len(found)} error(s); nothing of it was stored.", errors=items(found)
-        ) from None
-    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
-        last = batch.run.rpartition("/")[2]
-        raise ProblemError(422, f"A run's name may not end in /{last}: the service's addresses do.")
-    return batch

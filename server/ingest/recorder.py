@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, bindparam, case, select, update
+from sqlalchemy import Row, bindparam, case, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
@@ -22,6 +22,7 @@ from foreshock.server.ingest.placing import place, starts_of, supersede
 from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.store.many import Many
 from foreshock.server.store.packing import pack_sample
 from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
 from foreshock.server.store.topology import heads_of_layers
@@ -48,20 +49,22 @@ _MERGED = (
 
 
 _FIND_RUNS = select(runs.c.name, runs.c.id).where(runs.c.name.in_(bindparam("names", expanding=True)))
-_FIND_BOOTS = select(boots.c.id, boots.c.run_id, boots.c.rank, boots.c.boot).where(
+_FIND_BOOTS = select(boots).where(
     boots.c.run_id.in_(bindparam("run_ids", expanding=True)), boots.c.boot.in_(bindparam("names", expanding=True))
 )
-_KNOWN_BOOTS = select(boots).where(boots.c.id.in_(bindparam("boot_ids", expanding=True)))
-_MERGE_BOOTS = (
-    update(boots).where(boots.c.id == bindparam("row_id")).values({c: bindparam(f"new_{c}") for c in _MERGED})
+_MERGE_BOOTS = Many(
+    update(boots).where(boots.c.id == bindparam("row_id")).values({c: bindparam(f"new_{c}") for c in _MERGED}),
+    ["row_id"],
 )
-_SEE_RUNS = (
+_WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
+_SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
     .values(
         last_seen=case((runs.c.last_seen < bindparam("now"), bindparam("now")), else_=runs.c.last_seen),
-        changes=runs.c.changes + 1,
-    )
+        changes=runs.c.changes + literal_column("1"),
+    ),
+    ["own", "now"],
 )
 """Made once: to put a statement together takes longer than to execute it."""
 _REMEMBERED = 4096
@@ -100,15 +103,15 @@ async def record(
     """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
     now = time.time()
     done = Recorded()
-    await _find_runs_and_boots(store, connection, group, now, done)
+    await _find_runs(store, connection, group, now, done)
     # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
     await store.lock_runs(connection, done.run_ids.values())
+    found = await _find_boots(store, connection, group, now, done)
     await _keep_new(store, connection, group, done)
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
-    known = await connection.execute(_KNOWN_BOOTS, {"boot_ids": sorted({done.boot_ids[key_of(b)] for b in done.new})})
-    rows = {row.id: row for row in known}
+    rows = {i: found[i] for i in sorted({done.boot_ids[key_of(b)] for b in done.new})}
     await _check_heads(connection, done, rows)
     await _write_samples(connection, done)
     told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
@@ -117,11 +120,11 @@ async def record(
     await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
     await _add_up_grams(store, connection, done, now)
-    await connection.execute(_SEE_RUNS, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
+    await _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
 
 
-async def _find_runs_and_boots(
+async def _find_runs(
     store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
 ) -> None:
     """Find or make them."""
@@ -134,12 +137,19 @@ async def _find_runs_and_boots(
             break
         values = [{"name": name, "first_seen": now, "last_seen": now} for name in missing]
         await connection.execute(insert_or_ignore(store, runs), values)
+
+
+async def _find_boots(
+    store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
+) -> dict[int, Row[Any]]:
+    """Find or make them: their rows by id."""
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
+    rows: dict[int, Row[Any]] = {}
     for attempt in (1, 2):
-        for row in await connection.execute(_FIND_BOOTS, wanted):
-            done.boot_ids[run_names[row.run_id], row.rank, row.boot] = row.id
+        rows = {row.id: row for row in await connection.execute(_FIND_BOOTS, wanted)}
+        done.boot_ids = {(run_names[row.run_id], row.rank, row.boot): i for i, row in rows.items()}
         absent = [key for key in keys if key not in done.boot_ids]
         if not absent or attempt == 2:
             break
@@ -147,6 +157,7 @@ async def _find_runs_and_boots(
             {"run_id": done.run_ids[run], "rank": rank, "boot": boot, "last_seen": now} for run, rank, boot in absent
         ]
         await connection.execute(insert_or_ignore(store, boots), values)
+    return rows
 
 
 async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
@@ -194,7 +205,7 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
                     }
                 )
     if rows:
-        await connection.execute(samples.insert(), rows)
+        await _WRITE_SAMPLES.execute(connection, rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
         await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
@@ -220,7 +231,7 @@ async def _merge_boots(
     moved = set(placed)
     for batch in done.new:
         boot_id = done.boot_ids[key_of(batch)]
-        boot = merged.setdefault(boot_id, {**rows[boot_id]._mapping, **placed.get(boot_id, {})})
+        boot = merged.setdefault(boot_id, {**rows[boot_id]._asdict(), **placed.get(boot_id, {})})
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
         boot["last_seen"] = now
         for event in batch.events:
@@ -247,10 +258,8 @@ async def _merge_boots(
     if layers_by_hash:
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
         await connection.execute(insert_or_ignore(store, topologies), values)
-    await connection.execute(
-        _MERGE_BOOTS,
-        [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())],
-    )
+    changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
+    await _MERGE_BOOTS.execute(connection, changes)
     if moved:
         await supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}

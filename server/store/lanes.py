@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, Row
+from sqlalchemy import Connection, Dialect, Engine, Row
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 T = TypeVar("T")
@@ -127,6 +127,17 @@ class _Immediate:
         if self._hurry.is_set():
             raise ClosingError
         return self._connection.execute(statement, parameters)
+
+    @property
+    def dialect(self) -> Dialect:
+        """Of the database."""
+        return self._connection.dialect
+
+    async def exec_driver_sql(self, statement: str, parameters: Any) -> Any:
+        """Execute the driver's own words in the calling thread."""
+        if self._hurry.is_set():
+            raise ClosingError
+        return self._connection.exec_driver_sql(statement, parameters)
 
     @asynccontextmanager
     async def stream(self, statement: Any) -> AsyncIterator[AsyncIterator[Row[Any]]]:

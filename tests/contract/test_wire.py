@@ -1,6 +1,8 @@
 """What is sent is what arrives, to the bit; what is malformed is refused with a sentence."""
 
 import json
+from binascii import a2b_base64
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +48,22 @@ def test_a_scalar_arrives_also_when_it_is_not_finite_and_the_json_stays_valid(lo
 def test_a_malformed_array_is_refused(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         Array.model_validate(fields)
+
+
+_NEARLY_BASE_64 = st.text(alphabet="AAQQzz//++09=-_ \n\u00e9", min_size=6, max_size=6)
+
+
+@given(_NEARLY_BASE_64.map(lambda six: six + "==") | st.tuples(_NEARLY_BASE_64, _NEARLY_BASE_64).map("AAQQ".join))
+def test_an_array_takes_the_base_64_that_the_standard_library_takes_when_it_is_strict(data: str) -> None:
+    fields: dict[str, Any] = {"dtype": "<f4", "shape": [1 if len(data) == 8 else 3], "data": data}
+    try:
+        values = a2b_base64(data, strict_mode=True)
+    except ValueError:
+        with pytest.raises(ValidationError):
+            Array.model_validate(fields)
+    else:
+        if len(values) == 4 * fields["shape"][0]:
+            assert Array.model_validate(fields).raw == values
 
 
 def test_states_of_the_wrong_width_are_refused() -> None:

@@ -16,9 +16,11 @@ from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.harm import first_harm
+from foreshock.lab.scoring.incidents import Told
+from foreshock.lab.scoring.intervals import poisson_upper_bound
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.score import NOT_RECORDED, alarms, split, truth
-from foreshock.lab.scoring.table import as_json, calibrated, poisson_upper_bound, row, table
+from foreshock.lab.scoring.table import as_json, calibrated, row, table
 
 HEADS = 4
 STEPS = 6000
@@ -169,7 +171,14 @@ def test_a_failure_is_scored_with_its_lead_its_cause_and_its_forecast(tmp_path: 
     assert first["first_steps"]["foreshock"] == failed.first_warning_step
     assert first["first_steps"]["Spectral Alignment"] == NOT_RECORDED
     assert set(first["first_steps"]) >= {baseline.name for baseline in BASELINES}
-    assert written["forecasts"]["checked"] == 1
+    assert written["forecasts"]["held-out"]["decided"] == 1
+    assert failed.failing_head == (0, 1)
+    assert failed.told_in_time == Told("rounding", [(0, 1)])
+    assert [(each.step, each.cause) for each in failed.incidents] == [(failed.first_warning_step, "rounding")]
+    rows = {each["group"]: each for each in written["incidents"]}
+    assert (rows["failed"]["named"], rows["failed"]["named_of"], rows["failed"]["causes_right"]) == (1, 1, 1)
+    assert (rows["healthy"]["runs"], rows["healthy"]["incidents"], rows["healthy"]["quiet_runs"]) == (1, 0, 1)
+    assert rows["healthy"]["at_most_per_500k"] == pytest.approx(2.9957 * 500_000 / STEPS, rel=1e-3)
 
 
 def test_baselines_are_calibrated_on_the_healthy_runs_of_the_tuning_set_alone(tmp_path: Path) -> None:

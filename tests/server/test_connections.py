@@ -53,6 +53,24 @@ def test_a_connection_that_asks_nothing_ends(tmp_path: Path, sent: str) -> None:
 
 
 @pytest.mark.promise("S4")
+def test_a_deadline_holds_for_every_request_of_a_connection_and_a_longer_one_before_it_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    longer = {**FEW, "FORESHOCK_BODY_SECONDS": "600"}
+    whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\r\n\r\n"
+    with LiveService(tmp_path, longer) as service, connected(service) as connection:
+        for _ in range(4):
+            connection.sendall(whole)
+            answered = b""
+            while not answered.endswith(b"}"):
+                answered += connection.recv(65_536)
+            assert answered.startswith(b"HTTP/1.1 200")
+            time.sleep(1.0)  # together longer than the headers of one request may take
+        connection.sendall(SILENT["a line without an end"])
+        assert ended(connection)
+
+
+@pytest.mark.promise("S4")
 def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place(tmp_path: Path) -> None:
     with LiveService(tmp_path, {**FEW, "FORESHOCK_HEADER_SECONDS": "600"}) as service, ExitStack() as opened:
         silent = [opened.enter_context(connected(service)) for _ in range(120)]

@@ -11,6 +11,8 @@ from sqlalchemy.exc import OperationalError
 from foreshock.contract.wire import MAX_EVENTS, Array, Sample
 from foreshock.server.testing import FakeRank
 
+SECRET = "a-secret-of-sixteen-or-more"
+
 
 def test_a_stored_batch_is_acknowledged_and_shown(play: Any) -> None:
     async def story(service: Any) -> None:
@@ -166,6 +168,54 @@ def test_a_store_that_fails_answers_503_and_acknowledges_nothing(play: Any, monk
     play(story)
 
 
+@pytest.mark.promise("S1")
+def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_holds_up_nobody(play: Any) -> None:
+    async def story(service: Any) -> None:
+        leaving, staying = FakeRank(rank=0), FakeRank(rank=1)
+        writer = service.app.state.writer
+        async with service.app.state.store.write():  # the writer waits
+            left = asyncio.create_task(service.post(leaving.batch(leaving.sample(1))))
+            stayed = asyncio.create_task(service.post(staying.batch(staying.sample(1))))
+            while sum(writer._held.values()) < 2:
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+        assert (await stayed).status_code == 200
+        assert (await service.post(leaving.batch(leaving.sample(1), sequence=1))).status_code == 200
+        counted = service.app.state.counters.batches
+        assert (counted["stored"], counted["duplicate"]) == (2, 1)
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(RuntimeError("a bug"), 500), (OperationalError("SELECT", None, OSError("gone")), 503)]
+)
+def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
+    play: Any, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
+) -> None:
+    async def failing(*_: Any) -> None:
+        raise fault
+
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        first = rank.batch(rank.sample(1))
+        service.client.headers["authorization"] = f"Bearer {SECRET}"
+        places = ((service.app.state.quotas, "admit"), (service.app.state.keyring, "caller"))
+        for place, name in places:  # within the gate, and the gate itself
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, failing)
+                answer = await service.post(first)
+            assert answer.status_code == status
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "bug" not in answer.text
+            assert "gone" not in answer.text
+        assert (await service.post(first)).status_code == 200
+
+    play(story, token=SECRET)
+
+
 @pytest.mark.promise("S4")
 def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(play: Any) -> None:
     async def story(service: Any) -> None:
@@ -249,7 +299,7 @@ def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
 def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
     monkeypatch.setattr(
-        "foreshock.server.ingest.batches.log.warning", lambda *args, **fields: logged.append((args, fields))
+        "foreshock.server.ingest.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields))
     )
 
     async def story(service: Any) -> None:

@@ -8,7 +8,7 @@ from starlette.types import Message
 
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
-from foreshock.server.http.connections import Room
+from foreshock.server.http.connections import Room, Seats
 from foreshock.server.ingest.arrivals import UNTOLD
 from foreshock.server.ingest.batches import Writer
 from foreshock.server.settings import Settings, Token
@@ -59,7 +59,7 @@ def test_a_token_whose_requests_never_end_leaves_half_of_the_room_for_others() -
         return sent
 
     async def story() -> None:
-        room = Room(never, most=8)
+        room = Room(never, Seats(8))
         held = [asyncio.create_task(ask(room, b"Bearer mallory")) for _ in range(20)]
         while sum(task.done() for task in held) < 16:
             await asyncio.sleep(0)

@@ -20,10 +20,10 @@ export const STATES = {
   quiet: "Hung or silent",
   ended: "Ended",
 } as const;
-export const RISKS = { "": "Any risk", watch: "Risk to watch", alarm: "At the limit" } as const;
+export const RISKS = { "": "Any risk", watch: "Above the watch level", alarm: "Above the alarm level" } as const;
 export const ORDERS = {
   "": "Worst risk first",
-  heard: "Heard of last",
+  heard: "Last heard from",
   left: "Fewest steps left",
   name: "By name",
 } as const;

@@ -74,7 +74,7 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
       <div class="card pad" ref={box}>
         <p class="muted">{metric.help}</p>
         {frames.low > frames.high ? (
-          <p class="empty">{loaded.error?.message ?? (version ? NOT_RECORDED : "loading")}</p>
+          <p class="empty">{loaded.error?.message ?? (version ? NOT_RECORDED : "Loading the values.")}</p>
         ) : (
           <HeatMap
             title={metric.title}

@@ -174,11 +174,11 @@ export function HeatMap({
         <span>{format(scale.low)}</span>
         <Ramp colours={colours} />
         <span>{format(scale.high)}</span>
-        <span class="muted">{SCALES[scale.kind]} scale of the whole run</span>
+        <span class="muted">{SCALES[scale.kind]} scale, over the whole run</span>
         <output class="reading">
           {shown
             ? `layer ${shown.layer} head ${shown.head}: ${format(valueOf(frames, frame?.values, shown))}`
-            : "choose a head to plot it"}
+            : "Choose a head to see it in the charts."}
         </output>
       </div>
     </div>

@@ -20,7 +20,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
         <h2>What happened</h2>
         <label class="inline">
           <input type="checkbox" checked={updates} onChange={(event) => setUpdates(event.currentTarget.checked)} />{" "}
-          every update of a warning
+          show every update of a warning
         </label>
       </header>
       <ol class="card events">
@@ -41,7 +41,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
             </span>
           </li>
         ))}
-        {events.length === 0 && <li class="empty">Nothing yet.</li>}
+        {events.length === 0 && <li class="empty">Nothing has happened yet.</li>}
       </ol>
       <details class="more" onToggle={(event) => setOpen(event.currentTarget.open)}>
         <summary>Audit trail</summary>
@@ -54,14 +54,14 @@ export function History({ views }: { views: readonly Loaded[] }) {
 function Audit({ runs }: { runs: readonly string[] }) {
   const audit = useResource(() => api.audit(runs), `audit ${runs.join()}`, { on: (wake) => wake.kind !== "sample" });
   if (audit.error) return <ErrorNote error={audit.error} />;
-  if (!audit.data) return <p class="empty">loading</p>;
+  if (!audit.data) return <p class="empty">Loading the audit trail.</p>;
   const { rows } = audit.data;
   return (
     <div class="card table">
       <table>
         <caption>
           {audit.data.intact
-            ? "The chain of hashes holds."
+            ? "The chain of hashes is intact: no row was changed or removed."
             : "The chain of hashes is BROKEN: rows were changed or removed."}
         </caption>
         <thead>
@@ -87,7 +87,7 @@ function Audit({ runs }: { runs: readonly string[] }) {
           ))}
         </tbody>
       </table>
-      {rows.length === 0 && <p class="empty">No row.</p>}
+      {rows.length === 0 && <p class="empty">Nothing has been recorded yet.</p>}
     </div>
   );
 }

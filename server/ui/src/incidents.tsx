@@ -77,11 +77,11 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         <span class="muted">
           {incident.cause} · {incident.standing > 1 ? `${incident.standing} heads` : where(first)} · since step{" "}
           {steps(incident.opened_step)}
-          {incident.times > 1 && ` · ${incident.times} times so far`}
+          {incident.times > 1 && ` · ${incident.times} times in this run`}
         </span>
         {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
         {incident.state !== "open" && <span class="standing">{incident.state}</span>}
-        {incident.acknowledged && <span class="muted">seen by {incident.acknowledged.who}</span>}
+        {incident.acknowledged && <span class="muted">acknowledged by {incident.acknowledged.who}</span>}
       </header>
       <p class="sentence">{incident.standing > 1 ? incident.sentence : first.sentence || incident.sentence}</p>
       <p class="left">
@@ -114,14 +114,14 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
   );
 }
 
-/** Every head of an incident, folded by layer; layers and heads that come to harm soonest first. */
+/** Every head of an incident, folded by layer; layers and heads with the fewest steps left first. */
 function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const [open, setOpen] = useState(false);
   const layers = Map.groupBy(incident.heads, ({ layer }) => layer);
   return (
     <details onToggle={(event) => event.currentTarget === event.target && setOpen(event.currentTarget.open)}>
       <summary>
-        {incident.heads.length} heads in {layers.size} {layers.size > 1 ? "layers" : "layer"}, soonest harm first
+        {incident.heads.length} heads in {layers.size} {layers.size > 1 ? "layers" : "layer"}, fewest steps left first
       </summary>
       {open && (
         <div class="scroll">

@@ -19,8 +19,8 @@ export function Login({ onSession }: { onSession: (session: Session) => void }) 
   };
   return (
     <form class="card pad login" onSubmit={submit}>
-      <h1>Token</h1>
-      <p class="muted">This service asks for a token. Its administrator has one for you.</p>
+      <h1>Log in</h1>
+      <p class="muted">This service is closed without a token. Ask its administrator for one with the scope read, or act to switch heads.</p>
       <label class="field">
         <span>Token</span>
         <input name="token" type="password" required autocomplete="current-password" />

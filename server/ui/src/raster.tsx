@@ -86,7 +86,7 @@ export function Raster({ frames, version, rows, at, paint, chosen, ink, onPick }
       <canvas
         ref={canvas}
         role="img"
-        aria-label="The same measure through time, one row a head (layer·head)."
+        aria-label="The same measure over the steps, one row for each head (layer·head)."
         onClick={pick}
       />
     </div>

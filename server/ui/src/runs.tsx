@@ -35,8 +35,8 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
       <section class="card empty first">
         <h1>No run has sent anything yet</h1>
         <p>
-          Call <code>foreshock.monitor.attach(model)</code> in your training script, or try <code>foreshock demo</code>.
-          It appears here with its first step.
+          Call <code>foreshock.attach(model, url="{location.origin}")</code> in your training script, or try <code>foreshock demo</code>.
+          The run appears here with its first step.
         </p>
       </section>
     );
@@ -90,7 +90,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
               <th>Risk</th>
               <th class="right">Steps left</th>
               <th class="right">Warnings</th>
-              <th class="right">Last heard</th>
+              <th class="right">Last heard from</th>
             </tr>
           </thead>
           <tbody>
@@ -179,7 +179,7 @@ function Row({
       <td data-label="Warnings" class="right">
         {run.active_warnings || "none"}
       </td>
-      <td data-label="Last heard" class="right muted">
+      <td data-label="Last heard from" class="right muted">
         <Ago at={run.last_seen_unix_seconds} />
       </td>
     </tr>

@@ -25,7 +25,7 @@ function Tiles({ view: { detail }, catalog }: { view: Loaded; catalog: Catalog }
     ["Switched heads", switchedHeads(detail.layers)],
     ["Policy", detail.policy ?? "not recorded"],
     ["Numerics", detail.numerics ?? "not recorded"],
-    ["Last heard", <Ago at={detail.last_seen_unix_seconds} />],
+    ["Last heard from", <Ago at={detail.last_seen_unix_seconds} />],
   ];
   return (
     <section class="summary">

@@ -50,10 +50,10 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const undo = decide?.decision === "undo";
   const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
   const sentence = undo
-    ? `${dryRun ? "Try, without changing anything, to take" : "Take"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)} back, to the mode before it.`
+    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: each head returns to the mode it had before.`
     : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
-    : `${dryRun ? "Try, without changing anything, to switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
+    : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
 
   const send = async () => {
     setState("sending");
@@ -80,8 +80,8 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention and differs in rounding alone. The agent applies the order at its
-              next step boundary and answers here.
+              Every mode computes the same attention; modes differ in rounding only. The agent applies the order at its
+              next step boundary, and its answer appears here.
             </p>
             <p class="muted">
               {who}: {reason}
@@ -158,7 +158,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                   checked={dryRun}
                   onChange={(event) => setDryRun(event.currentTarget.checked)}
                 />
-                dry run: answer, change nothing
+                dry run: the agent says what it would do and changes nothing
               </label>
             )}
           </>
@@ -181,7 +181,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
 const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
 
 /** With a sign, for those who cannot tell the colours apart. */
-const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested", unknown: "not verifiable" };
+const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth goes on", unknown: "cannot be verified" };
 
 interface CommandsProps {
   commands: readonly CommandStatus[];
@@ -219,7 +219,7 @@ export function Commands({ commands, views, head, onSwitch }: CommandsProps & { 
           </button>
         )}
       </header>
-      {decided.length === 0 && <p class="note calm">No order was given.</p>}
+      {decided.length === 0 && <p class="note calm">No switch has been ordered.</p>}
       <CommandList commands={decided} views={views} onSwitch={onSwitch} />
     </section>
   );
@@ -275,7 +275,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
             </span>
           )}
           {command.state === "proposed" && !isActive(command.run) && (
-            <span class="muted">The run has ended; nothing is left to switch.</span>
+            <span class="muted">The run has ended, so this can no longer be approved.</span>
           )}
           {command.state === "proposed" && mayDecide(command.run) && (
             <span class="buttons">

@@ -33,7 +33,7 @@ def test_a_flood_of_144_heads_is_one_card_whose_first_button_switches_every_head
     buttons = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings footer button")]
     assert buttons == ["Switch every head", "Show this head", "Switch this head", "Acknowledge"]
     assert not chromium.find_elements(By.CSS_SELECTOR, ".warnings li")
-    chromium.find_element(By.XPATH, "//summary[contains(., 'soonest harm first')]").click()
+    chromium.find_element(By.XPATH, "//summary[contains(., 'fewest steps left first')]").click()
     layers = wait("its layers", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer > summary"))
     assert len(layers) == 12
     assert layers[0].text.startswith("layer 11: 12 heads, about 3,600")
@@ -57,7 +57,7 @@ def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
     name.clear()
     name.send_keys("Ada")
     button(chromium, "Acknowledge").click()
-    wait("it is seen", lambda: "seen by Ada" in text(chromium, ".warnings header"))
+    wait("it is seen", lambda: "acknowledged by Ada" in text(chromium, ".warnings header"))
     assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
 
 

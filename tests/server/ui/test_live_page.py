@@ -81,10 +81,8 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     wait("it moves", lambda: tile(chromium, "Step") == "650")
     assert "No active warning" in text(chromium)
 
-    began = time.monotonic()
-    feeder.warn()
+    feeder.warn()  # how fast it travels is measured by test_how_fast_a_warning_travels.py
     wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
-    assert time.monotonic() - began < 2.0
     assert "about 2,100 (1,400 to 3,100)" in text(chromium, ".warnings")
     assert f"{MINUS}6.25" in text(chromium, ".evidence")
     assert tile(chromium, "Steps left") == "about 2,100"
@@ -112,7 +110,7 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     button(chromium, "Undo").click()
     chromium.find_element(By.NAME, "reason").send_keys("enough seen")
     button(chromium, "Continue").click()
-    sentence = f"Take the switch of layer 0 head 2 of {feeder.run} to exact delta back"
+    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to exact delta"
     wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Undo now").click()
     wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))

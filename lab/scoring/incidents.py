@@ -1,0 +1,99 @@
+"""What people would have been told of a recorded run: its incidents, and the heads that were named first.
+
+Heads are many and warnings latch by the head; what calls somebody at night is an incident
+(foreshock.contract.incident). One opens when a cause that nothing stands of is warned about, and closes when all of it
+is quiet.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from foreshock.contract.decision import IncidentCause, cause_of
+from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.slots import Floats
+from foreshock.contract.wire import HeadRef, Verdict
+from foreshock.lab.recording.trace import Trace, readings
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE
+
+NAMED: Final = 3
+"""Heads of an incident that people look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An incident as it opened."""
+
+    step: int
+    cause: IncidentCause
+    expected_until: int | None
+    """the last step at which harm was then expected; None where no range was given"""
+
+
+def opened(verdicts: Iterable[Verdict]) -> list[Opened]:
+    """The incidents that a run's verdicts, in their order, open. A warning whose cause changes moves to the other."""
+    standing: dict[IncidentCause, set[str]] = {}
+    found = []
+    for verdict in verdicts:
+        if verdict.severity == "info":
+            continue
+        cause = cause_of(verdict)
+        for other, ids in standing.items():
+            if other != cause or verdict.state == "cleared":
+                ids.discard(verdict.id)
+        if verdict.state == "cleared":
+            continue
+        if not standing.setdefault(cause, set()):
+            high = verdict.forecast_high_steps
+            found.append(Opened(verdict.step, cause, None if high is None else verdict.step + round(min(high, 1e9))))
+        standing[cause].add(verdict.id)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What stood on the page at some step."""
+
+    cause: IncidentCause
+    heads: list[HeadRef]
+    """the first ones, soonest harm first"""
+
+
+def told_at(verdicts: Iterable[Verdict], step: int) -> Told | None:
+    """The most urgent incident as it stood after `step`; None where none was open."""
+    raised: dict[str, int] = {}
+    newest: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        if verdict.step <= step:
+            raised.setdefault(verdict.id, verdict.step)
+            newest[verdict.id] = verdict
+    warned = [Warned(0, raised[name], verdict) for name, verdict in newest.items()]
+    for incident in incidents(warned, mitigation=DEFAULT_MITIGATION, last_step=step):
+        if incident.state != "closed":
+            heads = [(h.layer, h.head) for h in incident.heads if h.layer is not None and h.head is not None]
+            return Told(incident.cause, heads[:NAMED])
+    return None
+
+
+def failing_head(trace: Trace, harm_step: int | None) -> HeadRef | None:
+    """The head that fails: the first whose |score| reaches 512; where none does, that of the largest |offset| in the
+    first sample of the harm. None where the trace does not tell its heads apart, or nothing was recorded."""
+    last: Floats | None = None
+    for reading in readings(trace):
+        score = np.fmax(reading.row_max_abs, reading.score_max)
+        if (score >= DANGEROUS_SCORE).any():
+            return _one(trace.heads, score)
+        if harm_step is not None and last is None and reading.step >= harm_step:
+            last = np.abs(reading.score_offset)
+    return None if last is None else _one(trace.heads, last)
+
+
+def _one(heads: Sequence[HeadRef], values: Floats) -> HeadRef | None:
+    """The head of the largest value; None where another has it too, or none is known."""
+    if np.isnan(values).all():
+        return None
+    largest = np.nanmax(values)
+    return heads[int(np.nanargmax(values))] if np.count_nonzero(values == largest) == 1 else None

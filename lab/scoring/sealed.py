@@ -1,0 +1,76 @@
+"""What is held out is scored once: the seal on the held-out half of the runs on real text.
+
+Thresholds that are moved after a look at held-out runs are tuned on them. So `foreshock lab score` refuses these runs
+(real_text_split.json names them) unless it is told to break the seal; it then writes down by which detectors which runs
+were scored, and refuses any other detectors and any other runs from then on. The file is committed beside the traces.
+"""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import foreshock.monitor.detect as detect
+from foreshock.lab.training.real_text_split import assigned
+from foreshock.monitor.detect.detectors import DetectorConfig
+
+_NAMED = 3
+
+
+def sealed(paths: Sequence[Path]) -> list[Path]:
+    """Those of `paths` that hold a held-out run on real text."""
+    return [path for path in paths if _held_out(path)]
+
+
+def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None) -> None:
+    """Let the held-out runs among `paths` be scored by these detectors, and write that down in `seal`.
+
+    Raises ValueError for held-out runs without a `seal`, and where that file tells of other detectors or other runs.
+    """
+    held_out = sealed(paths)
+    if not held_out:
+        return
+    if seal is None:
+        names = ", ".join(path.name for path in held_out[:_NAMED])
+        more = f" and {len(held_out) - _NAMED} more" if len(held_out) > _NAMED else ""
+        raise ValueError(
+            f"{names}{more} are held out: they are scored once, when no threshold will move any more. Leave them out, "
+            "or score them all with --held-out FILE, which writes down by which detectors it was done"
+        )
+    told = {
+        "detectors": fingerprint(config),
+        "runs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(held_out)},
+    }
+    if seal.exists():
+        before = json.loads(seal.read_text())
+        for what in ("detectors", "runs"):
+            if before.get(what) != told[what]:
+                raise ValueError(
+                    f"{seal} says that held-out runs were scored before, with other {what}; what was seen is not held "
+                    "out any more. Score new runs, by a new split"
+                )
+        return
+    seal.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def fingerprint(config: DetectorConfig) -> str:
+    """SHA-256 of the detectors' source and thresholds."""
+    [folder] = detect.__path__
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    for path in sorted(Path(folder).glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _held_out(path: Path) -> bool:
+    """Raises nothing: a file that is no trace is refused by who reads it whole."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            header: Any = json.loads(file.readline())
+    except (OSError, EOFError, ValueError):
+        return False
+    if not isinstance(header, dict):
+        return False
+    return assigned(str(header.get("recipe")), header.get("seed")) == "held-out"

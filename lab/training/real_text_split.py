@@ -1,0 +1,30 @@
+"""Which runs on real text detectors may be tuned on, and which are held out.
+
+The split is a file, by recipe and seed, that was committed before any of these runs was made: `real_text_split.json`.
+Detectors are tuned on its tuning runs alone. What is held out is scored once, at the end, by
+`foreshock lab score --held-out` (foreshock.lab.scoring.sealed).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+Split = Literal["tuning", "held-out"]
+SPLIT_FILE: Final = Path(__file__).with_name("real_text_split.json")
+
+
+@cache
+def real_text_split() -> Mapping[str, Mapping[Split, Sequence[int]]]:
+    """Seeds by recipe and half."""
+    told: Mapping[str, Mapping[Split, Sequence[int]]] = json.loads(SPLIT_FILE.read_text())
+    return told
+
+
+def assigned(recipe: str, seed: Any) -> Split | None:
+    """The half that the runs of a recipe and seed belong to; None for one that the file does not name."""
+    for split, seeds in real_text_split().get(recipe, {}).items():
+        if seed in seeds:
+            return split
+    return None

@@ -1,0 +1,118 @@
+"""The runs on real text: their recipes train, their split was there first, and no run is in both halves."""
+
+import hashlib
+import math
+from dataclasses import replace
+
+import pytest
+
+from foreshock.lab.training.arm import CONTROL, CONTROL_AGAIN, UNTREATED
+from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.real_text import real_text_sets
+from foreshock.lab.training.real_text_split import SPLIT_FILE, assigned, real_text_split
+from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
+from foreshock.lab.training.run import Training
+from foreshock.lab.training.text_recipes import TEXT_RECIPES
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return standard_library()
+
+
+def tiny(recipe: Recipe) -> Recipe:
+    """The same settings on a model of two small layers and another text."""
+    shape = replace(
+        recipe.model,
+        layers=2,
+        heads=4,
+        kv_heads=2 if recipe.model.kv_heads else None,
+        width=32,
+        context=16,
+        vocabulary=256,
+    )
+    return replace(recipe, model=shape, batch=4, steps=40, warmup_steps=4, text="bytes")
+
+
+@pytest.mark.parametrize("recipe", TEXT_RECIPES, ids=lambda recipe: recipe.name)
+def test_every_recipe_on_real_text_trains_at_a_small_size(recipe: Recipe, corpus: Corpus) -> None:
+    training = Training(tiny(recipe), UNTREATED, 5, corpus=corpus)
+    with training.agent:
+        course = [float(training.advance()) for _ in range(12)]
+    assert all(map(math.isfinite, course))
+    assert min(course[6:]) < course[0]
+
+
+def test_the_settings_are_those_that_people_train_with() -> None:
+    assert all(recipe.model.value_offset == 0.0 and recipe.injection is None for recipe in TEXT_RECIPES)
+    on_gpu = [recipe for recipe in TEXT_RECIPES if recipe.on_gpu]
+    assert {recipe.batch for recipe in on_gpu} == {16, 32, 64, 128}
+    assert min(recipe.learning_rate for recipe in on_gpu) == 3e-4
+    assert max(recipe.learning_rate for recipe in on_gpu) == 2e-3
+    assert {recipe.optimizer for recipe in on_gpu} == {"adamw", "muon"}
+    llamas = [
+        r.model for r in on_gpu if r.model.rotary and r.model.gated and r.model.norm == "rms" and r.model.kv_heads
+    ]
+    assert {(model.qk_norm, model.qkv_bias) for model in llamas} == {(False, False), (True, False), (False, True)}
+    small = find_recipe("gpt2-small")
+    assert (small.model.layers, small.model.width, small.model.context, small.clip) == (12, 768, 1024, 1.0)
+
+
+def test_a_control_made_again_begins_as_the_control_but_for_less_than_rounding(corpus: Corpus) -> None:
+    recipe = tiny(find_recipe("kb256"))
+    first, again = (Training(recipe, arm, 3, corpus=corpus) for arm in (CONTROL, CONTROL_AGAIN))
+    with first.agent, again.agent:
+        for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+        assert any(
+            not (one == other).all()
+            for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True)
+        )
+        for _ in range(3):  # on the same batches
+            assert float(again.advance()) == pytest.approx(float(first.advance()), rel=1e-3)
+
+
+def test_the_split_is_the_one_that_was_committed_before_any_run() -> None:
+    """Whoever changes it after runs exist makes a new split, of new seeds."""
+    told = hashlib.sha256(SPLIT_FILE.read_bytes()).hexdigest()
+    assert told == "395158332de3b1df491583fbd4bff6a740a74a5b2765f7c51934737fccfde902"
+
+
+def test_no_run_is_in_both_halves_and_what_was_looked_at_is_for_tuning() -> None:
+    for recipe, halves in real_text_split().items():
+        assert recipe in RECIPES
+        seeds = [*halves["tuning"], *halves["held-out"]]
+        assert len(set(seeds)) == len(seeds)
+        assert {assigned(recipe, seed) for seed in halves["held-out"]} <= {"held-out"}
+    for recipe, seed in (("kb256", 1), ("kb256", 2), ("kb256b128", 1), ("kb512", 1), ("gpt2-small", 1)):
+        assert assigned(recipe, seed) == "tuning"
+    assert assigned("kb256", 999) is None
+    assert assigned("key-bias-small", 1) is None
+    assert find_recipe("kb256").header(UNTREATED, 1, "run")["split"] == "tuning"
+    assert find_recipe("kb256").header(UNTREATED, 11, "run")["split"] == "held-out"
+
+
+def test_the_sets_hold_what_a_reviewer_asks_for() -> None:
+    entries = [entry for runs in real_text_sets().values() for entry in runs]
+    names = [entry.name for entry in entries]
+    assert len(set(names)) == len(names)
+    for entry in entries:  # each run that may fail stands beside a control that is as long
+        if entry.recipe.truth == "rounding":
+            assert f"{entry.recipe.name}_control_seed{entry.seed}" in names
+    failing = {e.recipe.name for e in entries if e.recipe.truth == "rounding"}
+    on_text = [name for name in failing if find_recipe(name).text == "byte pairs"]
+    assert len(failing) >= 5
+    assert len(on_text) >= 3
+    assert sum(e.recipe.truth == "rounding" and not e.arm.cured for e in entries) >= 24
+    for recipe in failing:
+        assert sum(e.arm is CONTROL_AGAIN and e.recipe.name == recipe for e in entries) == 2
+    healthy = [entry.recipe for entry in entries if entry.recipe.truth_of(entry.arm) == "healthy"]
+    assert sum(recipe.steps for recipe in healthy) >= 2_000_000
+    assert sum(recipe.steps for recipe in healthy if recipe.model.layers >= 8) >= 1_000_000
+
+
+def test_a_set_begins_with_one_run_of_every_recipe_so_that_a_leg_gives_some_of_everything() -> None:
+    runs = real_text_sets()["real-text"]
+    recipes = list(dict.fromkeys(entry.recipe.name for entry in runs))
+    first = [entry for entry in runs if entry.arm.name in ("untreated", "paper")][: len(recipes)]
+    assert [entry.recipe.name for entry in first] == recipes
