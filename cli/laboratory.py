@@ -237,8 +237,9 @@ def demo_seeds(
     from foreshock.lab.demo_seeds import demo_seeds as measure
     from foreshock.lab.demo_show import SHOWS
 
-    first, _, last = seeds.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) < int(first):
+    first, dash, last = seeds.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
         raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
 
     if recipe not in SHOWS:
@@ -250,7 +251,7 @@ def demo_seeds(
 
     found = measure(
         SHOWS[recipe],
-        range(int(first), int(last or first) + 1),
+        range(int(first), int(last) + 1),
         processors=processors or tuple(PROCESSORS),
         processes=processes,
         json_file=json,
@@ -261,8 +262,8 @@ def demo_seeds(
         table.add_column(name, justify="right", no_wrap=name not in ("offset", "score", "loss"))
     for each in found:
         table.add_row(
-            *(str(each.seed), each.processor, _cell(each.warned_step), f"{each.layer}/{each.head} {each.cause or ''}"),
-            _cell(each.switched_step),
+            *(str(each.seed), each.processor, cell(each.warned_step), f"{each.layer}/{each.head} {each.cause or ''}"),
+            cell(each.switched_step),
             *(
                 ", ".join("-" if number is None else format(number, form) for number in numbers)
                 for form, numbers in (

@@ -1,5 +1,6 @@
 """Whether the demo keeps its promise on many seeds: how that is measured, on a tiny model."""
 
+import io
 import json
 import os
 from concurrent.futures import Future
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from foreshock.cli import laboratory
 from foreshock.lab import demo_seeds
 from foreshock.lab.demo_seeds import Shown
 from foreshock.lab.demo_show import Show
@@ -126,3 +129,34 @@ def test_another_kind_of_processor_is_asked_for_by_its_variables_for_no_longer_t
     assert seen == ["avx2", "default"]
     assert os.environ["ATEN_CPU_CAPABILITY"] == "avx2"
     assert len(json.loads(file.read_text())["runs"]) == 2
+
+
+def told(seeds: str, file: Path, recipe: str = "key-bias-small") -> str:
+    said = io.StringIO()
+    laboratory.demo_seeds(seeds, Console(file=said, width=200), recipe=recipe, processors=None, processes=1, json=file)
+    return said.getvalue()
+
+
+def test_the_command_tells_every_seed_and_on_how_many_the_promise_was_kept(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    runs = [shown(recipe="key-bias-small", seed=seed, processor=kind) for seed in (3, 4) for kind in ("own", "plain")]
+    runs[3] = replace(runs[3], warned_step=None, switched_step=None, offset_switched=None, control_warnings=2)
+    demo_seeds.write(file, runs)
+    said = told("3-4", file)
+    assert said.count("-40.0, -5.0, +1.0") == 3
+    assert "-40.0, -, +1.0" in said
+    assert "warned 2" in said
+    three = "with a quiet control, 2 all three"
+    assert f"processor own: of 2 seeds 2 warned about, 2 undone by the switch, 2 {three}" in said
+    assert "processor plain: of 2 seeds 1 warned about, 1 undone by the switch, 1 with a quiet control, 1 all" in said
+
+
+@pytest.mark.parametrize("seeds", ["", "x", "4-3", "1-", "-3", "1,2"])
+def test_seeds_that_are_no_range_are_refused(seeds: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="are no range; give the first and the last"):
+        told(seeds, tmp_path / "demo.json")
+
+
+def test_a_recipe_that_the_demo_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the demo has no recipe 'kb256'; allowed are key-bias-small, fast-biases"):
+        told("1", tmp_path / "demo.json", recipe="kb256")
