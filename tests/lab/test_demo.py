@@ -208,7 +208,7 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> N
         seed=1,
         port=0,
         picture=tmp_path / "picture.png",
-        show=SHOW,
+        show=replace(SHOW, numerics="kernel"),
         agent_settings={"detectors": EARLY},
         console=Console(file=said, width=200),
     )
