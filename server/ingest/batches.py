@@ -47,7 +47,7 @@ class Writer:
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
         self._bytes = 0
         self._held: Counter[str] = Counter()
-        """Batches of each token that wait."""
+        """Batches of each token that wait or are being written: who is let in waits for as many at most."""
         self._share = max(1, settings.ingest_queue_batches // (2 * max(1, len(settings.all_tokens))))
         self._closed = False
         self._switched: dict[int, float] = {}
@@ -59,7 +59,7 @@ class Writer:
         A share of places is kept for each token, and of bytes room for one batch: nobody fills the queue for others.
         """
         held = self._held[token]
-        full = self._waiting.qsize() >= self._settings.ingest_queue_batches and held >= self._share
+        full = self._held.total() >= self._settings.ingest_queue_batches and held >= self._share
         if full or (held and self._bytes + size > self._settings.ingest_queue_bytes):
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
