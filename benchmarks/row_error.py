@@ -88,7 +88,7 @@ def main() -> None:
     arms: list[tuple[str, Mode, Numerics]] = [("float32", Mode.PLAIN, "float32")]
     arms += [(mode_name(mode), mode, "kernel") for mode in MODES]
     arms += [(f"paper, {mode_name(mode)}", mode, "paper") for mode in MODES]
-    print("| arm | " + " | ".join(f"{offset:g}" for offset in OFFSETS) + " |")
+    print("| variant | " + " | ".join(f"{offset:g}" for offset in OFFSETS) + " |")
     print("|---|" + "---|" * len(OFFSETS))
     for name, mode, numerics in arms:
         cells = (" / ".join(f"{x:.1e}" for x in mean_error(offset, mode, numerics)) for offset in OFFSETS)

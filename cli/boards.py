@@ -15,14 +15,14 @@ boards = typer.Typer(
 
 @boards.command("generate")
 def dashboards_generate(
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write below; by default the checkout, whose files are committed.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; by default this checkout.")] = None,
     grafana_url: Annotated[str | None, typer.Option(help="Address of Grafana, for links in alerts.")] = None,
     service_url: Annotated[str | None, typer.Option(help="Address of the service, for links in boards.")] = None,
-    runbooks_url: Annotated[str | None, typer.Option(help="Address of the folder with docs/runbooks.")] = None,
+    runbooks_url: Annotated[
+        str | None, typer.Option(help="Address where docs/runbooks is served, for links in alerts.")
+    ] = None,
 ) -> None:
-    """Write the boards, rules and provisioning files from the catalogue, for other addresses into another folder."""
+    """Write the boards, rules and provisioning files. For addresses of your own give a folder of your own too."""
     from foreshock.dashboards import generate
     from foreshock.dashboards.rules import Links
 
@@ -38,7 +38,7 @@ def dashboards_generate(
 
 @boards.command("check")
 def dashboards_check() -> None:
-    """Say which generated files differ from what the catalogue says."""
+    """List the generated files that are not up to date."""
     from foreshock.dashboards import generate
 
     changed = generate.check(_checkout())
@@ -56,16 +56,21 @@ def _checkout() -> Path:
 @boards.command("push")
 def dashboards_push(
     grafana_url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="Address of Grafana.")],
-    grafana_token: Annotated[str, typer.Option(envvar="GRAFANA_TOKEN", help="Token of a service account, Editor.")],
+    grafana_token: Annotated[
+        str, typer.Option(envvar="GRAFANA_TOKEN", help="Token of a service account with the role Editor.")
+    ],
     service_url: Annotated[str, typer.Option(help="Address of the service, as people reach it.")] = DEFAULT_URL,
     prometheus_url: Annotated[
-        str | None, typer.Option(help="Make the data source too, for this Prometheus (needs Admin).")
+        str | None, typer.Option(help="Also make the data source, for this Prometheus; needs the role Admin.")
     ] = None,
     alert_rules: Annotated[
-        str, typer.Option(help="leave, push or remove Grafana-managed rules; Prometheus has the same rules.")
+        str,
+        typer.Option(
+            help="leave, push or remove the rules that Grafana evaluates itself. Prometheus has the same rules."
+        ),
     ] = "leave",
 ) -> None:
-    """Load the boards into a Grafana that is not provisioned by file."""
+    """Load the boards into a running Grafana, by its HTTP interface."""
     from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
     from foreshock.dashboards.push import push
     from foreshock.dashboards.rules import Links

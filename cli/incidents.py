@@ -15,14 +15,20 @@ _HEADS_SHOWN = 5
 def incidents(
     run: Annotated[str, typer.Argument(help="Run to look at.")],
     acknowledge: Annotated[
-        str | None, typer.Option(metavar="INCIDENT", help="Say that you look after it: its id; needs --reason.")
+        str | None,
+        typer.Option(
+            metavar="INCIDENT",
+            help="Acknowledge the incident with this id, so that others know that you look after it; needs --reason.",
+        ),
     ] = None,
-    reason: Annotated[str | None, typer.Option(help="Why it is acknowledged; stands in the audit trail.")] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Why you acknowledge it; it is recorded in the audit trail.")
+    ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Tell the incidents of a run: which heads, how soon, what was done and what is left to do."""
+    """List the incidents of a run: their heads, the steps left, what was done and what to do."""
     from foreshock.cli.output import console, print_json
 
     if (acknowledge is None) != (reason is None):

@@ -29,7 +29,9 @@ app = typer.Typer(
     "Start with [bold]foreshock demo[/bold]; [bold]foreshock doctor[/bold] says what this machine can do.",
 )
 lab = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="The failure laboratory: make failures happen, score detectors."
+    cls=Commands,
+    no_args_is_help=True,
+    help="The failure laboratory: train small models until they fail, and score the detectors.",
 )
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
@@ -74,13 +76,18 @@ def demo(
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to bind; any but loopback needs a token.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; every address but loopback needs a token.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     database_url: Annotated[
-        str | None, typer.Option(help="sqlite:///FILE or postgresql://...; see docs/service.md.")
+        str | None, typer.Option(help="Where the data is stored: sqlite:///FILE or postgresql://...")
     ] = None,
 ) -> None:
-    """Run the service: ingest, API, /metrics, the live page. Settings come from FORESHOCK_* too: docs/service.md."""
+    """Run the service: it stores runs and shows the live page, the HTTP interface and /metrics.
+
+    All settings can also be given as variables FORESHOCK_*; docs/reference/settings.md lists them.
+    """
     from foreshock.server.app import serve as serve_app
     from foreshock.server.settings import settings_of
 
@@ -91,12 +98,13 @@ def serve(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="module:factory; then what would be watched in that model is listed.")
+        str | None,
+        typer.Argument(help="A function as module:factory that makes a model; lists what would be watched in it."),
     ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do, and check attention against the truth."""
+    """Report what this machine supports, and check attention against a float64 reference."""
     from foreshock.cli import doctor as examination
     from foreshock.cli.output import console
 
@@ -114,7 +122,7 @@ def runs(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """List the runs that the service knows. Names stand whole in a pipe."""
+    """List the runs that the service knows. Long names are shortened at a terminal, and never in a pipe."""
     from foreshock.cli import output
     from foreshock.cli import runs as text
     from foreshock.client import Service
@@ -136,15 +144,19 @@ def runs(
 def export(
     run: Annotated[str, typer.Argument(help="Run to read.")],
     metric: Annotated[str, typer.Argument(help="A metric of docs/metrics.md by its key, such as run.loss.")],
-    layer: Annotated[int | None, typer.Option(help="Layer of a metric of heads.")] = None,
-    head: Annotated[int | None, typer.Option(help="Head of that layer; without it the layer's worst.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer, for a metric of heads.")] = None,
+    head: Annotated[
+        int | None, typer.Option(help="Head of that layer; by default the worst head at each point.")
+    ] = None,
     from_step: Annotated[int | None, typer.Option(help="First step.", min=0)] = None,
     to_step: Annotated[int | None, typer.Option(help="Last step.", min=0)] = None,
-    points: Annotated[int, typer.Option(help="Points at most; each keeps its minimum and maximum.", min=1)] = 10_000,
+    points: Annotated[
+        int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1)
+    ] = 10_000,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Print one metric of a run as CSV: step, low, high, last, and worst_head where no head was named."""
+    """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
     from foreshock.cli import runs as text
     from foreshock.client import Service
 
@@ -158,23 +170,27 @@ def export(
 @app.command()
 def switch(
     run: Annotated[str, typer.Argument(help="Run to switch.")],
-    reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
-    mode: Annotated[str | None, typer.Option(help=f"plain, {', '.join(MODE_NAMES)}, or several joined by +.")] = None,
+    reason: Annotated[str, typer.Option(help="Why you switch; it is recorded in the audit trail.")],
+    mode: Annotated[
+        str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
+    ] = None,
     undo: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Take a switch back instead: a command's id, or `last`.")
+        str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of the order, or `last`.")
     ] = None,
     cancel: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Stop an order that is under way: its id, or `last`.")
+        str | None, typer.Option(metavar="COMMAND", help="Stop an order that is under way instead: its id, or `last`.")
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer to switch; without it, all of them.")] = None,
-    head: Annotated[list[int] | None, typer.Option(help="Head of that layer; may be repeated.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do; change nothing.")] = False,
+    layer: Annotated[int | None, typer.Option(help="Layer to switch; by default all layers.")] = None,
+    head: Annotated[
+        list[int] | None, typer.Option(help="Head of that layer; may be repeated. By default all heads.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Ask the agent what it would do, and change nothing.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")] = 30.0,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Switch heads of a running training to another mode and wait for the agent's word; undo or stop one.
+    """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
 
     Exit code 0: done. 3: ordered, and no agent has answered yet. 4: answered, and not done (refused, expired,
     rejected). 1: not ordered.
@@ -204,17 +220,19 @@ def switch(
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A recorded run: gzipped JSON lines.")],
-    url: Annotated[str | None, typer.Option(help="Play into this service; by default one is started for it.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Send it to this service; by default a service is started for it.")
+    ] = None,
     token: Token = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run it becomes.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run under which it appears.")] = None,
     port: Annotated[int, typer.Option(help="Port of the service that is started; 0 takes a free one.")] = 8765,
     steps_per_second: Annotated[
-        float | None, typer.Option(help="Pace; as fast as possible by default.", min=0.001)
+        float | None, typer.Option(help="How fast to play; by default as fast as possible.", min=0.001)
     ] = None,
-    offline: Annotated[bool, typer.Option(help="Only tell what the detectors say; no service, no page.")] = False,
+    offline: Annotated[bool, typer.Option(help="Only print what the detectors say, without a service.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Play a recorded run through the same detectors, service and page. What it did not record stays unknown."""
+    """Play a recorded run through the same detectors, service and page. What was not recorded stays unknown."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -235,18 +253,24 @@ def replay(
 def diagnose(
     run: Annotated[
         list[str],
-        typer.Argument(help="Trace (.gz), lab checkpoint, module:factory, or a run of the service; several join."),
+        typer.Argument(
+            help="A trace (.gz), a checkpoint of `lab run`, module:factory, or a run's name; may be repeated."
+        ),
     ],
-    state: Annotated[Path | None, typer.Option(help="Weights for the model of module:factory.")] = None,
-    head: Annotated[list[str], typer.Option(help="LAYER.HEAD to look at; may be repeated.")] = [],  # noqa: B006
-    batches: Annotated[int, typer.Option(help="Batches that a model is run on.", min=2)] = 16,
-    numerics: Annotated[str | None, typer.Option(help="kernel or paper; by default what the model was run in.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="File with weights to load into the model of module:factory.")
+    ] = None,
+    head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
+    batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
+    numerics: Annotated[
+        str | None, typer.Option(help="kernel or paper; by default those that the model was run with.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write a PNG of the first head.")] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Name the failing head, who carries its rounding error, whether delta is the source, and what to do."""
+    """Find the failing head, what carries its rounding error, whether delta is the source, and what to do."""
     from foreshock.cli import diagnose as text
     from foreshock.cli.output import console
 
@@ -283,10 +307,10 @@ def lab_run(
         str, typer.Option(help="The variant: untreated (the baseline), rescued, control, paper or exact-delta.")
     ] = "untreated",
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Stop here; by default the recipe's own number.", min=1)] = None,
-    trace: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.jsonl.gz"),
+    steps: Annotated[int | None, typer.Option(help="Number of steps; by default the recipe's own.", min=1)] = None,
+    trace: Annotated[Path, typer.Option(help="File to write the recording to.")] = Path("trace.jsonl.gz"),
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Where the last step's checkpoint goes, for `foreshock diagnose`.")
+        Path | None, typer.Option(help="File to write a checkpoint of the last step to, for `foreshock diagnose`.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
 ) -> None:
@@ -302,18 +326,23 @@ def lab_run_set(
     name: Annotated[
         str,
         typer.Argument(
-            help="cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text, cure-small, real-text, "
-            "real-text-large or real-text-small."
+            help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text, cure-small, "
+            "real-text, real-text-large or real-text-small."
         ),
     ],
-    folder: Annotated[Path, typer.Option(help="Where the traces go; those that are there are not made again.")],
-    processes: Annotated[int, typer.Option(help="Processes side by side.", min=1)] = 1,
-    runs_per_process: Annotated[int, typer.Option(help="Trainings at once in each, for a GPU.", min=1)] = 1,
-    gpu: Annotated[list[int] | None, typer.Option(help="Devices to spread them over; give it several times.")] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Folder for the traces; runs that are there already are not made again.")
+    ],
+    processes: Annotated[int, typer.Option(help="Number of processes side by side.", min=1)] = 1,
+    runs_per_process: Annotated[
+        int, typer.Option(help="Trainings that each process runs at once, for a GPU.", min=1)
+    ] = 1,
+    gpu: Annotated[list[int] | None, typer.Option(help="GPU to use; may be repeated to spread the runs.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop then; runs that are cut short go to the folder unfinished.")
+        float | None,
+        typer.Option(help="Stop after so many minutes; runs that are cut short go to the folder `unfinished`."),
     ] = None,
-    rivals: Annotated[bool, typer.Option(help="Measure what rival monitors read; slow on a GPU.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Also measure what other monitors read; slow on a GPU.")] = True,
 ) -> None:
     """Make the published set of runs again: every recipe, variant and seed of it."""
     from foreshock.cli import laboratory
@@ -333,10 +362,10 @@ def lab_run_set(
 
 @lab.command("compare")
 def lab_compare(
-    traces: Annotated[list[Path], typer.Argument(help="Variants of one recipe or of several, controls among them.")],
-    picture: Annotated[Path | None, typer.Option(help="Draw the courses of one recipe and seed (PNG).")] = None,
+    traces: Annotated[list[Path], typer.Argument(help="Traces of several variants, with their float32 controls.")],
+    picture: Annotated[Path | None, typer.Option(help="PNG file to draw the curves of one recipe and seed to.")] = None,
 ) -> None:
-    """Say how runs ended beside their float32 control: loss, quality loss, largest score, offset, warning."""
+    """Compare runs with their float32 control: loss, quality loss, largest score, offset and first warning."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -345,10 +374,12 @@ def lab_compare(
 
 @lab.command("cure")
 def lab_cure(
-    traces: Annotated[list[Path], typer.Argument(help="Runs of several variants and seeds, controls among them.")],
-    json: Annotated[Path | None, typer.Option(help="Write every run there, as benchmarks/results/cure.json.")] = None,
+    traces: Annotated[
+        list[Path], typer.Argument(help="Traces of several variants and seeds, with their float32 controls.")
+    ],
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
 ) -> None:
-    """Say what each cure did: loss over the control's, quality loss, offset and largest score after the switch."""
+    """Compare what each mode did after a switch: loss above the control, quality loss, offset and largest score."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -358,10 +389,11 @@ def lab_cure(
 @lab.command("corpus")
 def lab_corpus(
     text: Annotated[
-        str, typer.Argument(help="bytes, or byte-pairs, which are made from what is installed and kept.")
+        str,
+        typer.Argument(help="bytes, or byte-pairs. Byte pairs are made from installed packages and kept in a file."),
     ] = "bytes",
 ) -> None:
-    """Say what text this machine's runs are trained on, and its hash."""
+    """Show the text that runs on this machine are trained on, and its hash."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
@@ -370,7 +402,7 @@ def lab_corpus(
 
 @lab.command("score")
 def lab_score(
-    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of others.")],
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of another source.")],
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
@@ -393,10 +425,10 @@ def lab_score(
 @lab.command("claims")
 def lab_claims(
     runs: Annotated[list[Path], typer.Argument(help="Traces (.gz) and checkpoints of `foreshock lab run`.")],
-    batches: Annotated[int, typer.Option(help="Batches that every checkpoint is run on.", min=2)] = 16,
+    batches: Annotated[int, typer.Option(help="Number of batches that each checkpoint is run on.", min=2)] = 16,
     report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
 ) -> None:
-    """Put the paper's claims to runs of several variants and seeds: a Markdown table, a row for each number."""
+    """Test the claims of the paper on runs of several variants and seeds. Prints a Markdown table."""
     from foreshock.lab.diagnosis.claims import lab_claims as evaluate
 
     typer.echo(evaluate(runs, batches=batches, report=report))

@@ -10,13 +10,14 @@ from foreshock.cli.errors import Commands
 from foreshock.cli.options import Token, Url
 from foreshock.client import DEFAULT_URL, Service
 
-store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back the service's store up, and put a backup back.")
+store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back up, restore and check the service's store.")
 audit = typer.Typer(cls=Commands, no_args_is_help=True, help="Export the audit trail, and verify an export.")
 
 DatabaseUrl = Annotated[
-    str | None, typer.Option(help="The store; by default FORESHOCK_DATABASE_URL or its _FILE, as for `serve`.")
+    str | None,
+    typer.Option(help="Address of the store; by default FORESHOCK_DATABASE_URL or FORESHOCK_DATABASE_URL_FILE."),
 ]
-Export = Annotated[Path, typer.Argument(help="JSON lines, one row each, oldest first.")]
+Export = Annotated[Path, typer.Argument(help="File of JSON lines, one row each, the oldest first.")]
 
 
 def _url(given: str | None) -> str:
@@ -27,10 +28,10 @@ def _url(given: str | None) -> str:
 
 @store.command("backup")
 def store_backup(
-    file: Annotated[Path, typer.Argument(help="A new file; it appears once it is whole.")],
+    file: Annotated[Path, typer.Argument(help="A new file; it appears when it is complete.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Copy the store into one file while the service runs: SQLite by itself, PostgreSQL by pg_dump."""
+    """Copy the store into one file while the service runs. PostgreSQL needs pg_dump."""
     from foreshock.server.store import backup
 
     backup.backup(_url(database_url), file)
@@ -39,10 +40,10 @@ def store_backup(
 
 @store.command("restore")
 def store_restore(
-    file: Annotated[Path, typer.Argument(help="What `foreshock store backup` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that `foreshock store backup` wrote.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Put a backup where nothing is: a new SQLite file, an empty PostgreSQL database. Stop the service first."""
+    """Restore a backup into a new SQLite file or an empty PostgreSQL database. Stop the service first."""
     from foreshock.server.store import backup
 
     url = _url(database_url)
@@ -52,7 +53,7 @@ def store_restore(
 
 @store.command("check")
 def store_check(database_url: DatabaseUrl = None) -> None:
-    """Say what the store holds, and follow its whole audit trail; the service may run."""
+    """Show what the store holds, and verify its whole audit trail. The service may run."""
     from foreshock.server.store import backup
 
     typer.echo(asyncio.run(backup.examine(_url(database_url))))
@@ -64,7 +65,7 @@ def audit_export(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Append to FILE what it does not hold yet; every row is verified, and follows the last one of the file.
+    """Append the new rows of the audit trail to FILE, after verifying that they follow the last row of the file.
 
     The token needs the scope `read` for every run.
     """
@@ -83,11 +84,11 @@ def audit_export(
 
 @audit.command("verify")
 def audit_verify(file: Export) -> None:
-    """Follow the hash chain of an export from the first row of the trail; needs no service."""
+    """Verify the hash chain of an export from its first row. Needs no service."""
     from foreshock.server.store.audit import Chain, read_line
 
     chain = Chain()
     with file.open("rb") as lines:
         for line in lines:
             chain.follow(read_line(line))
-    typer.echo(f"{chain.sequence} rows, whole; the last hash is {chain.hash}")
+    typer.echo(f"{chain.sequence} rows, all verified; the last hash is {chain.hash}")

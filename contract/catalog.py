@@ -290,7 +290,7 @@ RUN_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
-                action="Stop the run and resume from a checkpoint before the first warning, with the switched mode on.",
+                action="Stop the run and resume from a checkpoint before the first warning, with every head switched.",
             ),
             Alert(
                 name="ForeshockLossJumped",
@@ -302,8 +302,8 @@ RUN_METRICS: Final = (
                 summary="Run {{ $labels.run }}: the loss has jumped to {{ $value | humanize }}",
                 description=f"The loss of the last two minutes is more than {JUMP_RATIO} times, and by {JUMP_NATS} "
                 "higher than, the lowest that it held for two minutes in the last six hours.",
-                action="Look at the run's warnings: if a head was warned about, resume from a checkpoint before the "
-                "warning with the switched mode on; if none was, look at the data and the learning rate.",
+                action="Look at the run's warnings. If a head was warned about, resume from a checkpoint before the "
+                "warning with every head switched. If none was, look at the data and the learning rate.",
             ),
         ),
     ),
@@ -429,7 +429,7 @@ RUN_METRICS: Final = (
                 summary="Run {{ $labels.run }}: a switch did not stop what it was made for",
                 description="{{ $value }} applied switches of the run were verified, and the heads' scores or offsets "
                 "grew on as before.",
-                action="Approve the stronger mode that the service has proposed; where it proposed none, lower the "
+                action="Approve the stronger mode that the service has proposed. If it proposed none, lower the "
                 "learning rate or resume from a checkpoint before the first warning.",
             ),
         ),

@@ -61,8 +61,9 @@ INCIDENT_METRICS: Final = (
                 '{run=%q,cause=%q}" $labels.run $labels.cause | query }}'
                 " The first head's largest |score| reaches 512 in about {{ . | first | value | humanize }} steps."
                 "{{ else }}{{ end }}",
-                action="Look at the incident's first head on the run's page, and do what it says: a switch where the "
-                "cause is rounding; otherwise a lower learning rate, a look at the data, or an earlier checkpoint.",
+                action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
+                "is rounding, switch every head. Otherwise lower the learning rate, look at the data, or resume from "
+                "an earlier checkpoint.",
                 done=_said(lambda made: made.done),
                 to_do=_said(lambda made: made.to_do),
             ),

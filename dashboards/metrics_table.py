@@ -9,9 +9,9 @@ from foreshock.dashboards.rules import alerts
 _SECTIONS = (
     (
         "Per head",
-        "Read from every head of every sample. Prometheus is given the worst heads of each run under a series budget "
-        "(`foreshock_head_*`, labels run, layer, head) and, for every layer, the value of its worst head "
-        "(`foreshock_layer_*`, labels run, layer); the service keeps every head.",
+        "Read from every head of every sample; the service stores every head. Prometheus gets the worst heads of each "
+        "run, under a series budget (`foreshock_head_*`, labels run, layer, head). For every layer it also gets the "
+        "value of the worst head (`foreshock_layer_*`, labels run, layer).",
         HEAD_METRICS,
     ),
     ("Per run", "What a run and its agents report.", RUN_METRICS),

@@ -46,15 +46,15 @@ class AgentSettings(TypedDict, total=False):
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
     heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
     numerics: Numerics
-    """How attention is rounded. auto follows each call: kernel for 16-bit operands (autocast counted in), float32 for
-    fp32, float64 for float64. A name holds for every call. kernel rounds as FlashAttention-2 does, and paper as arXiv
-    2510.04212 does; both round fp32 operands to bf16, which changes the training of an fp32 model."""
+    """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
+    counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
+    FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
     attention: Served
-    """Who computes the attention. keep: the model's own attention (cuDNN, FlashAttention, ...) goes on, and a sample of
-    its rows is measured; only a switch moves a layer onto foreshock's kernels. kernels: foreshock's kernels compute and
-    count every row, except in calls that they do not support, which are kept. auto: keep on a CPU; on a GPU the first
-    steps compare the kernels with each layer's own attention, and a layer moves to the kernels where both agree within
-    rounding. "foreshock" is an old name of kernels."""
+    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on, and a
+    sample of its rows is measured. Only a switch then moves a layer onto foreshock's kernels. With kernels these
+    compute and count every row; calls that they do not support are kept. With auto attention is kept on a CPU. On a GPU
+    the first steps compare the kernels with each layer's own attention. A layer moves to them where both agree within
+    rounding. The name "foreshock" is an old one for kernels."""
     probe_every_steps: int
     """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
     probe_rows: int

@@ -12,23 +12,10 @@ EXEMPT = frozenset(
         "lab/NOTEBOOK.md",  # kept as it was written
         "docs/reliability.md",  # test names and figures, generated
         "docs/models.md",  # test names and reasons, generated
-        "docs/deploy.md",
-        "docs/design.md",
-        "docs/metrics.md",
-        "docs/release.md",
-        "docs/reference/settings.md",
-        "docs/runbooks/ForeshockBatchesRefused.md",
-        "docs/runbooks/ForeshockHeadFailing.md",
-        "docs/runbooks/ForeshockLossJumped.md",
-        "docs/runbooks/ForeshockRunHung.md",
-        "docs/runbooks/ForeshockRunUnreachable.md",
-        "docs/runbooks/ForeshockSwitchNotArrested.md",
-        "kernels/flash_attention/README.md",
-        "lab/traces/README.md",
-        "SECURITY.md",
-        "server/ui/README.md",
     }
 )
+UP_TO = {"kernels/flash_attention/README.md": "\n## Dropout"}
+"""Where the checked part of a page ends: what follows is a notebook of measurements."""
 MOST_WORDS, MOST_LINES = 30, 120
 
 
@@ -60,7 +47,7 @@ def main() -> int:
     wrong = [
         f"{page}: {len(sentence.split())} words: {sentence}"
         for page in pages()
-        for sentence in too_long((ROOT / page).read_text())
+        for sentence in too_long((ROOT / page).read_text().split(UP_TO.get(page, "\0"))[0])
     ]
     lines = len((ROOT / "README.md").read_text().splitlines())
     if lines > MOST_LINES:

@@ -1,8 +1,9 @@
 """FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ (counts ties), dK and dV; then the statistics.
 
 No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
-fixed order, so that equal inputs give equal bits. The dQ pass comes before the dK, dV pass, for which it mends delta
-where a head's rows are corrected.
+fixed order, so that equal inputs give equal bits; it then adds each sum to the state at once, by an atomic, so that
+backwards of several streams may count into one state. The dQ
+pass comes before the dK, dV pass, for which it mends delta where a head's rows are corrected.
 """
 
 import torch
@@ -15,9 +16,10 @@ from foreshock.contract.slots import SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.counting import count_kernel, merge_kernel, row_kernel
 from foreshock.kernels.flash_attention.grad_key import launch_grad_key
 from foreshock.kernels.flash_attention.grad_query import launch_grad_query
-from foreshock.kernels.flash_attention.launch import Call, call_of, launch
+from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
+from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.means import launch_means
-from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, tiles_of
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.ties import slow_ties_kernel
 from foreshock.kernels.flash_attention.tuning import Configs, configs
@@ -28,7 +30,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
     query, key, value = saved[:3]
-    call = call_of(query, key, value, given)
+    call = call_of(query, key, value, given, grad_out, *saved[3:], state)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if call.blank(*grads):
         if state is not None:
@@ -37,24 +39,22 @@ def attention_backward(
     if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
         grad_out = grad_out.contiguous()
     chosen = configs(call.capability, call.block_d, call.mean_keys)
-    with torch.cuda.device_of(query):
+    with on_device(query):
         means = launch_means(call, key, Mode.CENTRED_KEYS, given.modes, given.cu_seqlens_k)
         packed = (given.cu_seqlens_q, given.cu_seqlens_k)
         tensors = Tensors(grad_out, *saved, state, given.modes, *packed, given.seed, means)
         launch_backward(call, chosen, tensors, grads)
         if call.packed:
-            call.blank_tail(given.cu_seqlens_q, (grads[0], 0.0))
-            call.blank_tail(given.cu_seqlens_k, (grads[1], 0.0), (grads[2], 0.0))
+            call.blank_rest(given.cu_seqlens_q, call.longest_q, (grads[0], 0.0))
+            call.blank_rest(given.cu_seqlens_k, call.longest_k, (grads[1], 0.0), (grads[2], 0.0))
     return grads
 
 
 def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
     """The three passes under given configurations, and the statistics."""
     rows = launch_rows(call, given)
-    tiles = tiles_of(call, chosen.grad_query, given)
-    launch_grad_query(call, chosen.grad_query, given, rows, grads[0], tiles)
-    same = chosen.grad_query[:2] == chosen.grad_key[:2] and chosen.grad_query.tma == chosen.grad_key.tma
-    launch_grad_key(call, chosen.grad_key, given, rows, grads[1:], tiles if same else None)
+    launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
+    launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
     if given.state is not None:
         launch_count(call, given, rows, given.state)
 
@@ -73,10 +73,9 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
         common = torch.empty_like(lse) if given.modes is not None else None
     folded = None
     if call.foldable:
-        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 16), dtype=torch.bfloat16, device=lse.device)
-    launch(
-        row_kernel,
-        grid,
+        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 8), dtype=torch.bfloat16, device=lse.device)
+    call.launch(
+        "rows",
         (
             given.grad_out,
             given.out,
@@ -96,12 +95,16 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
             given.cu_seqlens_q,
             given.cu_seqlens_k,
         ),
-        (
-            (given.grad_out.stride(), given.out.stride(), given.query.stride()),
-            (*call.planes, call.dim, float(call.spec.scale), float(call.unit), float(call.score_unit)),
+        lambda: Launch(
+            row_kernel,
+            grid,
+            (
+                (given.grad_out.stride(), given.out.stride(), given.query.stride()),
+                (*call.planes, call.dim, float(call.spec.scale), float(call.unit), float(call.score_unit)),
+            ),
+            {"SPEC": call.compiled, "ROWS": call.row_block},
+            {"num_warps": 4},
         ),
-        {"SPEC": call.compiled, "ROWS": call.row_block},
-        {"num_warps": 4},
     )
     return RowVectors(log2_lse, delta, bias, common, factors, large, codes, folded)
 
@@ -115,9 +118,8 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
     query, key = given.query, given.key
     spec, unit = call.spec, float(call.score_unit)
     sight = (spec.window_left, spec.right)
-    launch(
-        slow_ties_kernel,
-        (triton.cdiv(call.longest_q, 256), call.sequences * call.heads, 1),
+    call.launch(
+        "slow ties",
         (
             query,
             key,
@@ -129,24 +131,27 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             given.cu_seqlens_q,
             given.cu_seqlens_k,
         ),
-        (
-            (query.stride(), key.stride()),
-            call.longest_q,
-            (*call.planes, call.dim, float(spec.scale), float(spec.softcap), *sight, unit),
+        lambda: Launch(
+            slow_ties_kernel,
+            (triton.cdiv(call.longest_q, 256), call.sequences * call.heads, 1),
+            (
+                (query.stride(), key.stride()),
+                call.longest_q,
+                (*call.planes, call.dim, float(spec.scale), float(spec.softcap), *sight, unit),
+            ),
+            {
+                "SPEC": call.compiled,
+                "ROWS": call.row_block,
+                "BLOCK": 32 if call.capability == 0 else 64,
+                "BLOCKS": 8 if call.capability == 0 else 4,
+            },
+            {"num_warps": 4, "num_stages": 1},
         ),
-        {
-            "SPEC": call.compiled,
-            "ROWS": call.row_block,
-            "BLOCK": 32 if call.capability == 0 else 64,
-            "BLOCKS": 8 if call.capability == 0 else 4,
-        },
-        {"num_warps": 4, "num_stages": 1},
     )
     blocks, planes = triton.cdiv(call.longest_q, _COUNT_ROWS), call.sequences * call.heads
     partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=state.device)
-    launch(
-        count_kernel,
-        (blocks, planes, 1),
+    call.launch(
+        "count",
         (
             given.lse,
             given.row_max,
@@ -159,19 +164,26 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             given.cu_seqlens_q,
             given.cu_seqlens_k,
         ),
-        ((*call.planes, *sight, unit, float(call.unit)),),
-        {
-            "SPEC": call.compiled,
-            "ROWS": _COUNT_ROWS,
-            "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
-        },
-        {"num_warps": 4},
+        lambda: Launch(
+            count_kernel,
+            (blocks, planes, 1),
+            ((*call.planes, *sight, unit, float(call.unit)),),
+            {
+                "SPEC": call.compiled,
+                "ROWS": _COUNT_ROWS,
+                "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
+            },
+            {"num_warps": 4},
+        ),
     )
-    launch(
-        merge_kernel,
-        (call.heads, SLOT_COUNT, 1),
+    call.launch(
+        "merge",
         (state, partial, given.cu_seqlens_q),
-        (*state.stride(), call.heads, call.sequences, call.total_q, blocks),
-        {"PACKED": call.packed, "BLOCK": 512},
-        {"num_warps": 4},
+        lambda: Launch(
+            merge_kernel,
+            (call.heads, SLOT_COUNT, 1),
+            (*state.stride(), call.heads, call.sequences, call.total_q, blocks),
+            {"PACKED": call.packed, "BLOCK": 512},
+            {"num_warps": 4},
+        ),
     )

@@ -157,15 +157,33 @@ def kept(seed, plane, queries, keys, threshold):
 
 
 @triton.jit
-def blank_tail_kernel(
-    tensor, cu_seqlens, sequences, total, stride_head, stride_row, dim, fill,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write `fill` to the rows past the last packed sequence of one head."""
-    tensor += tl.program_id(0).to(tl.int64) * stride_head
+def _fill(tensor, begin, end, stride_row, dim, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write `value` to the rows [begin, end) of one head."""
     columns = tl.arange(0, BLOCK_D)
-    for first in range(tl.load(cu_seqlens + sequences), total, ROWS):
+    for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         pointers = tensor + row[:, None].to(tl.int64) * stride_row + columns[None, :]
-        value = tl.full((ROWS, BLOCK_D), fill, tl.float32).to(tensor.dtype.element_ty)
-        tl.store(pointers, value, mask=(row < total)[:, None] & (columns < dim)[None, :])
+        values = tl.full((ROWS, BLOCK_D), value, tl.float32).to(tensor.dtype.element_ty)
+        tl.store(pointers, values, mask=(row < end)[:, None] & (columns < dim)[None, :])
+
+
+@triton.jit
+def blank_rest_kernel(
+    tensor, cu_seqlens, sequences, longest, total, stride_head, stride_row, dim, fill,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write `fill` to the rows of one head past the last packed sequence, and NaN to those of a sequence past the
+    length that the longest was said to have: no program computes them, and nothing may pass for their result."""
+    tensor += tl.program_id(0).to(tl.int64) * stride_head
+    _fill(tensor, tl.load(cu_seqlens + sequences), total, stride_row, dim, fill, ROWS, BLOCK_D)
+    found = 0
+    for first in range(0, sequences, 128):
+        index = first + tl.arange(0, 128)
+        inside = index < sequences
+        starts = tl.load(cu_seqlens + index, mask=inside, other=0)
+        ends = tl.load(cu_seqlens + index + 1, mask=inside, other=0)
+        found = tl.maximum(found, tl.max(ends - starts, 0))
+    if found > longest:
+        for index in range(sequences):
+            begin = tl.load(cu_seqlens + index) + longest
+            _fill(tensor, begin, tl.load(cu_seqlens + index + 1), stride_row, dim, float("nan"), ROWS, BLOCK_D)

@@ -54,6 +54,25 @@ def finite(x):
 
 
 @triton.jit
+def add_count(word, amount):
+    """Add to a word of the state. All three are atomic: backwards of several streams may count into one state."""
+    tl.atomic_add(word, amount, sem="relaxed")
+
+
+@triton.jit
+def add_sum(word, amount):
+    """Add a float64 to a word of the state."""
+    tl.atomic_add(word.to(tl.pointer_type(tl.float64), bitcast=True), amount, sem="relaxed")
+
+
+@triton.jit
+def raise_maximum(word, value):
+    """Raise a word of the state to a float64 that is no NaN, where that is larger."""
+    # -0.0 compares as positive and has the bits of the least integer: as a sum with 0 it is 0.
+    tl.atomic_max(word.to(tl.pointer_type(tl.float64), bitcast=True), value + 0.0, sem="relaxed")
+
+
+@triton.jit
 def _put(partial, slot: tl.constexpr, blocks, value):
     tl.store(partial + slot * blocks, value.to(tl.int64, bitcast=True))
 
@@ -119,8 +138,8 @@ def row_kernel(
     if folded is not None:
         column = tl.arange(0, 16)[None, :]
         parts = fold(-log2_lse / unit, column) + fold(-delta, column - 3)
-        pointers = folded + (rows + queries)[:, None] * 16 + column
-        tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None])
+        pointers = folded + (rows + queries)[:, None] * 8 + column
+        tl.store(pointers, parts.to(tl.bfloat16), mask=inside[:, None] & (column < 8))
     if factors is not None:
         tl.store(biases + rows + queries, bias, mask=inside)
         largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
@@ -220,15 +239,12 @@ def merge_kernel(
         total += values
         largest = tl.maximum(largest, tl.where(mask, values, float("-inf")))
     word = state + head * stride_head + slot * stride_slot
-    before = tl.load(word)
     added = tl.sum(count, 0)
     if PACKED and slot == EMPTY_SLOT:
         added += total_q - tl.load(cu_seqlens_q + sequences)
     if ((_IS_COUNT >> slot) & 1) != 0:
-        tl.store(word, before + added)
+        add_count(word, added)
     elif ((_IS_MAXIMUM >> slot) & 1) != 0:
-        after = tl.maximum(before.to(tl.float64, bitcast=True), tl.max(largest, 0))
-        tl.store(word, after.to(tl.int64, bitcast=True))
+        raise_maximum(word, tl.max(largest, 0))
     else:
-        after = before.to(tl.float64, bitcast=True) + tl.sum(total, 0)
-        tl.store(word, after.to(tl.int64, bitcast=True))
+        add_sum(word, tl.sum(total, 0))

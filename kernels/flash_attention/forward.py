@@ -27,7 +27,8 @@ from foreshock.kernels.flash_attention.blocks import (
     store_tile,
     to_operand,
 )
-from foreshock.kernels.flash_attention.launch import Call, call_of, launch
+from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
+from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.means import launch_means
 from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
@@ -239,22 +240,24 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
     call = call_of(query, key, value, given)
-    out, residual = torch.empty_like(query), torch.empty_like(query)
+    out = torch.empty_like(query)
+    residual = torch.empty_like(query) if given.spec.residual else None
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     row_max = torch.empty_like(lse)
-    if call.blank(out, residual):
+    nothing = query.new_empty(0) if residual is None else residual
+    if call.blank(out, nothing):
         lse.fill_(-math.inf)
         row_max.fill_(-math.inf)
-        return out, residual, lse, row_max
+        return out, nothing, lse, row_max
     outputs = (out, residual, lse, row_max)
-    with torch.cuda.device_of(query):
+    with on_device(query):
         launch_forward(
             call, configs(call.capability, call.block_d, call.mean_keys).forward, (query, key, value), outputs, given
         )
         if call.packed:
-            fills = (0.0, 0.0, -math.inf, -math.inf)
-            call.blank_tail(given.cu_seqlens_q, *zip(outputs, fills, strict=True))
-    return outputs
+            fills = ((out, 0.0), (nothing, 0.0), (lse, -math.inf), (row_max, -math.inf))
+            call.blank_rest(given.cu_seqlens_q, call.longest_q, *(fill for fill in fills if fill[0].numel()))
+    return out, nothing, lse, row_max
 
 
 def launch_forward(
@@ -269,22 +272,18 @@ def launch_forward(
     inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
     """
     query, key, value = inputs
-    config = config.fitted(call.takes_descriptors(*inputs))
-    launch(
-        forward_kernel,
-        (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
-        (
-            call.rows(query, config.block_m, config.tma),
-            call.rows(key, config.block_n, config.tma),
-            call.rows(value, config.block_n, config.tma),
-            *outputs,
-            given.modes,
-            launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k),
-            given.cu_seqlens_q,
-            given.cu_seqlens_k,
-            given.seed,
-        ),
-        ((query.stride(), key.stride(), value.stride(), outputs[0].stride()), call.sizes, float(call.score_unit)),
-        {"SPEC": call.compiled, "TILE": config},
-        config.options,
-    )
+
+    def settle() -> Launch:
+        tile = config.fitted(call.takes_descriptors(*inputs))
+        return Launch(
+            forward_kernel,
+            (triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, 1),
+            ((query.stride(), key.stride(), value.stride(), outputs[0].stride()), call.sizes, float(call.score_unit)),
+            {"SPEC": call.compiled, "TILE": tile},
+            tile.options,
+            call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
+        )
+
+    means = launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k)
+    packed = (given.cu_seqlens_q, given.cu_seqlens_k)
+    call.launch(("forward", config), (*inputs, *outputs, given.modes, means, *packed, given.seed), settle)

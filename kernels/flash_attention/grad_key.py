@@ -14,8 +14,9 @@ from foreshock.kernels.flash_attention.blocks import (
     store_tile,
     to_operand,
 )
-from foreshock.kernels.flash_attention.launch import Call, launch
-from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launcher import Launch
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
 from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, place, visible
 from foreshock.kernels.flash_attention.tuning import Config
 
@@ -50,7 +51,7 @@ def _add_queries(
         if FOLD:
             # -lse / unit and -delta are added by the matrix unit: no vector of the tile's queries is held in registers.
             # Past the last query these are 0, and so is all that P and dS are multiplied by.
-            row_parts = load_columns(folded, plane, 0, start, BLOCK_M, 16, length_q, 16, 16, True, MASKED, TILE.tma)
+            row_parts = load_columns(folded, plane, 0, start, BLOCK_M, 8, length_q, 8, 16, False, MASKED, TILE.tma)
             scores = tl.dot(take_lse, tl.trans(row_parts), scores)
             grad_p = tl.dot(take_delta, tl.trans(row_parts), grad_p)
         else:
@@ -122,7 +123,7 @@ def grad_key_kernel(
             grad_rows = grad_out
             fold_rows = deltas  # in place of None, which no tuple in a loop may hold
             if FOLD:
-                fold_rows = folded if TILE.tma else folded + rows * 16
+                fold_rows = folded if TILE.tma else folded + rows * 8
             if not TILE.tma:
                 query_rows = query + tl.cast(head, tl.int64) * stride_q[1]
                 grad_rows = grad_out + tl.cast(head, tl.int64) * stride_o[1]
@@ -146,25 +147,22 @@ def grad_key_kernel(
         store_tile(grad_value, grad_v, first, stride_w[2], length_k, dim, BLOCK_N, SPEC)
 
 
-def launch_grad_key(
-    call: Call,
-    config: Config,
-    given: Tensors,
-    rows: RowVectors,
-    grads: tuple[Tensor, Tensor],
-    tiles: Tiles | None = None,
-) -> None:
+def launch_grad_key(call: Call, config: Config, given: Tensors, rows: RowVectors, grads: tuple[Tensor, Tensor]) -> None:
     """dK and dV."""
-    tiles = tiles or tiles_of(call, config, given)
-    folded = None if rows.folded is None else call.rows(rows.folded, config.block_m, tiles.tma, 16)
-    launch(
-        grad_key_kernel,
-        (triton.cdiv(call.longest_k, config.block_n), call.sequences * call.kv_heads, 1),
-        (
-            *(*tiles.operands, *grads, folded, rows.log2_lse, rows.delta),
-            *(given.cu_seqlens_q, given.cu_seqlens_k, given.seed),
-        ),
-        ((*given.strides, grads[0].stride(), grads[1].stride()), call.sizes),
-        {"SPEC": call.compiled, "TILE": config.fitted(tiles.tma)},
-        config.options,
-    )
+
+    def settle() -> Launch:
+        tile = settled(call, config, given)
+        tiles = call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
+        if tile.tma and rows.folded is not None:
+            tiles[6] = (tile.block_m, 16)  # what lies past its eight columns is read as 0
+        return Launch(
+            grad_key_kernel,
+            (triton.cdiv(call.longest_k, tile.block_n), call.sequences * call.kv_heads, 1),
+            ((*given.strides, grads[0].stride(), grads[1].stride()), call.sizes),
+            {"SPEC": call.compiled, "TILE": tile},
+            tile.options,
+            tiles,
+        )
+
+    packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
+    call.launch(("dK dV", config), (*given.operands, *grads, rows.folded, rows.log2_lse, rows.delta, *packed), settle)

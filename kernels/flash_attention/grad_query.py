@@ -18,8 +18,9 @@ from foreshock.kernels.flash_attention.blocks import (
     to_operand,
 )
 from foreshock.kernels.flash_attention.counting import fold
-from foreshock.kernels.flash_attention.launch import Call, launch
-from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, Tiles, tiles_of
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launcher import Launch
+from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
 from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
 from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.tuning import Config
@@ -128,7 +129,7 @@ def _block(
         tl.store(deltas + rows + queries, delta, mask=inside)
         if folded is not None:
             column = tl.arange(0, 16)[None, :]
-            pointers = folded + (rows + queries)[:, None] * 16 + column
+            pointers = folded + (rows + queries)[:, None] * 8 + column
             mask = inside[:, None] & (column >= 3) & (column < 6)
             tl.store(pointers, fold(-delta, column - 3).to(tl.bfloat16), mask=mask)
     if CENTRE:
@@ -211,20 +212,20 @@ def grad_query_kernel(
             )  # fmt: skip
 
 
-def launch_grad_query(
-    call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor, tiles: Tiles | None = None
-) -> None:
+def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVectors, grad_query: Tensor) -> None:
     """dQ, and the flags of every row."""
-    tiles = tiles or tiles_of(call, config, given)
-    vectors = (rows.log2_lse, rows.delta, rows.factors, rows.codes, rows.folded)
-    launch(
-        grad_query_kernel,
-        (triton.cdiv(call.longest_q, config.block_m), call.sequences * call.heads, 1),
-        (
-            *(*tiles.operands, grad_query, *vectors, given.modes, given.mean_keys),
-            *(given.cu_seqlens_q, given.cu_seqlens_k, given.seed),
-        ),
-        ((*given.strides, grad_query.stride()), call.sizes),
-        {"SPEC": call.compiled, "TILE": config.fitted(tiles.tma)},
-        config.options,
-    )
+
+    def settle() -> Launch:
+        tile = settled(call, config, given)
+        return Launch(
+            grad_query_kernel,
+            (triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, 1),
+            ((*given.strides, grad_query.stride()), call.sizes),
+            {"SPEC": call.compiled, "TILE": tile},
+            tile.options,
+            call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
+        )
+
+    vectors = (rows.log2_lse, rows.delta, rows.factors, rows.codes, rows.folded, given.modes, given.mean_keys)
+    packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
+    call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)

@@ -1,22 +1,22 @@
-"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout; and its launch."""
+"""What every kernel of one call of attention is told: sizes, visibility, softcap, dropout."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foreshock.kernels.flash_attention.blocks import blank_tail_kernel
+from foreshock.kernels.flash_attention.blocks import blank_rest_kernel
+from foreshock.kernels.flash_attention.launcher import Launch, Ready, first_launch
 from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
+from foreshock.kernels.flash_attention.tuning import Config
 
 _LOG2E = 1 / math.log(2)
-_GPU: Final = torch.cuda.is_available()
 
 
 class Compiled(NamedTuple):
@@ -68,6 +68,18 @@ class Call:
     packed: bool
     capability: int
     spec: AttentionSpec
+    ready: dict[Any, Ready] = field(default_factory=dict, compare=False, repr=False)
+    """Its launches, by name, once they were made."""
+
+    def launch(self, name: Any, tensors: tuple[Tensor | None, ...], settle: Callable[[], Launch]) -> None:
+        """Launch what `settle` says with `tensors`. From the second time on nothing but pointers is looked at: calls
+        are remembered by all else (call_of)."""
+        known = (name, *[tensor is None for tensor in tensors])
+        ready = self.ready.get(known)
+        if ready is not None:
+            ready(tensors)
+        elif (made := first_launch(settle(), tensors)) is not None:
+            self.ready[known] = made
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -136,16 +148,9 @@ class Call:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
         return self.capability >= 90 and not self.packed and all(map(_copyable, tensors))
 
-    def rows(
-        self, tensor: Tensor, rows: int, descriptor: bool, columns: int | None = None
-    ) -> Tensor | TensorDescriptor:
-        """`tensor`, or its descriptor for tiles [1, 1, rows, columns], of block_d columns unless given."""
-        if not descriptor:
-            return tensor
-        shape = list(tensor.shape)
-        # The stride of a dimension of one element is never used, but must be aligned.
-        strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
-        return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, columns or self.block_d])
+    def tiles(self, config: Config, rows: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+        """Which tensors of a launch Hopper's copy engine reads: the first ones, in tiles of so many rows each."""
+        return {place: (count, self.block_d) for place, count in enumerate(rows)} if config.tma else {}
 
     def blank(self, *tensors: Tensor) -> bool:
         """Zero `tensors` and return True when there is nothing to attend to."""
@@ -155,40 +160,52 @@ class Call:
             tensor.zero_()
         return True
 
-    def blank_tail(self, cu_seqlens: Tensor | None, *fills: tuple[Tensor, float]) -> None:
-        """Fill the rows past the last packed sequence of [1, H, total(, D)] tensors."""
+    def blank_rest(self, cu_seqlens: Tensor | None, longest: int, *fills: tuple[Tensor, float]) -> None:
+        """Fill what no program writes of [1, H, total(, D)] tensors of packed sequences (blocks.blank_rest_kernel)."""
         for tensor, fill in fills:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
-            launch(
-                blank_tail_kernel,
-                (tensor.shape[1], 1, 1),
+            numbers = (self.sequences, longest, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill)
+            self.launch(
+                ("rest", numbers, tensor.dtype),
                 (tensor, cu_seqlens),
-                (self.sequences, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill),
-                {"ROWS": 64, "BLOCK_D": triton.next_power_of_2(dim)},
+                partial(
+                    Launch,
+                    blank_rest_kernel,
+                    (tensor.shape[1], 1, 1),
+                    numbers,
+                    {"ROWS": 64, "BLOCK_D": triton.next_power_of_2(dim)},
+                ),
             )
 
 
 _CALLS: Final[dict[Any, Call]] = {}
-_COMPILED: Final[dict[Any, Any]] = {}
 _MOST_PLANES: Final = 65_535
 """What CUDA allows in the second dimension of a grid."""
 _MOST_KNOWN: Final = 4096
-"""Shapes, and launches, that are remembered; past so many all are forgotten, as lengths may differ at every step."""
+"""Calls that are remembered; past so many all are forgotten, as lengths may differ at every step."""
 
 
-def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments) -> Call:
-    """The call, remembered by shape. Raises ValueError with a sentence for layouts that the kernels do not read."""
-    cu_seqlens, spec = given.cu_seqlens_q, given.spec
-    sequences = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else query.shape[0]
-    longest = (given.max_seqlen_q, given.max_seqlen_k) if cu_seqlens is not None else None
-    strides = query.stride(-1), key.stride(-1), value.stride(-1)
-    known = (query.shape, key.shape, strides, sequences, longest, query.device, spec)
+def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, *others: Tensor | None) -> Call:
+    """The call, remembered by all that may change what is launched but the pointers: shapes, and of every tensor that
+    comes from outside (a backward's `others` too) type, strides, and whether it is aligned to 16 bytes.
+
+    Raises ValueError with a sentence for layouts that the kernels do not read.
+    """
+    modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec = given
+    sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    longest = None if cu_seqlens is None else (longest_q, longest_k)
+    outer = (query, key, value, modes, cu_seqlens, cu_seqlens_k, seed, *others)
+    known = (query.shape, key.shape, sequences, longest, query.device, spec, *map(_kind, outer))
     call = _CALLS.get(known)
     if call is None:
         if len(_CALLS) >= _MOST_KNOWN:
             _CALLS.clear()
         call = _CALLS[known] = _new_call(query, key, value, sequences, longest, spec)
     return call
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16)
 
 
 def _new_call(
@@ -224,41 +241,11 @@ def _new_call(
     )
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Tensor | TensorDescriptor | None],
-    numbers: tuple[Any, ...],
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Launch `kernel(*tensors, *numbers, **constants)` with Triton's `options`.
-
-    Triton looks at every argument of every launch to find what it compiled for them, for longer than a small kernel
-    runs. All that it asks is kept here beside what it found: the numbers, and of a tensor its type and whether it is
-    aligned to 16 bytes.
-    """
-    known = (
-        kernel.fn, numbers, *constants.values(), *options.values(), *map(_kind, tensors),
-        torch.cuda.current_device() if _GPU else -1,
-    )  # fmt: skip
-    compiled = _COMPILED.get(known)
-    if compiled is not None:
-        compiled[grid](*tensors, *numbers, *constants.values())
-        return
-    compiled = kernel[grid](*tensors, *numbers, **constants, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        if len(_COMPILED) >= _MOST_KNOWN:
-            _COMPILED.clear()
-        _COMPILED[known] = compiled
-
-
-def _kind(tensor: Tensor | TensorDescriptor | None) -> Any:
-    if tensor is None:
-        return None
-    if isinstance(tensor, TensorDescriptor):
-        return tensor.base.dtype, tensor.block_shape[2]
-    return tensor.dtype, tensor.data_ptr() % 16 == 0
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's device the current one, which it nearly always is: asking takes a tenth of setting it."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _capability(device: torch.device) -> int:

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention.launch import Call, launch
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.places import at_head, place
 
 
@@ -52,17 +53,20 @@ def launch_means(
         return torch.empty((0, call.dim), dtype=torch.float32, device=rows.device)
     planes, columns = call.sequences * call.kv_heads, min(32, call.block_d)
     means = torch.empty((planes, call.dim), dtype=torch.float32, device=rows.device)
-    launch(
-        mean_kernel,
-        (planes, triton.cdiv(call.dim, columns), 1),
+    call.launch(
+        ("means", flag),
         (rows, means, modes, cu_seqlens),
-        (rows.stride(), call.kv_heads, call.heads // call.kv_heads, call.total_k, call.dim),
-        {
-            "FLAG": int(flag),
-            "ROWS": 64 if call.capability == 0 else 512,
-            "COLUMNS": columns,
-            "PACKED": call.packed,
-        },
-        {"num_warps": 8},
+        lambda: Launch(
+            mean_kernel,
+            (planes, triton.cdiv(call.dim, columns), 1),
+            (rows.stride(), call.kv_heads, call.heads // call.kv_heads, call.total_k, call.dim),
+            {
+                "FLAG": int(flag),
+                "ROWS": 64 if call.capability == 0 else 512,
+                "COLUMNS": columns,
+                "PACKED": call.packed,
+            },
+            {"num_warps": 8},
+        ),
     )
     return means

@@ -31,6 +31,7 @@ from foreshock.kernels.flash_attention.spec import (
     operand_dtype,
     residual_dtype,
     spec_of,
+    text_of,
 )
 
 
@@ -74,7 +75,7 @@ def _attention_forward(
     [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
     Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
-    times `residual_scale`;
+    times `residual_scale`, or nothing [0] where the spec keeps none;
     log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
@@ -84,15 +85,15 @@ def _attention_forward(
         return result
     with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
         out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
-    return _laid_out(out, query), _laid_out(residual, query), lse, row_max
+    return _laid_out(out, query), _laid_out(residual, query) if given.spec.residual else residual, lse, row_max
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    numerics = spec_of(arguments[-1]).numerics
-    rows = query.shape[:-1]
+    spec = spec_of(arguments[-1])
+    rows, numerics, kept = query.shape[:-1], spec.numerics, residual_dtype(query.dtype, spec.numerics)
     return (
         torch.empty_like(query),
-        torch.empty_like(query, dtype=residual_dtype(query.dtype, numerics)),
+        torch.empty_like(query, dtype=kept) if spec.residual else query.new_empty(0, dtype=kept),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
     )
@@ -150,16 +151,20 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    _save(ctx, inputs, output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
     # State and modes change between forward and backward by design, which save_for_backward would refuse.
     ctx.state, ctx.modes = state, modes
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
-    ctx.mark_non_differentiable(*output[1:])
 
 
 @once_differentiable
-def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
@@ -186,6 +191,38 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: t
 attention_forward: Any = _operator(_attention_forward, _fake_forward, ())
 attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state",))
 torch.library.register_autograd("foreshock::attention_forward", _backward, setup_context=_setup_context, lib=_LIBRARY)
+
+
+class _Attention(torch.autograd.Function):
+    """The operators under eager autograd. What torch.library generates from the formula above does the same, but fills
+    in default arguments in Python at every call, for longer than the kernels' launches take."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        output: tuple[Tensor, Tensor, Tensor, Tensor] = attention_forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1], output[3])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[2] is not None:
+            raise RuntimeError(
+                "a gradient was asked of attention's log-sum-exp, which is not differentiable; use its detach()"
+            )
+        result: tuple[Tensor | None, ...] = _backward(ctx, *grads)
+        return result
+
+
+def _attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attention_forward` with its backward, by the shortest way there is."""
+    result: tuple[Tensor, Tensor, Tensor, Tensor]
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        result = attention_forward(*inputs)  # a graph holds the operator
+    else:
+        result = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Options(TypedDict, total=False):
@@ -245,8 +282,11 @@ def flash_attention(
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
-    max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None.
-    return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable.
+    max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
+    lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
+    return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable: a backward through it is refused
+    (under torch.compile no gradient reaches it).
+    A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
     """
     if attn_mask is not None:
@@ -265,16 +305,19 @@ def flash_attention(
             )
         causal = "top_left" if causal else "none"
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
+    kept = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if torch.compiler.is_compiling():
+        scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
         window = int(window[0]), int(window[1])
-    spec = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics)  # refuses what it does not know
+        text = AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics, kept).text
+    else:
+        text = text_of(scale, causal, *window, softcap, dropout_p, numerics, kept)  # refuses what it does not know
     # The seed is a tensor: drawing it costs no host synchronisation, and a recomputed forward draws the same one.
     seed = torch.randint(2**63 - 1, (), device=query.device) if dropout_p > 0 else None
     dtype = query.dtype
-    if numerics in ("kernel", "paper"):
-        query, key, value = (x.to(operand_dtype(dtype)) for x in (query, key, value))
-    out, _, lse, _ = attention_forward(
+    if numerics in ("kernel", "paper") and dtype != (operand := operand_dtype(dtype)):
+        query, key, value = query.to(operand), key.to(operand), value.to(operand)
+    out, _, lse, _ = _attend(
         query,
         key,
         value,
@@ -282,22 +325,27 @@ def flash_attention(
         modes,
         cu_seqlens_q,
         cu_seqlens_k,
-        _longest(query, cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q,
-        _longest(key, cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k,
+        _longest(query, cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
+        _longest(key, cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
         seed,
-        spec.text,
+        text,
     )
-    out = out.to(dtype)
+    out = out if out.dtype == dtype else out.to(dtype)
     return (out, lse) if return_lse else out
 
 
-def _longest(rows: Tensor, cu_seqlens: Tensor | None) -> int:
+def _longest(rows: Tensor, cu_seqlens: Tensor | None, told: int | None, name: str) -> int:
     """Length of the longest packed sequence. Reading it waits for the device; where that cannot be, in a graph that is
     compiled or captured, the length of all together is a bound, and a slow one: give max_seqlen there."""
+    if told is not None and (cu_seqlens is None or cu_seqlens.is_cuda or torch.compiler.is_compiling()):
+        return told
     known = not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
     if cu_seqlens is None or len(cu_seqlens) < 2 or not known:
         return rows.shape[2]
-    return int(cu_seqlens.diff().amax())
+    longest = int(cu_seqlens.diff().amax())
+    if told is not None and told < longest:
+        raise ValueError(f"{name} is {told}, but the longest sequence has {longest} rows; give that or more, or None")
+    return longest if told is None else told
 
 
 def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:

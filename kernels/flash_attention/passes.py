@@ -1,6 +1,6 @@
 """What the passes of the backward read, and what one leaves for the others."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +29,11 @@ class Tensors(NamedTuple):
     """The mean key of each plane (means.py), where a head asks; None without modes."""
 
     @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of both passes, which take them tile by tile."""
+        return self.query, self.key, self.value, self.grad_out
+
+    @property
     def strides(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key, value and grad_out."""
         return self.query.stride(), self.key.stride(), self.value.stride(), self.grad_out.stride()
@@ -50,31 +55,10 @@ class RowVectors(NamedTuple):
     codes: Tensor | None
     """int16, from the dQ pass: how many scores tie (ties.py); 2^14 more where the paper's rule shifted."""
     folded: Tensor | None
-    """bf16 [B * H, 1, Sq, 16]: -lse / unit and -delta as three summands each; None where they cannot be folded."""
+    """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, read as the first half of 16; None where
+    they cannot be folded."""
 
 
-class Tiles(NamedTuple):
-    """The tensors that a pass takes tile by tile, or their descriptors, which cost the host as much as a launch."""
-
-    tma: bool
-    query: Any
-    key: Any
-    value: Any
-    grad_out: Any
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """All four."""
-        return self[1:]
-
-
-def tiles_of(call: Call, config: Config, given: Tensors) -> Tiles:
-    """As one configuration cuts them."""
-    tma = config.tma and call.takes_descriptors(given.query, given.key, given.value, given.grad_out)
-    return Tiles(
-        tma,
-        call.rows(given.query, config.block_m, tma),
-        call.rows(given.key, config.block_n, tma),
-        call.rows(given.value, config.block_n, tma),
-        call.rows(given.grad_out, config.block_m, tma),
-    )
+def settled(call: Call, config: Config, given: Tensors) -> Config:
+    """The configuration as these tensors allow it."""
+    return config.fitted(config.tma and call.takes_descriptors(given.query, given.key, given.value, given.grad_out))

@@ -41,7 +41,8 @@ def attention_forward(
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
-        return query.new_zeros(query.shape), query.new_zeros(query.shape, dtype=residual), row_max, row_max.clone()
+        shape = query.shape if spec.residual else torch.Size([0])
+        return query.new_zeros(query.shape), query.new_zeros(shape, dtype=residual), row_max, row_max.clone()
     check_modes(modes, spec)
     wide = compute_dtype(spec.numerics)
     queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
@@ -80,8 +81,10 @@ def attention_forward(
         row_sum = _round(rounded.sum(-1, keepdim=True), operand)
         out = output(rounded, row_sum, operand).to(operand)
     lse, row_max = (subtracted + row_sum.log()).squeeze(-1), row_max.squeeze(-1)
-    lost = exact - _round(out.to(wide), operand)
-    out_residual = (lost * residual_scale(residual)).to(residual)
+    out_residual = out.new_empty(0, dtype=residual)
+    if spec.residual:
+        lost = exact - _round(out.to(wide), operand)
+        out_residual = (lost * residual_scale(residual)).to(residual)
     if centre is not None and spec.numerics != "kernel":
         # Both are those of the keys as they came, so that modes may change before the backward.
         common = _common_score(queries, centre, spec)

@@ -32,7 +32,10 @@ from foreshock.kernels.flash_attention.counting import (
     SCORE_OFFSET_SUMSQ_SLOT,
     TIED_BF16_SLOT,
     TIED_ONE_SLOT,
+    add_count,
+    add_sum,
     finite,
+    raise_maximum,
 )
 from foreshock.kernels.flash_attention.launch import compiled_for
 from foreshock.kernels.flash_attention.places import diagonal, visible
@@ -165,26 +168,11 @@ def row_statistics_kernel(
 
 
 @triton.jit
-def _add(word, amount):
-    tl.store(word, tl.load(word) + amount)
-
-
-@triton.jit
-def _add_float(word, amount):
-    tl.store(word, (tl.load(word).to(tl.float64, bitcast=True) + amount).to(tl.int64, bitcast=True))
-
-
-@triton.jit
-def _raise(word, value):
-    tl.store(word, tl.maximum(tl.load(word).to(tl.float64, bitcast=True), value).to(tl.int64, bitcast=True))
-
-
-@triton.jit
 def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handful, BLOCK: tl.constexpr):
     """Adds the rows of one head to its state, in a fixed order; the last program moves the tick on."""
     index = tl.program_id(0)
     if index == handful:
-        _add(tick, 1)
+        add_count(tick, 1)
     else:
         plane = count * handful
         kept += index * count
@@ -206,19 +194,21 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
-            _add(state + ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
-            _add(state + TIED_BF16_SLOT * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
-            _add(state + TIED_ONE_SLOT * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
-            _add(state + EMPTY_SLOT * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
-            _add(state + NONFINITE_SLOT * stride_slot, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
-            _raise(state + SCORE_MAX_SLOT * stride_slot, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
+            add_count(state + ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
+            add_count(state + TIED_BF16_SLOT * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
+            add_count(state + TIED_ONE_SLOT * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
+            add_count(state + EMPTY_SLOT * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
+            add_count(state + NONFINITE_SLOT * stride_slot, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+            raise_maximum(
+                state + SCORE_MAX_SLOT * stride_slot, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64)
+            )
             size = tl.where(counted, tl.abs(largest), lowest)
-            _raise(state + ROW_MAX_ABS_SLOT * stride_slot, tl.max(size, 0).to(tl.float64))
-            _add_float(state + SCORE_OFFSET_SUM_SLOT * stride_slot, tl.sum(offset, 0))
-            _add_float(state + SCORE_OFFSET_SUMSQ_SLOT * stride_slot, tl.sum(offset * offset, 0))
-            _add_float(state + DELTA_BIAS_SUM_SLOT * stride_slot, tl.sum(bias, 0))
-            _add_float(state + DELTA_BIAS_ABS_SLOT * stride_slot, tl.sum(tl.abs(bias), 0))
-            _add_float(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, tl.sum(bias * bias, 0))
+            raise_maximum(state + ROW_MAX_ABS_SLOT * stride_slot, tl.max(size, 0).to(tl.float64))
+            add_sum(state + SCORE_OFFSET_SUM_SLOT * stride_slot, tl.sum(offset, 0))
+            add_sum(state + SCORE_OFFSET_SUMSQ_SLOT * stride_slot, tl.sum(offset * offset, 0))
+            add_sum(state + DELTA_BIAS_SUM_SLOT * stride_slot, tl.sum(bias, 0))
+            add_sum(state + DELTA_BIAS_ABS_SLOT * stride_slot, tl.sum(tl.abs(bias), 0))
+            add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, tl.sum(bias * bias, 0))
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class AttentionSpec:
     dropout_p: float = 0.0
     """Probability of dropping an entry of P."""
     numerics: Numerics = "kernel"
+    residual: bool = True
+    """Whether what rounding takes from O is kept; without it there is no backward."""
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -81,7 +83,7 @@ class AttentionSpec:
         """The fields in order, parted by spaces, as the operators take them: one argument costs PyTorch's dispatcher
         much less than seven."""
         numbers = f"{self.scale} {self.causal} {self.window_left} {self.window_right} {self.softcap} {self.dropout_p}"
-        return f"{numbers} {self.numerics}"
+        return f"{numbers} {self.numerics} {self.residual:d}"
 
 
 def constants(*numbers: float) -> tuple[float, ...]:
@@ -94,7 +96,7 @@ def constants(*numbers: float) -> tuple[float, ...]:
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> AttentionSpec:
     """The spec whose `text` this is."""
-    scale, causal, left, right, softcap, dropout_p, numerics = text.split()
+    scale, causal, left, right, softcap, dropout_p, numerics, residual = text.split()
     return AttentionSpec(
         float(scale),
         cast(CausalAlignment, causal),
@@ -103,7 +105,14 @@ def spec_of(text: str) -> AttentionSpec:
         float(softcap),
         float(dropout_p),
         cast(Numerics, numerics),
+        residual == "1",
     )
+
+
+@lru_cache(maxsize=1024)
+def text_of(*fields: Any) -> str:
+    """The `text` of the spec of these fields. Raises ValueError with a sentence for what there is not."""
+    return AttentionSpec(*fields).text
 
 
 class Arguments(NamedTuple):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from foreshock.benchmarks import attention_host
 from foreshock.benchmarks.attention import PASSES, grid, main, markdown, summary
+from foreshock.kernels.flash_attention import op
 
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks/results/attention_h200.json").read_text())
@@ -31,3 +33,19 @@ def test_the_readme_shows_the_table_and_the_summary_follows_from_the_cells() -> 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_time_of_the_host_is_told_without_a_gpu_and_attention_is_served_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = op._kernels
+    measured = attention_host.measure("cpu", rounds=1, calls=2)
+    names = ("foreshock_forward", "sdpa_forward", "foreshock_both", "sdpa_both")
+    assert tuple(measured) == names
+    assert min(measured.values()) > 0
+    assert op._kernels is kernels
+    attention_host.main(str(tmp_path / "host.json"))
+    assert json.loads((tmp_path / "host.json").read_text()).keys() >= set(names)
+    assert "foreshock_both: " in (told := capsys.readouterr().out)
+    assert "launches left out: no GPU" in told

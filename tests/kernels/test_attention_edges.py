@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention import flash_attention, new_state, op
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -58,3 +58,42 @@ def test_a_graph_that_is_kept_counts_its_rows_once() -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     assert torch.equal(state, counted)
     assert state[:, Slot.ROWS].tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_sequence_told_too_short_is_refused(side: str) -> None:
+    lengths = torch.tensor([0, 9, 34], dtype=torch.int32)
+    told = {"max_seqlen_q": 25, "max_seqlen_k": 25} | {f"max_seqlen_{side}": 24}
+    packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": "top_left"}
+    with pytest.raises(
+        ValueError, match=f"max_seqlen_{side} is 24, but the longest sequence has 25 rows; give that or"
+    ):
+        flash_attention(*leaves(34), **packed, **told)  # type: ignore[call-overload]
+
+
+def test_a_gradient_of_the_log_sum_exp_is_refused_and_none_asked_is_none_given() -> None:
+    inputs = leaves(12)
+    out, lse = flash_attention(*inputs, return_lse=True)
+    plain = torch.autograd.grad(flash_attention(*inputs).sum(), inputs)
+    for one, other in zip(torch.autograd.grad(out.sum(), inputs, retain_graph=True), plain, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="log-sum-exp, which is not differentiable; use its detach"):
+        (out.sum() + lse.square().sum()).backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, forward = [], op.attention_forward
+
+    def taking(*inputs: object) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = forward(*inputs)
+        kept.append(result[1].numel())
+        return result
+
+    monkeypatch.setattr(op, "attention_forward", taking)
+    inputs = leaves(21)
+    with_one = flash_attention(*inputs, causal=True)
+    with torch.no_grad():
+        assert torch.equal(flash_attention(*inputs, causal=True), with_one)
+    assert torch.equal(flash_attention(*(x.detach() for x in inputs), causal=True), with_one)
+    flash_attention(inputs[0].detach(), inputs[1], inputs[2].detach())
+    assert kept == [with_one.numel(), 0, 0, with_one.numel()]

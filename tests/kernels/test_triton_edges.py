@@ -1,7 +1,11 @@
 """The edges of what the kernels serve: sizes near the ends of their types, odd strides, tiny and huge scores."""
 
+import math
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import new_state, op
+from foreshock.kernels.flash_attention.counting import raise_maximum
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 from foreshock.kernels.flash_attention.spec import Arguments
@@ -25,6 +30,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
+
+
+@triton.jit
+def raise_one(word, value):  # type: ignore[no-untyped-def]
+    raise_maximum(word, tl.load(value))
+
 
 BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
 
@@ -177,3 +188,27 @@ def test_delta_bias_holds_for_values_of_every_size(attention: object, dtype: tor
     lost = given.out.double() - rounded @ value / weights.sum(-1, keepdim=True)
     want = (lost * grad).sum(-1).abs().sum((0, 2))
     assert given.counts(Slot.DELTA_BIAS_ABS) == pytest.approx(want.tolist(), rel=0.05)
+
+
+def test_rows_past_a_length_told_too_small_are_nan_and_all_others_right() -> None:
+    inputs = random_inputs(40, 40, 32, seed=27)
+    starts = torch.tensor([0, 11, 36], dtype=torch.int32, device=DEVICE)  # and four rows of no sequence
+    spec = scaled(32, causal="top_left")
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    right = attend(inputs, spec, longest=(25, 25), **options)  # type: ignore[arg-type]
+    short = attend(inputs, spec, longest=(20, 20), **options)  # type: ignore[arg-type]
+    for name in ("out", "lse", "grad_query", "grad_key", "grad_value"):
+        given, wanted = getattr(short, name), getattr(right, name)
+        assert given[:, :, 31:36].isnan().all(), name
+        assert torch.equal(given[:, :, 36:], wanted[:, :, 36:]), name
+        whole = 31 if name in ("out", "lse", "grad_query") else 11  # a key is seen by queries that were lost
+        assert torch.equal(given[:, :, :whole], wanted[:, :, :whole]), name
+
+
+@pytest.mark.parametrize("start", [-3.5, -0.0, 0.0, 2.25, -math.inf])
+@pytest.mark.parametrize("value", [-7.0, -3.25, -0.0, 0.0, 4.5, -math.inf])
+def test_the_state_takes_the_larger_of_two_numbers_of_either_sign(start: float, value: float) -> None:
+    word = torch.tensor([start], dtype=torch.float64, device=DEVICE)
+    given = torch.tensor([value], dtype=torch.float64, device=DEVICE)
+    raise_one[(1,)](word.view(torch.int64), given)
+    assert word.item() == max(start, value)

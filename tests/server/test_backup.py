@@ -102,7 +102,7 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
         assert client.post("/v1/runs/run-1/commands", json=ORDER).status_code == 201
         last = cli("audit", "export", str(trail), "--url", service.url).rpartition("ends with row ")[2].strip()
     assert int(last) > len(told)
-    assert f"{last} rows, whole" in cli("audit", "verify", str(trail))
+    assert f"{last} rows, all verified" in cli("audit", "verify", str(trail))
 
 
 def test_a_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_row_that_was_changed_left_out_or_moved_is_named(export: Path, tmp_pat
         "row 4 is missing": [*lines[:3], lines[4], lines[3], *lines[5:]],
         "no row of an audit trail": [*lines[:2], b"{}\n"],
     }
-    assert f"{len(lines)} rows, whole" in cli("audit", "verify", str(export))
+    assert f"{len(lines)} rows, all verified" in cli("audit", "verify", str(export))
     for said, changed in spoilt.items():
         file = tmp_path / "spoilt.jsonl"
         file.write_bytes(b"".join(changed))

@@ -1,0 +1,112 @@
+"""Launching a Triton kernel again and again with nothing but other pointers.
+
+Triton looks at every argument of every launch to find what it compiled for them, and asks a Python object for every
+tensor descriptor: for longer than a small kernel runs. A launch that was made once is remembered here down to what the
+driver is given. That reaches below Triton's public surface, and is done for the versions named here alone; others take
+the way of `CompiledKernel`, which is public.
+"""
+
+from collections.abc import Mapping
+from inspect import getclosurevars
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_DIRECT: Final = triton.__version__.startswith("3.6.")
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class Launch(NamedTuple):
+    """`kernel(*tensors, *numbers, **constants)` on a grid, with Triton's `options`."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    numbers: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any] = _NOTHING
+    tiles: Mapping[int, tuple[int, int]] = _NOTHING
+    """Which of the tensors are read by Hopper's copy engine, by place, in tiles of so many rows and columns."""
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of a tensor [B, H, S, D], for tiles [1, 1, rows, columns]."""
+    shape = list(tensor.shape)
+    # The stride of a dimension of one element is never used, but must be aligned.
+    strides = [s if n > 1 else 8 for s, n in zip(tensor.stride()[:3], shape, strict=False)]
+    return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, columns])
+
+
+def _given(tensors: tuple[Tensor | None, ...], tiles: Mapping[int, tuple[int, int]]) -> list[Any]:
+    return [_descriptor(x, *tiles[place]) if x is not None and place in tiles else x for place, x in enumerate(tensors)]
+
+
+class Ready:
+    """A launch that was made, to be made again with tensors that differ from its first ones in their pointers alone."""
+
+    def __init__(self, compiled: Any, launch: Launch, given: list[Any]) -> None:
+        self._compiled, self._grid, self._tiles = compiled, launch.grid, launch.tiles
+        self._rest = (*launch.numbers, *launch.constants.values())
+        self._direct = _direct_launch(compiled) if _DIRECT else None
+        self._maps = [None] * len(given) if self._direct is None else _maps(compiled, given)
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        runtime = knobs.runtime
+        if self._direct is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            self._compiled[self._grid](*_given(tensors, self._tiles), *self._rest)
+            return
+        arguments: list[Any] = []
+        for tensor, tile in zip(tensors, self._maps, strict=True):
+            if tensor is None:
+                arguments.append(None)
+            elif tile is None:
+                arguments.append(tensor.data_ptr())
+            else:
+                encode, parts, sizes = tile
+                arguments.append(encode(tensor.data_ptr(), *parts))
+                arguments += sizes
+        compiled, active = self._compiled, driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        launcher = compiled.run
+        self._direct(
+            *self._grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None, *arguments, *self._rest,
+        )  # fmt: skip
+
+
+def _direct_launch(compiled: Any) -> Any:
+    """The function that hands a launch to the driver; None for a kernel that needs memory of Triton's own."""
+    launcher = compiled.run
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    if not getattr(compiled.metadata, "tensordesc_meta", None):
+        return launcher.launch
+    return getclosurevars(launcher.launch).nonlocals["launcher"]  # which takes descriptors that are made already
+
+
+def _maps(compiled: Any, given: list[Any]) -> list[Any]:
+    """How the copy engine's map of each tensor is made from its pointer; None for those that it does not read."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    known = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    found: list[Any] = []
+    for one in given:
+        if not isinstance(one, TensorDescriptor):
+            found.append(None)
+            continue
+        meta = next(known)
+        kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        parts = (meta["swizzle"], meta["elem_size"], kind, meta["block_size"], one.shape, one.strides, 0)
+        found.append((driver.active.utils.fill_tma_descriptor, parts, (*one.shape, *one.strides)))
+    return found
+
+
+def first_launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Ready | None:
+    """Launch by Triton's own way, which compiles; what is launched from then on, or None in the interpreter."""
+    given = _given(tensors, launch.tiles)
+    compiled = launch.kernel[launch.grid](*given, *launch.numbers, **launch.constants, **launch.options)
+    return None if compiled is None else Ready(compiled, launch, given)
