@@ -226,6 +226,17 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
         console.print(f"JSON: {json}")
 
 
+def run_through_transformers(
+    recipe_name: str, console: Console, *, arm_name: str, seed: int, steps: int | None, trace: Path
+) -> None:
+    """Train one arm of a recipe by transformers' model and Trainer, write its trace and say how it ended."""
+    from foreshock.lab.training.transformers_run import transformers_run
+
+    transformers_run(find_recipe(recipe_name), find_arm(arm_name), seed=seed, trace=trace, steps=steps)
+    compare([trace], console, picture=None)
+    console.print(f"trace: {trace}")
+
+
 def run(
     recipe_name: str,
     console: Console,

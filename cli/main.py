@@ -313,11 +313,19 @@ def lab_run(
         Path | None, typer.Option(help="File to write a checkpoint of the last step to, for `foreshock diagnose`.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="By GPT2LMHeadModel and Trainer of transformers, with the callback.")
+    ] = False,
 ) -> None:
     """Train one variant of a recipe and record every head of every sample."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
+    if transformers:
+        if checkpoint is not None or url is not None:
+            raise ValueError("--transformers keeps no checkpoint and sends nothing; leave out --checkpoint and --url")
+        laboratory.run_through_transformers(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace)
+        return
     laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
 
 
@@ -420,6 +428,18 @@ def lab_score(
     from foreshock.cli.output import console
 
     scores.score(traces, console(), report=report, picture=picture, seal=held_out)
+
+
+@lab.command("ablation")
+def lab_ablation(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs; only those for tuning are looked at.")],
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Say what every condition of the detectors gives and costs: the tuning runs scored without each of them."""
+    from foreshock.cli import scores
+    from foreshock.cli.output import console
+
+    scores.ablation(traces, console(), report=report)
 
 
 @lab.command("claims")

@@ -1,6 +1,8 @@
 """`foreshock lab score` as text on the terminal."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.scoring.sealed import break_seal
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 """Of a bar that shows how far a long command is."""
@@ -68,6 +73,36 @@ def score(
     for what, path in (("report", report), ("picture", picture)):
         if path is not None:
             console.print(f"{what}: {path}")
+
+
+def ablation(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
+    """Score the tuning runs among `traces` without each condition of the detectors, and print a line for each."""
+    from foreshock.lab.scoring.ablation import VARIANTS
+    from foreshock.lab.scoring.ablation import ablation as ablate
+
+    break_seal(traces, DetectorConfig(), None)
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
+        bar = progress.add_task("scoring", total=len(VARIANTS))
+        rows = ablate(list(map(read_trace, traces)), lambda _: progress.advance(bar))
+    shown = Table(box=None, pad_edge=False, header_style="bold", title="tuning runs", title_justify="left")
+    shown.add_column("detectors", overflow="fold", min_width=16)
+    for name in ("false alarms", "false incidents", "quiet runs", "warned", "in time", "lead", "drifting warned"):
+        shown.add_column(name, justify="right")
+    for each in rows:
+        shown.add_row(
+            *(each.variant, str(each.false_alarms), str(each.false_incidents)),
+            f"{each.quiet_runs}/{each.healthy_runs}",
+            *(f"{each.warned}/{each.failures}", f"{each.in_time}/{each.failures}", cell(each.median_lead_steps)),
+            f"{each.drifting_warned}/{each.drifting}",
+        )
+    console.print(shown)
+    console.print(
+        f"healthy steps: {rows[0].healthy_steps:,}. false alarms: heads of healthy runs. drifting warned: runs made to "
+        "fail that did not fail."
+    )
+    if report is not None:
+        report.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+        console.print(f"report: {report}")
 
 
 def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:

@@ -76,6 +76,12 @@ def _read(app: Any, name: str, content: list[str]) -> None:
         content[0] = content[0].replace("\nothers\n", "".join(f"\n{page}" for page in others) + "\n")
 
 
+def _outdated(*_: Any) -> list[str]:
+    """The pages whose text lies elsewhere are read at each build: Sphinx looks at the age of its own files alone."""
+    return [page.removesuffix(".md") for page in PAGES.values()]
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _read)
+    app.connect("env-get-outdated", _outdated)

@@ -17,7 +17,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef
 from foreshock.lab.recording.trace import Trace, read_trace, readings
-from foreshock.lab.scoring.baselines import BASELINES, Signal
+from foreshock.lab.scoring.baselines import BASELINES, Baseline, Signal
 from foreshock.lab.scoring.calibration import Forecast, forecasts_of
 from foreshock.lab.scoring.harm import AGAINST_CONTROL, Limits, first_harm
 from foreshock.lab.scoring.incidents import Opened, Told, failing_head, opened, told_at
@@ -108,7 +108,13 @@ def score(path: Path, config: DetectorConfig | None = None, control: Trace | Non
     return _score(read_trace(path), config or DetectorConfig(), control)
 
 
-def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: Limits | None = None) -> Score:
+def _score(
+    trace: Trace,
+    config: DetectorConfig,
+    control: Trace | None,
+    limits: Limits | None = None,
+    baselines: Sequence[Baseline] = BASELINES,
+) -> Score:
     verdicts, signals = _watched(trace, config)
     raised = [verdict for verdict in verdicts if verdict.state == "raised"]
     first = raised[0] if raised else None
@@ -119,7 +125,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: 
     for name in DETECTORS:
         steps[name] = _first(alarms(signals[name], 1.0))
     steps[OURS] = first.step if first else None
-    for baseline in BASELINES:
+    for baseline in baselines:
         found = baseline.signal(trace)
         if found is None:
             steps[baseline.name] = NOT_RECORDED
@@ -249,14 +255,25 @@ def score_all(
     on_trace: Callable[[Path], None] = lambda path: None,
 ) -> list[Score]:
     """Score traces beside their controls. `on_trace` hears of each one that is done."""
+    return score_traces(list(map(read_trace, paths)), config, on_trace=lambda trace: on_trace(trace.path))
+
+
+def score_traces(
+    traces: Sequence[Trace],
+    config: DetectorConfig | None = None,
+    *,
+    baselines: Sequence[Baseline] = BASELINES,
+    on_trace: Callable[[Trace], None] = lambda trace: None,
+) -> list[Score]:
+    """As `score_all`, of traces that are read already; `baselines` are scored beside our detectors."""
     config = config or DetectorConfig()
-    traces: dict[Path, Trace] = {path: read_trace(path) for path in paths}
-    controls = controls_of(traces.values())
+    controls = controls_of(traces)
     limits = limits_of_recipes(controls)
     scores = []
-    for path, trace in traces.items():
+    for trace in traces:
         recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
         own = [each for each in controls.get((recipe, seed), []) if each.header.get("arm") == CONTROL.name]
-        scores.append(_score(trace, config, None if not own or own[-1] is trace else own[-1], limits.get(str(recipe))))
-        on_trace(path)
+        control = None if not own or own[-1] is trace else own[-1]
+        scores.append(_score(trace, config, control, limits.get(str(recipe)), baselines))
+        on_trace(trace)
     return scores

@@ -2,9 +2,10 @@
 
 Softmax sees differences of scores. The part scale * q_i . mean(k), which every key of a sequence gives to a row i
 alike, is lost on it, so that no true gradient holds it back. It is part of a head's offset, and the part that centred
-keys take away; |b_K| is what a bias on the keys adds to it. Three quantities, by the names under which a trace carries
+keys take away; |b_K| is what a bias on the keys adds to it. Four quantities, by the names under which a trace carries
 them (`TraceWriter.probe`), each [heads of all layers]:
 - `key_bias_norm`: Euclidean norm of the key bias that a head reads, 0 without one;
+- `common_key_norm`: root mean square over the sequences of |mean(k)|, which models without a bias have too;
 - `common_mean`, `common_rms`: mean and root mean square of scale * q_i . mean(k) over the tokens of some sequences,
   in nats. The keys are the raw ones: a mode that centres them changes nothing here.
 """
@@ -43,21 +44,30 @@ class NullPart:
         finally:
             for hook in hooks:
                 hook.remove()
-        common = [_common(*attention.operands(caught[attention])[:2]) for attention in self._attentions]
+        operands = [attention.operands(caught[attention])[:2] for attention in self._attentions]
+        common = [_common(query, key) for query, key in operands]
         together = torch.stack(
             [
                 torch.cat([_key_bias_norm(attention) for attention in self._attentions]),
+                torch.cat([_common_key_norm(query, key) for query, key in operands]),
                 torch.cat([each.mean((0, 2)) for each in common]),
                 torch.cat([each.square().mean((0, 2)).sqrt() for each in common]),
             ]
         )
-        return dict(zip(("key_bias_norm", "common_mean", "common_rms"), together.double().cpu().numpy(), strict=True))
+        names = ("key_bias_norm", "common_key_norm", "common_mean", "common_rms")
+        return dict(zip(names, together.double().cpu().numpy(), strict=True))
 
 
 def _common(query: Tensor, key: Tensor) -> Tensor:
     """scale * q_i . mean(k), [B, H, S], of query [B, H, S, D] and key [B, Hkv, S, D]."""
     mean = key.float().mean(2, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], 1)
     return (query.float() * mean).sum(-1) / math.sqrt(query.shape[3])
+
+
+def _common_key_norm(query: Tensor, key: Tensor) -> Tensor:
+    """[H], of the key head that each query head reads."""
+    norms = key.float().mean(2).square().sum(-1).mean(0).sqrt()  # [Hkv]
+    return torch.repeat_interleave(norms, query.shape[1] // key.shape[1])
 
 
 def _key_bias_norm(attention: Any) -> Tensor:

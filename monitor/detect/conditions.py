@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.forecast import forecasts
 from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
 from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
@@ -32,11 +33,11 @@ class Nearness:
             self._grid[place, : len(rows)] = rows
         self._many = np.array([len(rows) >= _MANY_HEADS for rows in members], dtype=np.bool_)
 
-    def __call__(self, growth: Growth, *, young: bool, ripe: bool, push: Floats) -> Floats:
+    def __call__(self, growth: Growth, *, step: int, young: bool, ripe: bool, push: Floats) -> Floats:
         """The least ratio of all conditions of a signal, [len(SIGNALS), N]; 0 where one is unknown.
 
-        young: more growth is asked for. ripe: False judges dangerous scores alone. push [N]: the accumulated delta bias
-        in units of its standard error.
+        step: the run's age. young: more growth is asked for. ripe: False judges dangerous scores alone. push [N]: the
+        accumulated delta bias in units of its standard error.
         """
         config = self._config
         near = np.zeros_like(growth.end)
@@ -60,7 +61,21 @@ class Nearness:
                 found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
         if math.isnan(near.sum()):
             np.nan_to_num(near, copy=False, nan=0.0)
+        self._bring_into_sight(near, growth, step)
         return near
+
+    def _bring_into_sight(self, near: Floats, growth: Growth, step: int) -> None:
+        """No signal of a head is nearer than its harm, which has to come within some times the run's life so far.
+
+        What drifts by little for long meets every condition on growth, and harms nobody. Where no score was recorded,
+        nothing is foreseen and nothing is held back.
+        """
+        if self._config.horizon_lives is None or not any_at_least(near, _WORTH_A_LOOK):
+            return
+        heads = np.flatnonzero(near.max(axis=0) >= _WORTH_A_LOOK)
+        with np.errstate(divide="ignore"):
+            sight = self._config.horizon_lives * step / forecasts(growth, heads)[0]
+        near[:, heads] = np.fmin(near[:, heads], sight)
 
     def _lasting(self, growth: Growth, signal: HeadSignal, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
         """Whether growth goes on, is more than noise and more than that of the peers, for some `heads`."""

@@ -207,6 +207,7 @@ class Detectors:
         config = self.config
         self._recent[self._history.closed % len(self._recent)] = self._near(
             growth,
+            step=step,
             young=step < config.settle_steps,
             ripe=step >= max(config.earliest_steps, 2 * self._rate[1]),
             push=self._push(),

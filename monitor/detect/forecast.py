@@ -2,35 +2,48 @@
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
 from foreshock.contract import wire
+from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import Growth
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, HeadSignal
 
 
 def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | None, float | None]:
     """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
-    score = math.nan if growth is None else float(growth.end[HeadSignal.SCORE, index])
-    if growth is None or not math.isfinite(score):
+    if growth is None:
         return None, None, None
-    if score >= DANGEROUS_SCORE:
-        return 0.0, 0.0, 0.0
-    found: list[tuple[float, float, float]] = []
-    offset = abs(float(growth.end[HeadSignal.OFFSET, index]))  # which moves the score as far as it moves itself
-    for signal, target in (
-        (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
-        (HeadSignal.SCORE, DANGEROUS_SCORE),
-    ):
-        sign = math.copysign(1.0, float(growth.end[signal, index]))
-        parts = (growth.start[signal, index], growth.middle((signal, index)), growth.end[signal, index])
-        start, middle, end = (sign * float(part) for part in parts)
-        newer, older, half = end - middle, middle - start, growth.steps / 2
-        if not newer > 0 or not float(growth.sigmas((signal, index))) >= 2.0:
-            continue
-        line = (target - end) / newer * half
-        curve = math.log(target / end) / math.log(end / middle) * half if middle > 0 else line
-        likely = curve if older > 0 and newer >= 1.2 * older else math.sqrt(line * curve)  # between, where it may turn
-        found.append((likely, 0.5 * min(line, curve), 1.5 * max(line, curve)))
-    return min(found, key=lambda steps: steps[0]) if found else (None, None, None)
+    likely, low, high = forecasts(growth, np.array([index]))[:, 0].tolist()
+    return (likely, low, high) if math.isfinite(likely) else (None, None, None)
+
+
+def forecasts(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
+    """The same of some heads, [3, len(heads)]: inf where no end shows, NaN where no score was recorded."""
+    score = growth.end[HeadSignal.SCORE, heads]
+    offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
+    found = np.full((3, len(heads)), math.inf)
+    half = growth.steps / 2
+    with np.errstate(all="ignore"):
+        for signal, target in (
+            (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
+            (HeadSignal.SCORE, np.full(len(heads), DANGEROUS_SCORE)),
+        ):
+            of = (signal, heads)
+            sign = np.copysign(1.0, growth.end[of])
+            start, middle, end = (sign * part for part in (growth.start[of], growth.middle(of), growth.end[of]))
+            newer, older = end - middle, middle - start
+            line = (target - end) / newer * half
+            curve = np.where(middle > 0, np.log(target / end) / np.log(end / middle) * half, line)
+            speeds_up = (older > 0) & (newer >= 1.2 * older)
+            likely = np.where(speeds_up, curve, np.sqrt(line * curve))  # between the two, where it may turn
+            sooner = (newer > 0) & (growth.sigmas(of) >= 2.0) & (likely < found[0])
+            told = np.stack([likely, 0.5 * np.minimum(line, curve), 1.5 * np.maximum(line, curve)])
+            found[:, sooner] = told[:, sooner]
+    found[:, score >= DANGEROUS_SCORE] = 0.0
+    found[:, ~np.isfinite(score)] = math.nan
+    return found
 
 
 def who(verdict: wire.Verdict) -> str:

@@ -37,6 +37,12 @@ class DetectorConfig(BaseModel):
     peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow its peers by this factor")
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
+    horizon_lives: float | None = Field(
+        default=None,
+        gt=0,
+        description="a head is warned about only if its harm is foreseen within so many times the run's life so far; "
+        "null: however far off it is",
+    )
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")
     tied_growth: float = Field(default=3.0, gt=1, description="factor by which that share grew")
     unrest: float = Field(

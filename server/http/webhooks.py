@@ -132,7 +132,7 @@ async def _refuse_replay(store: Store, request: Request, body: bytes) -> str | N
 async def _refused(request: Request, sender: str, why: str) -> None:
     state = request.app.state
     state.counters.webhooks[sender, "refused"] += 1
-    if state.buckets.take(("refused webhook", sender)) > 0:
+    if state.forgeries.take(sender) > 0:
         return  # a flood of forgeries is counted, not written down one by one
     async with state.store.write() as connection:
         await audit.append(state.store, connection, actor=sender, action="webhook refused", details={"why": why})

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import Ack, Batch, read_batch
 from foreshock.server.access.auth import ANYONE, Caller, Needs, check_run, check_scope
-from foreshock.server.access.limits import SPREAD, Buckets, retry_after
+from foreshock.server.access.limits import SPREAD, Buckets, length_of, retry_after
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, items
-from foreshock.server.access.quotas import Quotas, length_of
+from foreshock.server.access.quotas import Quotas
 from foreshock.server.counters import Counters
 from foreshock.server.ingest.arrivals import arrival_of
 from foreshock.server.ingest.batches import Writer

@@ -212,3 +212,30 @@ def test_the_state_takes_the_larger_of_two_numbers_of_either_sign(start: float, 
     given = torch.tensor([value], dtype=torch.float64, device=DEVICE)
     raise_one[(1,)](word.view(torch.int64), given)
     assert word.item() == max(start, value)
+
+
+@pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
+def test_what_memory_held_before_reaches_no_result(
+    packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = random_inputs(23, 23, 24, heads=6, kv_heads=2, dtype=dtype, seed=28)
+    modes = torch.tensor([0, 1, 2, 8, 16, 32], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 5, 5, 20], dtype=torch.int32, device=DEVICE)
+    spec = scaled(24, causal="top_left", window_left=12)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "longest": (15, 15)} if packed else {}
+    results = []
+    for float_word, word in ((0.0, 0), (math.nan, 77)):
+        for home, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            plain = getattr(home, name)
+
+            def filled(
+                *given: object, _plain: object = plain, _words: tuple[float, int] = (float_word, word), **named: object
+            ) -> Tensor:
+                made: Tensor = _plain(*given, **named)  # type: ignore[operator]
+                return made.fill_(_words[0] if made.is_floating_point() else _words[1])
+
+            monkeypatch.setattr(home, name, filled)
+        results.append(attend(inputs, spec, modes=modes, **options))  # type: ignore[arg-type]
+        monkeypatch.undo()
+    for name, one, other in zip(results[0]._fields, *results, strict=True):
+        assert torch.equal(one, other), name

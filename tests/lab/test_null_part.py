@@ -17,9 +17,10 @@ def model(**shape: Any) -> GPT:
     return GPT(ModelConfig(layers=2, heads=4, width=24, context=12, vocabulary=50, attention_dtype="float32", **shape))
 
 
-def brute_force(gpt: GPT, tokens: Tensor) -> list[tuple[float, float]]:
-    """Mean and RMS over all rows of the mean score of every row, per head, from whole score matrices."""
-    found: list[tuple[float, float]] = []
+def brute_force(gpt: GPT, tokens: Tensor) -> list[tuple[float, float, float]]:
+    """Mean and RMS over all rows of the mean score of every row, from whole score matrices, and the RMS over sequences
+    of the norm of the mean key, per head."""
+    found: list[tuple[float, float, float]] = []
     given: list[Tensor] = []
     hooks = [
         cast(Any, b).attn.register_forward_pre_hook(lambda module, args: given.append(args[0])) for b in gpt.h
@@ -32,7 +33,9 @@ def brute_force(gpt: GPT, tokens: Tensor) -> list[tuple[float, float]]:
             for head in range(4):
                 keys = key[:, head // (4 // key.shape[1])].double()
                 rows = (query[:, head].double() @ keys.mT / math.sqrt(query.shape[3])).mean(-1)
-                found.append((float(rows.mean()), float(rows.square().mean().sqrt())))
+                norms = [sum(float(x) ** 2 for x in sequence.mean(0)) for sequence in keys]
+                norm = math.sqrt(sum(norms) / len(norms))
+                found.append((float(rows.mean()), float(rows.square().mean().sqrt()), norm))
     for hook in hooks:
         hook.remove()
     return found
@@ -47,6 +50,7 @@ def test_the_common_score_is_the_mean_of_each_row_of_scores(shape: dict[str, Any
     expected = np.array(brute_force(gpt, tokens))
     assert measured["common_mean"] == pytest.approx(expected[:, 0], rel=1e-4, abs=1e-6)
     assert measured["common_rms"] == pytest.approx(expected[:, 1], rel=1e-4, abs=1e-6)
+    assert measured["common_key_norm"] == pytest.approx(expected[:, 2], rel=1e-4, abs=1e-6)
 
 
 def test_a_key_bias_is_told_by_query_head_and_nothing_of_the_model_changes() -> None:

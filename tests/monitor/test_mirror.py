@@ -1,4 +1,4 @@
-"""The few numbers that the agent mirrors into an experiment tracker: real TensorBoard, and stand-ins for the others."""
+"""What the agent mirrors into an experiment tracker: real TensorBoard, stand-ins for the others and for faults."""
 
 import contextvars
 import importlib.machinery

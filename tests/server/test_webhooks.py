@@ -225,6 +225,20 @@ def test_forged_old_future_and_doubled_signatures_are_refused_and_noted(play: An
     play(story, grafana_hmac_secret=SECRET)
 
 
+@pytest.mark.promise("S9")
+def test_a_flood_of_forgeries_is_counted_and_not_written_down_one_by_one(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for _ in range(60):
+            answer = await service.client.post("/v1/webhooks/grafana", content=BODY, headers=sign(BODY, "another" * 4))
+            assert answer.status_code == 401
+        rows = (await service.get("/v1/audit", limit=100))["rows"]
+        assert 10 < len(rows) < 40
+        counted = service.app.state.counters.webhooks
+        assert counted["grafana", "refused"] == 60
+
+    play(story, grafana_hmac_secret=SECRET)
+
+
 def test_without_a_secret_grafanas_route_is_closed(play: Any) -> None:
     async def story(service: Any) -> None:
         answer = await service.client.post("/v1/webhooks/grafana", content=BODY, headers=sign(BODY))
