@@ -31,7 +31,7 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, stream, usage, webhooks
+from foreshock.server.http import care, catalog, routes, stream, usage, webhooks
 from foreshock.server.http.connections import Room, Seats, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
@@ -113,7 +113,15 @@ def create_app(settings: Settings) -> Service:
     app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (endpoint.router, stream.router, webhooks.router, catalog.router, usage.router, routes.router):
+    for router in (
+        endpoint.router,
+        stream.router,
+        webhooks.router,
+        catalog.router,
+        care.router,
+        usage.router,
+        routes.router,
+    ):
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(WholeFiles)

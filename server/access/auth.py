@@ -250,6 +250,7 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+Deleter = Annotated[Caller, Depends(Needs("delete"))]
 
 
 def check_scope(caller: Caller, scope: Scope) -> None:

@@ -192,6 +192,14 @@ export interface Delivery {
   alerts: Alert[];
 }
 
+/** What people say of a run. What is left out stays as it is; what is empty is taken away. */
+export interface Description {
+  who: string;
+  display_name?: string | null;
+  tags?: string[] | null;
+  notes?: string | null;
+}
+
 /** Events, newest first. */
 export interface EventList {
   events: RunEvent[];
@@ -436,6 +444,10 @@ export interface RunDetail {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
+  /** what people call it; null: as it is named */
+  display_name: string | null;
+  /** what people tagged it with, sorted */
+  tags: string[];
   versions: Record<string, string>;
   layers: LayerState[];
   warnings: ActiveWarning[];
@@ -443,13 +455,15 @@ export interface RunDetail {
   latest: Record<string, number | null>;
   agent_dropped: Record<string, number>;
   agent_faults: Record<string, number>;
+  /** what people wrote about it */
+  notes: string;
 }
 
 /** Something that happened. Exactly the field that `kind` names is set, except for started and finished. */
 export interface RunEvent {
   id: number;
   run: string;
-  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged";
+  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged" | "described";
   /** null for what the service did itself */
   rank: number | null;
   step: number | null;
@@ -498,6 +512,10 @@ export interface RunSummary {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
+  /** what people call it; null: as it is named */
+  display_name: string | null;
+  /** what people tagged it with, sorted */
+  tags: string[];
 }
 
 /** One metric against the step, at most max_points points per curve, keeping each point's minimum and maximum. A run-level metric gives one line. A per-head metric gives the line of `layer` and `head`; without `head` the worst head of `layer` at each point; without both, that of every layer. Worst means largest in absolute value. */
