@@ -1,4 +1,5 @@
-"""How quick the live page is with runs of 600,000 steps: queries, first paint, scrubbing. `foreshock bench page`.
+"""How quick the live page is with runs of 600,000 steps: queries, first paint, scrubbing; with 1,000 runs: listing and
+searching. `foreshock bench page`.
 
 A real service, filled as agents fill it, and a real Chromium share the machine's cores. Needs Debian's packages
 chromium and chromium-driver, and selenium.
@@ -26,6 +27,7 @@ from rich.table import Table
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
+from foreshock.benchmarks import page_fleet
 from foreshock.benchmarks.page_runs import DEEP, STEPS, WIDE, LongRun
 from foreshock.server.curves.rollups import COARSE
 from foreshock.server.testing import LiveService
@@ -86,6 +88,8 @@ def main(json_path: Path | None = None, *, folder: Path | None = None) -> dict[s
             report["chromium"] = browser.capabilities["browserVersion"]
             for run in (DEEP, WIDE):
                 report["runs"][run.name] |= _page(browser, service.url, run)
+            page_fleet.fill(client)
+            report["fleet"] = page_fleet.measure(browser, service.url, REPEATS)
     _show(report)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,4 +235,8 @@ def _show(report: dict[str, Any]) -> None:
         cells = (f"{figures['first_paint_seconds'][window]['median']:.2f} s" for figures in (deep, wide))
         table.add_row(f"first paint, {window}", *cells)
     table.add_row("heat map", *(f"{figures['heat_map_frames_per_second']:.0f} frames/s" for figures in (deep, wide)))
-    Console(width=max(110, Console().width)).print(table)
+    fleet = report["fleet"]
+    took = (f"{what} in {fleet[f'{what}_seconds']['median']:.2f} s" for what in ("listed", "searched"))
+    console = Console(width=max(110, Console().width))
+    console.print(table)
+    console.print(f"{fleet['runs']:,} runs: {', '.join(took)}")

@@ -24,6 +24,8 @@ class LongRun:
     layers: int
     heads: int
     every: int
+    warned: int = 1
+    """Heads that are warned about at the end, the one that drifts first."""
 
     def events(self, rank: FakeRank) -> Iterator[Event]:
         """Everything that the run's one rank has to say."""
@@ -57,7 +59,9 @@ class LongRun:
                 step_seconds=0.02,
                 agent_seconds=1e-4,
             )
-        yield rank.verdict(STEPS, 0, drifting)
+        others = [ref for ref in np.ndindex(self.layers, self.heads) if ref != (0, drifting)]
+        for place, (layer, head) in enumerate([(0, drifting), *others][: self.warned]):
+            yield rank.verdict(STEPS, layer, head, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place)
 
     def send(self, client: httpx.Client) -> None:
         """Send the run, many samples a batch."""

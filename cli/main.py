@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from foreshock import __version__
+from foreshock.cli.about import delete, describe
 from foreshock.cli.benchmarks import bench
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
@@ -39,6 +40,8 @@ app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
 app.command()(incidents)
+app.command()(describe)
+app.command()(delete)
 
 
 def _version(value: bool) -> None:

@@ -61,10 +61,18 @@ def show_run(client: Service, run: str, console: Console) -> None:
             _text(max(risks, default=None), "{:.2f}"),
         )
     console.print(table)
+    show_description(detail, console)
     for warning in detail["warnings"]:
         console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {warning['sentence']}")
     if not detail["warnings"]:
         console.print("No active warning.")
+
+
+def show_description(detail: dict[str, Any], console: Console) -> None:
+    """What people say of a run, where they said something."""
+    for word, key in (("called", "display_name"), ("tags", "tags"), ("notes", "notes")):
+        if said := detail.get(key):
+            console.print(f"{word}: {', '.join(said) if isinstance(said, list) else said}", markup=False)
 
 
 def _text(value: float | str | None, pattern: str) -> str:
@@ -82,8 +90,11 @@ def csv_of_runs(client: Service) -> None:
         "active_warnings",
         "policy",
         "last_seen_unix_seconds",
+        "display_name",
+        "tags",
     )
-    print_csv(columns, ([run[column] for column in columns] for run in client.runs()))
+    rows = (run | {"tags": ", ".join(run.get("tags", []))} for run in client.runs())
+    print_csv(columns, ([run.get(column) for column in columns] for run in rows))
 
 
 def csv_of_series(series: Series) -> None:

@@ -17,6 +17,12 @@ Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
 
 CAUSES: Final[tuple[IncidentCause, ...]] = ("rounding", "score growth", "not finite", "other")
+SHOWN_BY: Final[dict[IncidentCause, str]] = {
+    "rounding": "head.score_offset",
+    "score growth": "head.score_max",
+    "not finite": "run.loss",
+}
+"""Key of the metric that shows a cause; what alerts and messages open is its chart."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 _WHOSE: Final = {"head": "the heads that are warned about", "layer": "their layers", "model": "every head"}
 

@@ -44,8 +44,8 @@ Runbook: {{ . }}{{ end }}
 {{- if gt (len .Alerts) 6 }}
 ... and more: {{ len .Alerts }} in all.{{ end }}
 {{- if not $few }}{{ with .CommonAnnotations.action }}
-To do: {{ . }}{{ end }}{{ with .CommonAnnotations.page_url }}
-Evidence and switch: {{ . }}{{ end }}{{ with .CommonAnnotations.runbook_url }}
+To do: {{ . }}{{ end }}{{ if .CommonLabels.run }}{{ with (index .Alerts 0).Annotations.page_url }}
+Evidence and switch: {{ . }}{{ end }}{{ end }}{{ with .CommonAnnotations.runbook_url }}
 Runbook: {{ . }}{{ end }}{{ end }}
 {{- end }}
 """

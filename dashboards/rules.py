@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foreshock.contract.catalog import EXTRA_ALERTS, METRICS
+from foreshock.contract.decision import SHOWN_BY
 from foreshock.contract.metric import Alert, Metric
 
 JOB: Final = "foreshock"
@@ -79,7 +80,7 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         else f"{links.grafana}/d/foreshock-service",
     }
     if of_run:
-        annotations["page_url"] = f"{links.service}/?runs={run}"
+        annotations["page_url"] = f"{links.service}/?runs={run}{_place(metric)}"
     if alert.done:
         annotations["done"] = alert.done
     return Rule(
@@ -88,6 +89,24 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         labels={} if own_severity else {"severity": alert.severity},
         annotations=annotations,
     )
+
+
+def _place(metric: Metric | None) -> str:
+    """What follows the run in the address of its page: the head that fails first, and the metric that shows it."""
+    if metric is None:
+        return ""
+    if "cause" not in metric.labels:
+        return f"&metric={metric.key}" if metric.has_series else ""
+    soonest = (
+        "bottomk(1, foreshock_warning_forecast_steps{run=%q} "
+        "and on (run, layer, head) foreshock_warning_active{run=%q,cause=%q})"
+    )
+    head = (
+        f'{{{{ with printf "{soonest}" $labels.run $labels.run $labels.cause | query }}}}'
+        '&head={{ . | first | label "layer" }}.{{ . | first | label "head" }}{{ else }}{{ end }}'
+    )
+    shown = "{{ else ".join(f'if eq $labels.cause "{cause}" }}}}&metric={key}' for cause, key in SHOWN_BY.items())
+    return head + "{{ " + shown + "{{ end }}"
 
 
 def prometheus_rules(links: Links) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-scripts/screenshots.py                        replays the recorded arms of the demo into a service of its own
+scripts/screenshots.py                        replays the recorded arms of the demo into a service of its own, and fills
+                                              that with a flood of warnings, long names and a fleet
 scripts/screenshots.py TRACE...               replays these instead
 scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
 """
@@ -18,7 +19,9 @@ import httpx
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
+from foreshock.benchmarks import page_fleet
 from foreshock.benchmarks.page import chromium
+from foreshock.benchmarks.page_runs import LongRun
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.service import local_service
 
@@ -50,6 +53,41 @@ def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
     yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
     yield Picture("switches", runs[1:2], "light", part="section[aria-label='Switches']", expect=".verification")
     yield Picture("phone", alone, "dark", width=PHONE, height=1600)
+
+
+LONG = (
+    "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/"
+    "a-run-whose-name-has-128-characters/seed-1234567/80x64-"
+)
+FLOOD = "flood/12x12"
+
+
+def long_name(number: int) -> str:
+    """A name of as many characters as a run may have."""
+    return f"{LONG:x<127.127}{number}"
+
+
+def hard_pictures() -> Iterator[Picture]:
+    """The same views with 144 failing heads, with long names and with a fleet, on a desk and on a telephone."""
+    names = tuple(map(long_name, range(3)))
+    for suffix, width, height in (("", 1440, 900), ("-phone", PHONE, 1600)):
+        yield Picture(f"fleet{suffix}", (), "light", width, height=height)
+        yield Picture(f"flood{suffix}", (FLOOD,), "light", width, height=height)
+        yield Picture(f"flood-compare{suffix}", (FLOOD, *names[:1]), "dark", width, height=height)
+        yield Picture(f"long-names{suffix}", names[:1], "light", width, height=height)
+        yield Picture(f"long-names-compare{suffix}", names, "light", width, height=height)
+
+
+def fill_hard(url: str) -> None:
+    """The runs that `hard_pictures` shows."""
+    with httpx.Client(base_url=url, timeout=120) as client:
+        page_fleet.fill(client)
+        LongRun(FLOOD, 12, 12, 3000, warned=144).send(client)
+        for number in range(3):
+            name = long_name(number)
+            LongRun(name, 4, 6, 3000).send(client)
+            said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
+            client.post(f"/v1/runs/{name}/describe", json={"who": "Ada", **said}).raise_for_status()
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
@@ -116,6 +154,10 @@ def main() -> None:
             sys.exit(str(missing))
         for picture in pictures(runs):
             print(take(browser, url, picture, given.out))
+        if not given.url and not given.what:
+            fill_hard(url)
+            for picture in hard_pictures():
+                print(take(browser, url, picture, given.out))
 
 
 if __name__ == "__main__":

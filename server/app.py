@@ -23,7 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 import foreshock
 from foreshock.server.access import problems
 from foreshock.server.access.auth import Gate, Keyring
-from foreshock.server.access.limits import BodyLimit, Buckets, WholeFiles
+from foreshock.server.access.limits import BodyLimit, Buckets, Shares, WholeFiles
 from foreshock.server.access.quotas import Quotas
 from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
@@ -31,7 +31,7 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, stream, webhooks
+from foreshock.server.http import care, catalog, routes, stream, usage, webhooks
 from foreshock.server.http.connections import Room, Seats, bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
@@ -109,20 +109,30 @@ def create_app(settings: Settings) -> Service:
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
+    app.state.forgeries = Buckets(1 / 60, burst=20)
     app.state.known_runs = Known()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
-    for router in (endpoint.router, stream.router, webhooks.router, catalog.router, routes.router):
+    for router in (
+        endpoint.router,
+        stream.router,
+        webhooks.router,
+        catalog.router,
+        care.router,
+        usage.router,
+        routes.router,
+    ):
         app.include_router(router)
     _serve_page(app)
     app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Gate, settings=settings, keyring=keyring)
+    shares = Shares(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
+    app.add_middleware(Gate, settings=settings, keyring=keyring, shares=shares)
     seats = Seats(settings.connections)
     app.add_middleware(Room, seats=seats)
     state = app.state
     state.endpoint = Endpoint(writer, state.quotas, counters, state.buckets, settings.max_body_bytes)
-    app.batches = Room(Gate(state.endpoint, settings, keyring), seats)
+    app.batches = Room(Gate(state.endpoint, settings, keyring, shares), seats)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app

@@ -6,8 +6,9 @@ do, and where to look. However many heads fail and however many runs, it has few
 
 from collections.abc import Mapping, Sequence
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
+from foreshock.contract.decision import SHOWN_BY
 from foreshock.contract.incident import Incident, urgency
 
 LONGEST: Final = 1500
@@ -16,6 +17,8 @@ _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
 _SENTENCES: Final = 4
 _LETTERS: Final = 80
+_STEPS_BEFORE: Final = 1000
+"""A chart that a message opens begins so long before its incident, or twice as long as that has lasted."""
 _WORDS: Final = {"critical": "Critical", "warning": "Warning", "info": "Note"}
 
 
@@ -47,7 +50,7 @@ def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: st
     lines += [f"Run {run}: {sentence}" for sentence in told[:_SENTENCES]]
     if len(told) > _SENTENCES:
         lines.append(f"... and {len(told) - _SENTENCES} more switches; the page lists them.")
-    return fitted(lines, [f"Evidence and switch: {page.rstrip('/')}/?runs={quote(run, safe='')}"] if page else [])
+    return fitted(lines, [f"Evidence and switch: {_place(run, ranked, page)}"] if page else [])
 
 
 def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Sequence[str]], page: str) -> str:
@@ -96,6 +99,21 @@ def fitted(lines: Sequence[str], last: Sequence[str]) -> str:
 def shortened(name: str) -> str:
     """A long name without its middle: what tells runs apart stands at either end."""
     return name if len(name) <= _LETTERS else f"{name[: _LETTERS // 2]}…{name[-_LETTERS // 2 + 1 :]}"
+
+
+def _place(run: str, ranked: Sequence[Incident], page: str) -> str:
+    """The address that shows the first incident: its head, the metric of its cause, the steps from before it on."""
+    asked = {"runs": run}
+    for incident in ranked[:1]:
+        first = incident.first
+        if first.layer is not None and first.head is not None:
+            asked["head"] = f"{first.layer}.{first.head}"
+        if incident.cause in SHOWN_BY:
+            asked["metric"] = SHOWN_BY[incident.cause]
+        since = incident.opened_step - max(_STEPS_BEFORE, 2 * (incident.step - incident.opened_step))
+        if since > 0:
+            asked["steps"] = f"{since}-"
+    return f"{page.rstrip('/')}/?{urlencode(asked, quote_via=quote, safe='')}"
 
 
 def _head(incident: Incident) -> str:

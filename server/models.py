@@ -81,6 +81,30 @@ class Session(Response):
     csrf_token: str | None = None
 
 
+class QuotaOfToken(Response):
+    """What a token may take at most; null: not limited."""
+
+    batches_per_second: Number
+    runs: int | None
+    stored_bytes: int | None
+    series: int | None
+
+
+class TokenUsage(Response):
+    """What a token has in the store: runs that it sent batches of, and bytes of those as they were sent."""
+
+    token: str
+    runs: int
+    stored_bytes: int
+    quota: QuotaOfToken
+
+
+class UsageList(Response):
+    """What tokens have used of what all share."""
+
+    tokens: list[TokenUsage]
+
+
 class Login(BaseModel):
     """A token in exchange for a session cookie."""
 
@@ -142,6 +166,8 @@ class RunSummary(Response):
         default_factory=list, description="those that are not closed, the most urgent first"
     )
     labels: dict[str, str]
+    display_name: str | None = Field(default=None, description="what people call it; null: as it is named")
+    tags: list[str] = Field(default_factory=list, description="what people tagged it with, sorted")
 
 
 class RunList(Response):
@@ -193,6 +219,7 @@ class RunDetail(RunSummary):
     latest: dict[str, Number] = Field(description="run-level metrics of the last sample, by catalogue key")
     agent_dropped: dict[str, int]
     agent_faults: dict[str, int]
+    notes: str = Field(default="", description="what people wrote about it")
 
 
 class CommandRequest(BaseModel):
@@ -226,6 +253,34 @@ class Acknowledgement(BaseModel):
     who: Storable = Field(min_length=1, max_length=128)
     reason: Storable = Field(min_length=1, max_length=500)
     incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable() or text != text.strip():
+        raise ValueError("holds a control character, or blanks at an end; write it on one line")
+    return text
+
+
+Line = Annotated[Storable, AfterValidator(_one_line)]
+
+
+def _tag(text: str) -> str:
+    if set(text) & set(",="):
+        raise ValueError("holds a comma or an equals sign, which no tag may: NAME=VALUE is a label")
+    return text
+
+
+Tag = Annotated[Line, Field(min_length=1, max_length=64), AfterValidator(_tag)]
+
+
+class Description(BaseModel):
+    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
+
+    model_config = ConfigDict(extra="forbid")
+    who: Storable = Field(min_length=1, max_length=128)
+    display_name: Annotated[Line, Field(max_length=128)] | None = None
+    tags: list[Tag] | None = Field(default=None, max_length=32)
+    notes: Annotated[Storable, Field(max_length=4000)] | None = None
 
 
 class Undo(BaseModel):
@@ -302,7 +357,7 @@ class RunEvent(Response):
 
     id: int
     run: str
-    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]
+    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged", "described"]
     rank: int | None = Field(description="null for what the service did itself")
     step: int | None
     unix_seconds: float

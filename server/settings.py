@@ -14,9 +14,9 @@ from foreshock.contract.environment import refuse_misspelt, sentences
 from foreshock.contract.wire import MAX_BATCH_BYTES
 from foreshock.server.outgoing import OutgoingError, Target
 
-Scope = Literal["ingest", "read", "act", "admin"]
+Scope = Literal["ingest", "read", "act", "delete", "admin"]
 _TOKEN_CHARACTERS = 16
-ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "admin")
+ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
 
 
 class Quota(BaseModel):
@@ -43,7 +43,9 @@ class Token(BaseModel):
     next_sha256: str | None = Field(
         default=None, pattern="^[0-9a-f]{64}$", description="of a second secret, taken too while the first is replaced"
     )
-    scopes: tuple[Scope, ...] = Field(min_length=1, description="ingest, read, act (commands, webhooks), admin (all)")
+    scopes: tuple[Scope, ...] = Field(
+        min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
+    )
     run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
     quota: Quota = Field(default=NO_QUOTA, description="what it may take at most")
 

@@ -52,7 +52,7 @@ def _as_trained(name: str, summary: str, model: ModelConfig, **settings: Any) ->
 TEXT_RECIPES: Final = (
     _as_trained(
         "text-small",
-        "Four layers of width 128 with biases, for a CPU: about a step in a third of a second on one core.",
+        "Four layers of width 128 with biases, for a CPU.",
         replace(_KB256.model, width=128, context=128, matmul_dtype="float32"),
         batch=8,
         steps=2500,

@@ -8,7 +8,7 @@ authorises and changes something also needs the CSRF token.
 
 import hashlib
 import hmac
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.access.limits import Guesses
+from foreshock.server.access.limits import Guesses, Shares
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
@@ -27,7 +27,8 @@ from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settin
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_OPEN_PAGES: Final = ("/", "/healthz", "/readyz", "/v1/session", "/favicon.ico")
+_PROBES: Final = ("/healthz", "/readyz")
+_OPEN_PAGES: Final = ("/", *_PROBES, "/v1/session", "/favicon.ico")
 _OPEN: Final = frozenset(
     {
         *((method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")),
@@ -67,8 +68,9 @@ NOBODY: Final = Caller("nobody", frozenset())
 class Gate:
     """ASGI middleware round the whole application, static files and unknown paths included."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring") -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: Shares) -> None:
         self.app = app
+        self.shares = shares
         self.keyring = keyring
         self.hosts = frozenset(settings.allowed_hosts)
         self.guesses = Guesses()
@@ -92,13 +94,18 @@ class Gate:
             if not replaced:
                 await send(message)
 
-        try:
-            scope.setdefault("state", {})["caller"] = await self._admit(scope)
-        except Exception as error:  # the sessions lie in the store, which may be away
-            await answer_to(error, scope["path"])(scope, receive, send_with_headers)
-            return
-        with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
-            await self.app(scope, receive, send_with_headers)
+        with ExitStack() as under_way:
+            try:
+                caller = scope.setdefault("state", {})["caller"] = await self._admit(scope)
+                if caller is not ANYONE and scope["path"] not in _PROBES:
+                    who = _address(scope) if caller is NOBODY else caller.name
+                    share = self.shares.take(who, Headers(scope=scope), known=caller is not NOBODY)
+                    under_way.enter_context(share)
+            except Exception as error:  # the sessions lie in the store, which may be away
+                await answer_to(error, scope["path"])(scope, receive, send_with_headers)
+                return
+            with suppress(ClientDisconnect):  # in the middle of its body: nobody is left to be answered
+                await self.app(scope, receive, send_with_headers)
 
     async def _admit(self, scope: AsgiScope) -> Caller:
         headers = Headers(scope=scope)
@@ -114,7 +121,7 @@ class Gate:
         if not self.keyring.tokens:
             return ANYONE
         if (method, path) == ("POST", "/v1/login"):
-            self.guesses.take((scope.get("client") or ("",))[0])
+            self.guesses.take(_address(scope))
         caller = await self.keyring.caller(headers)
         if caller.csrf_token and method not in _SAFE_METHODS and path != "/v1/login":
             given = headers.get("x-csrf-token", "")
@@ -123,7 +130,7 @@ class Gate:
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,
-                "The token that was sent is none of this service's: it was misspelt, withdrawn, or belongs to another."
+                "The service does not know the token that was sent: misspelt, withdrawn, or of another service."
                 if "authorization" in headers
                 else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},
@@ -203,6 +210,11 @@ def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
     return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token, token.quota)
 
 
+def _address(scope: AsgiScope) -> str:
+    """Where a request comes from, as a name that no token has."""
+    return f"from {(scope.get('client') or ('',))[0]}"
+
+
 def _host_name(netloc: str) -> str:
     name = netloc.rsplit(":", 1)[0] if netloc.rpartition(":")[2].isdigit() else netloc
     return name.lower()
@@ -238,6 +250,7 @@ class Needs:
 
 Reader = Annotated[Caller, Depends(Needs("read"))]
 Actor = Annotated[Caller, Depends(Needs("act"))]
+Deleter = Annotated[Caller, Depends(Needs("delete"))]
 
 
 def check_scope(caller: Caller, scope: Scope) -> None:

@@ -1,12 +1,14 @@
-"""What one caller may take at most: batches and attempts a second (token buckets), bytes of a body."""
+"""What one caller may take at most: batches and attempts a second, requests and bytes at once, bytes of a body."""
 
 import math
 import random
 import time
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,6 +18,8 @@ _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
 _STRANGERS_PATHS: Final = ("/v1/login", "/v1/webhooks/grafana")
 """Where bodies are read of those who have shown no token."""
+_ORDER_BYTES: Final = 2**20
+"""Orders and deliveries of alerts are far smaller; batches alone may be large."""
 SPREAD: Final = random.SystemRandom()
 """Parts clients that would come back together."""
 
@@ -61,11 +65,59 @@ class Guesses:
             raise ProblemError(429, "Too many attempts to log in; wait.", headers=retry_after(wait))
 
 
+def length_of(headers: Headers) -> int:
+    """Bytes of the body that these headers announce, 0 where they announce none."""
+    length = headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
+
+
+class Shares:
+    """How much each caller may have under way at once, so that what never ends leaves room for the others.
+
+    Who shows a token gets half of the requests that the service takes, an address without one an eighth. Of bodies each
+    gets so many bytes, by what their headers announce: they lie in memory until they have come.
+    """
+
+    def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:
+        self._of_token, self._of_stranger = max(1, requests // 2), max(1, requests // 8)
+        self._body_bytes, self._max_bytes = body_bytes, max_bytes
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def take(self, who: str, headers: Headers, *, known: bool) -> Iterator[None]:
+        """While a request of `who` with these headers is under way.
+
+        Raises ProblemError 503 beyond the share of requests, 429 beyond that of bytes. One body is always taken.
+        """
+        size = self._max_bytes if "transfer-encoding" in headers else min(length_of(headers), self._max_bytes)
+        if self._requests[who] >= (self._of_token if known else self._of_stranger):
+            raise ProblemError(
+                503, "More of your requests are under way than the service takes.", headers=retry_after(1.0)
+            )
+        if size and self._bytes[who] and self._bytes[who] + size > self._body_bytes:
+            raise ProblemError(
+                429, "More bytes of yours are under way than the service takes.", headers=retry_after(1.0)
+            )
+        self._requests[who] += 1
+        self._bytes[who] += size
+        try:
+            yield
+        finally:
+            for counted, number in ((self._requests, 1), (self._bytes, size)):
+                counted[who] -= number
+                if not counted[who]:
+                    del counted[who]
+
+
 class BodyLimit:
-    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little."""
+    """ASGI middleware: larger bodies get a 413 before they are read. Who needs no token sends little.
+
+    Batches, which are larger than all else, go past it (ingest.endpoint).
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._most = RequestBodyLimitMiddleware(app, max_bytes)
+        self._most = RequestBodyLimitMiddleware(app, min(max_bytes, _ORDER_BYTES))
         self._strangers = RequestBodyLimitMiddleware(app, min(max_bytes, _STRANGERS_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.datastructures import Headers
 
 from foreshock.server.access.auth import Caller
-from foreshock.server.access.limits import Buckets, retry_after
+from foreshock.server.access.limits import Buckets, length_of, retry_after
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
 from foreshock.server.store.database import Store
@@ -110,9 +110,3 @@ async def owners(connection: AsyncConnection) -> dict[str, str]:
     """By run, the token that has stored the most of it."""
     query = select(runs.c.name, usage.c.token).join(runs).order_by(usage.c.stored_bytes, desc(usage.c.token))
     return {row.name: row.token for row in await connection.execute(query)}
-
-
-def length_of(headers: Headers) -> int:
-    """What a request says that its body takes, in bytes; 0 where it does not say."""
-    length = headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0

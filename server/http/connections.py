@@ -1,12 +1,11 @@
 """Connections end: who is slow, idle or silent makes room for others, and health is answered all the same.
 
 A deadline stands over the headers of each request, over its body, and over an answer that nobody takes. Beyond so many
-connections the one that has waited longest without a request is closed; a few more are let in when all of them are at
-work, and are answered at /healthz alone.
+connections the one that has waited longest without a request is closed, of the address that has most of those; a few
+more are let in when all of them are at work, and are answered at /healthz alone.
 """
 
 import asyncio
-from collections import Counter
 from typing import Any, ClassVar, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,9 +28,10 @@ class _Connection(HttpToolsProtocol):
     most: ClassVar[int]
     header_seconds: ClassVar[float]
     body_seconds: ClassVar[float]
-    waiting: ClassVar[dict["_Connection", None]]
-    """Connections without a request in progress, the one that has waited longest first."""
+    waiting: ClassVar[dict[str, dict["_Connection", None]]]
+    """By address its connections without a request in progress, the one that has waited longest first."""
 
+    _address = ""
     _due: float | None = None
     """When what is under way must be over, by the loop's clock."""
     _timer: asyncio.TimerHandle | None = None
@@ -63,10 +63,12 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.waiting[self] = None
+        self._address = self.client[0] if self.client else ""
+        self._wait()
         self._end_in(self.header_seconds)
         if len(self.connections) > self.most:
-            longest = next(iter(self.waiting))
+            of_busiest: dict[_Connection, None] = max(self.waiting.values(), key=len)
+            longest = next(iter(of_busiest))
             if longest is not self:
                 longest.transport.abort()
             elif len(self.connections) > self.most + _RESERVE:
@@ -77,8 +79,17 @@ class _Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writing()
-        self.waiting.pop(self, None)
+        self._wait_no_more()
         super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self.waiting.setdefault(self._address, {})[self] = None
+
+    def _wait_no_more(self) -> None:
+        of_address = self.waiting.get(self._address, {})
+        of_address.pop(self, None)
+        if not of_address:
+            self.waiting.pop(self._address, None)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -105,7 +116,7 @@ class _Connection(HttpToolsProtocol):
             raise ValueError("the headers are longer than the service takes")
 
     def on_headers_complete(self) -> None:
-        self.waiting.pop(self, None)
+        self._wait_no_more()
         self._end_in(self.body_seconds)
         super().on_headers_complete()
 
@@ -116,7 +127,7 @@ class _Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.pipeline:
-            self.waiting[self] = None
+            self._wait()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -141,18 +152,14 @@ def bounded(settings: Settings) -> type[_Connection]:
 
 
 class Seats:
-    """How many requests are under way, of all and of each token."""
+    """How many requests are under way; auth.Gate sees to it that each caller has its part of them."""
 
     def __init__(self, most: int) -> None:
         self.most, self.taken = most, 0
-        self.of_token: Counter[bytes] = Counter()
 
 
 class Room:
-    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered.
-
-    Who shows a token, whether or not it is one, gets half of the room at most: none takes it from the others.
-    """
+    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered."""
 
     def __init__(self, app: ASGIApp, seats: Seats) -> None:
         self._app, self._seats = app, seats
@@ -162,21 +169,13 @@ class Room:
         if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
-        seats, token = self._seats, b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                token = value
-                break
-        if seats.taken >= seats.most or (token and seats.of_token[token] >= seats.most // 2):
+        seats = self._seats
+        if seats.taken >= seats.most:
             answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
             await answer(scope, receive, send)
             return
         seats.taken += 1
-        seats.of_token[token] += 1
         try:
             await self._app(scope, receive, send)
         finally:
             seats.taken -= 1
-            seats.of_token[token] -= 1
-            if not seats.of_token[token]:
-                del seats.of_token[token]

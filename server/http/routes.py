@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -33,6 +32,7 @@ from foreshock.server.models import (
     Session,
     Undo,
 )
+from foreshock.server.runs.about import find_run
 from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
 from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import list_runs, run_detail
@@ -40,7 +40,6 @@ from foreshock.server.settings import Settings
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.lanes import Work
-from foreshock.server.store.schema import runs
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
@@ -72,7 +71,7 @@ async def get_runs(
     request: Request,
     caller: Reader,
     limit: Limit = 100,
-    search: Annotated[str, Query(max_length=128, description="part of the name")] = "",
+    search: Annotated[str, Query(max_length=128, description="part of a name or tag")] = "",
     cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
 ) -> Response:
     """Runs, the one heard from last first."""
@@ -153,13 +152,14 @@ async def get_events(
     _: Reader,
     run: str,
     kind: Annotated[
-        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged"]], Query()
+        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged", "described"]],
+        Query(),
     ] = [],  # noqa: B006
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged) are told to those who
-    name them."""
+    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged, described) are told to
+    those who name them."""
     async with _store(request).read() as connection:
         await commands.run_id_of(connection, run)
         kinds = tuple(kind) or KINDS_OF_0_1_0
@@ -226,9 +226,7 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
     """Everything known of a run at its last step."""
 
     async def read(connection: AsyncConnection) -> bytes:
-        row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
-        if row is None:
-            raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        row = await find_run(connection, run)
         return (await run_detail(connection, row, _verify_steps(request))).model_dump_json().encode()
 
     return await _read_much(request, read)
@@ -327,7 +325,10 @@ async def export_audit(
 
 def _speaks_of_all(caller: Caller) -> None:
     if caller.run_prefix:
-        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+        raise ProblemError(
+            403,
+            f"The token {caller.name} has a run_prefix; the audit trail covers all runs.",
+        )
 
 
 @router.get("/metrics", response_class=Response)
@@ -346,13 +347,15 @@ async def get_healthz() -> Health:
 
 @router.get("/readyz")
 async def get_readyz(request: Request) -> Any:
-    """The service can store a batch: it has written something within the last second. For probes, without a token."""
+    """The service can store a batch: it has written something within the last second. For probes, without a token.
+
+    A full queue of batches is told and no reason to send the others elsewhere: one client may fill its part of it.
+    """
     state = request.app.state
-    checks = {"ingest queue": "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"}
-    checks["store"] = await state.readiness.of_store()
-    good = all(value == "ok" for value in checks.values())
-    health = Health(status="ok" if good else "degraded", checks=checks)
-    return JSONResponse(health.model_dump(), 200 if good else 503)
+    store = await state.readiness.of_store()
+    queue = "ok" if state.writer.depth < state.settings.ingest_queue_batches else "full"
+    health = Health(status="ok" if store == "ok" else "degraded", checks={"store": store, "ingest queue": queue})
+    return JSONResponse(health.model_dump(), 200 if store == "ok" else 503)
 
 
 @router.get("/v1/session")
@@ -374,7 +377,10 @@ async def post_login(request: Request, login: Login, response: Response) -> Sess
     keyring: Keyring = request.app.state.keyring
     granted = await keyring.login(login.token)
     if granted is None:
-        raise ProblemError(401, "No token of this service has that secret.")
+        raise ProblemError(
+            401,
+            "The service does not know this token. Check for a typing error, or ask its administrator for a new one.",
+        )
     cookie, caller = granted
     settings: Settings = request.app.state.settings
     secure = request.url.scheme == "https" or settings.public_url.startswith("https://")

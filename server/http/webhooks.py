@@ -125,14 +125,14 @@ async def _refuse_replay(store: Store, request: Request, body: bytes) -> str | N
     key = hashlib.sha256(b"delivery:" + stamp.encode() + b":" + body).hexdigest()
     async with store.read() as connection:
         if (await connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key))).first():
-            raise ProblemError(409, "This delivery was taken before.")
+            raise ProblemError(409, "This delivery was received before and is not applied again.")
     return key
 
 
 async def _refused(request: Request, sender: str, why: str) -> None:
     state = request.app.state
     state.counters.webhooks[sender, "refused"] += 1
-    if state.buckets.take(("refused webhook", sender)) > 0:
+    if state.forgeries.take(sender) > 0:
         return  # a flood of forgeries is counted, not written down one by one
     async with state.store.write() as connection:
         await audit.append(state.store, connection, actor=sender, action="webhook refused", details={"why": why})

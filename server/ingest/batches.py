@@ -45,10 +45,9 @@ class Writer:
         self._settings, self._store, self._counters = settings, store, counters
         self._broadcaster, self._roller = broadcaster, roller
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
-        self._bytes = 0
         self._held: Counter[str] = Counter()
-        """Batches of each token that wait."""
-        self._share = max(1, settings.ingest_queue_batches // (2 * max(1, len(settings.all_tokens))))
+        self._held_bytes: Counter[str] = Counter()
+        """Batches of each token that wait, and their bytes."""
         self._closed = False
         self._switched: dict[int, float] = {}
         """Runs in which something was switched just now, and until when that is just now."""
@@ -56,11 +55,13 @@ class Writer:
     def refuse_when_full(self, token: str, size: int = 0) -> None:
         """Raises ProblemError 429 when the queue has no room for a batch of so many bytes.
 
-        A share of places is kept for each token, and of bytes room for one batch: nobody fills the queue for others.
+        A full queue is full for those who hold more than their part of it: nobody fills it for others.
         """
-        held = self._held[token]
-        full = self._waiting.qsize() >= self._settings.ingest_queue_batches and held >= self._share
-        if full or (held and self._bytes + size > self._settings.ingest_queue_bytes):
+        places, most_bytes = self._settings.ingest_queue_batches, self._settings.ingest_queue_bytes
+        held, held_bytes = self._held[token], self._held_bytes[token] + size
+        tokens = len(self._held) + (token not in self._held)
+        full = self._waiting.qsize() >= places and held >= max(1, places // tokens)
+        if full or (held and self._held_bytes.total() + size > most_bytes and held_bytes > most_bytes // tokens):
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))
 
@@ -73,14 +74,16 @@ class Writer:
         if self._closed:
             raise ProblemError(503, "The service is going down; try again.", headers=retry_after(1.0))
         item = _Item(batch, size, token, arrival)
-        self._bytes += size
+        self._held_bytes[token] += size
         self._held[token] += 1
         self._waiting.put_nowait(item)
         try:
             return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
         finally:
-            self._bytes -= size
+            self._held_bytes[token] -= size
             self._held[token] -= 1
+            if not self._held[token]:
+                del self._held[token], self._held_bytes[token]
 
     @property
     def depth(self) -> int:

@@ -1,6 +1,7 @@
 """What happens, handed to everybody who listens: events of the log with their id, and that a run moved."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,10 @@ class Broadcaster:
             if newest is not None:
                 self._samples[batch.run] = _as_stream_sample(batch.run, newest)
         self._moved.set()
+
+    def deleted(self, run: str) -> None:
+        """Called after a run was deleted: its log is gone with it, so this is told once, to this replica's clients."""
+        self._hand_out(run, Told(None, format_sse_event(event="deleted", data_str=json.dumps({"run": run}))))
 
     def wake(self) -> None:
         """Called after events were written by a route."""

@@ -1,11 +1,12 @@
 """What is known of runs: the list, and one run at its last step."""
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, desc, select, tuple_
+from sqlalchemy import Row, desc, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
@@ -51,12 +52,16 @@ class Known:
 async def list_runs(
     connection: AsyncConnection, known: Known, prefix: str, search: str, cursor: str | None, limit: int, steps: int
 ) -> RunList:
-    """Runs whose names begin with `prefix` and hold `search`, the one heard from last first. steps: `verify_steps`."""
+    """Runs whose names begin with `prefix`, the one heard from last first. steps: `verify_steps`.
+
+    search: part of the name, of what people call the run, or of a tag.
+    """
     query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
     if prefix:
         query = query.where(runs.c.name.startswith(prefix, autoescape=True))
     if search:
-        query = query.where(runs.c.name.icontains(search, autoescape=True))
+        named = (runs.c.name, runs.c.display_name, runs.c.tags)
+        query = query.where(or_(*(column.icontains(search, autoescape=True) for column in named)))
     if cursor is not None:
         last_seen, _, run_id = cursor.partition("-")
         query = query.where(tuple_(runs.c.last_seen, runs.c.id) < tuple_(float.fromhex(last_seen), int(run_id)))
@@ -95,6 +100,8 @@ async def summaries(
                     "active_warnings": len(raised.get(row.id, [])),
                     "forecast_steps": _shortest(raised.get(row.id, [])),
                     "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
+                    "display_name": row.display_name,
+                    "tags": tags_of(row),
                     **_described(found[row.id]),
                 },
                 reading,
@@ -125,6 +132,11 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
     if not endings or None in endings:
         return "active"
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
+
+
+def tags_of(row: Row[Any]) -> list[str]:
+    """The tags of a row of `runs`, sorted."""
+    return list(json.loads(row.tags)) if row.tags else []
 
 
 def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
@@ -171,6 +183,7 @@ async def run_detail(connection: AsyncConnection, row: Row[Any], verify_steps: i
         latest=reading.latest() if reading else {},
         agent_dropped=dropped,
         agent_faults=faults,
+        notes=row.notes or "",
     )
 
 

@@ -11,6 +11,7 @@ import structlog
 from sqlalchemy import delete, select
 
 from foreshock.server.store.database import Store
+from foreshock.server.store.lanes import Work
 from foreshock.server.store.schema import runs, samples
 
 log = structlog.get_logger()
@@ -38,19 +39,27 @@ class Retention:
         self._old_since = {run_id: self._old_since.get(run_id, monotonic) for run_id in found}
         confirmed = min(_CONFIRMED_SECONDS, self._seconds / 10)
         due = [run_id for run_id, since in self._old_since.items() if monotonic - since >= confirmed][:_RUNS_AT_ONCE]
-        deleted = [run_id for run_id in due if await self._delete(run_id, now - self._seconds)]
+        deleted = [run_id for run_id in due if await delete_run(self._store, run_id, now - self._seconds)]
         if deleted:
             names = [found[run_id].name for run_id in deleted]
             log.info("old runs deleted", runs=names, waiting=len(found) - len(deleted), silent_seconds=self._seconds)
         return len(deleted)
 
-    async def _delete(self, run_id: int, before: float) -> bool:
-        some = select(samples.c.id).where(samples.c.run_id == run_id).limit(_SAMPLES_AT_ONCE)
-        old = runs.c.id == run_id, runs.c.last_seen < before
-        while True:
-            async with self._store.write() as connection:
-                await self._store.lock_runs(connection, [run_id])
-                if (await connection.execute(select(runs.c.id).where(*old))).first() is None:
-                    return False  # it was heard from meanwhile, and stays
-                if (await connection.execute(delete(samples).where(samples.c.id.in_(some)))).rowcount == 0:
-                    return bool((await connection.execute(delete(runs).where(*old))).rowcount)
+
+async def delete_run(store: Store, run_id: int, before: float, also: Work[None] | None = None) -> bool:
+    """Delete a run last heard from before this time, a little at a time; False: it was heard from since, and stays.
+
+    also: done in the transaction that takes the run away.
+    """
+    some = select(samples.c.id).where(samples.c.run_id == run_id).limit(_SAMPLES_AT_ONCE)
+    old = runs.c.id == run_id, runs.c.last_seen < before
+    while True:
+        async with store.write() as connection:
+            await store.lock_runs(connection, [run_id])
+            if (await connection.execute(select(runs.c.id).where(*old))).first() is None:
+                return False
+            if (await connection.execute(delete(samples).where(samples.c.id.in_(some)))).rowcount == 0:
+                gone = bool((await connection.execute(delete(runs).where(*old))).rowcount)
+                if gone and also is not None:
+                    await also(connection)
+                return gone

@@ -31,6 +31,9 @@ runs: Final = Table(
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
     Column("changes", BigInteger, nullable=False, server_default="0"),  # counts commits that changed what is the run's
+    Column("display_name", String(128)),  # what people call it; its name stays what everything knows it by
+    Column("tags", Text),  # JSON list of what people tagged it with
+    Column("notes", Text),
 )
 
 topologies: Final = Table(

@@ -27,6 +27,9 @@ DEFAULT_URL: Final = "http://127.0.0.1:8765"
 SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejected", "cancelled"})
 """States of a command that no longer change."""
 
+_DELETION_SECONDS: Final = 600.0
+"""A long run is deleted a little at a time, so that others are stored meanwhile."""
+
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -90,7 +93,8 @@ class Service:
     """One service. Every method raises ServiceError when it is not there or refuses.
 
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
-    token: one with the scope that the call needs (`read`, or `act` for orders); by default FORESHOCK_TOKEN.
+    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`); by default
+        FORESHOCK_TOKEN.
     """
 
     def __init__(
@@ -126,6 +130,10 @@ class Service:
         """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
         return self._object(self.get(f"/v1/runs/{run}"))
 
+    def usage(self) -> list[dict[str, Any]]:
+        """Runs and bytes in the store of each token, beside its quota; of the own token alone where it reads no run."""
+        return list(self._object(self.get("/v1/usage"))["tokens"])
+
     def incidents(self, run: str) -> list[dict[str, Any]]:
         """What is wrong with a run, one entry for each cause, the most urgent first; heads by how soon harm comes."""
         return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])
@@ -137,6 +145,31 @@ class Service:
                 f"/v1/runs/{run}/acknowledge", {"incident": incident, "reason": reason, "who": who or getpass.getuser()}
             )
         )
+
+    def describe(
+        self,
+        run: str,
+        *,
+        display_name: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+        who: str | None = None,
+    ) -> dict[str, Any]:
+        """Give a run a display name, tags and notes; what is None stays, what is empty is taken away.
+
+        The run keeps the name by which agents, alerts and addresses know it. Returns the run as `run` does.
+        """
+        said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
+        given = {key: value for key, value in said.items() if value is not None}
+        return self._object(self.post(f"/v1/runs/{run}/describe", {"who": who or getpass.getuser(), **given}))
+
+    def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
+        """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
+
+        It cannot be taken back; `who` and `reason` stand in the audit trail.
+        """
+        order = {"who": who or getpass.getuser(), "reason": reason}
+        self._answer("POST", f"/v1/runs/{run}/delete", json=order, timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""

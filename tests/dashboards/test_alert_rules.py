@@ -355,12 +355,29 @@ def test_every_alert_has_a_case_that_fires_one_that_resolves_and_one_that_is_sil
         assert any(not any(case.firing.values()) for case in cases), f"{alert.name}: no case is silent throughout"
 
 
+FORECASTS = [
+    ("a", 2, 5, "rounding", 2500),
+    ("a", 3, 7, "rounding", 1800),  # the soonest of this run and cause
+    ("a", 4, 1, "score growth", 900),
+    ("b", 0, 0, "rounding", 12),
+]
+
+
 @pytest.mark.servers
 def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> None:
     series = {
         warned("critical"): "1x5",
         'foreshock_incident_forecast_steps{run="a",cause="rounding"}': "1800x5",
         'foreshock_incident_heads{run="a",cause="rounding"}': "96x5",
+        **{
+            f'foreshock_warning_active{{run="{run}",layer="{layer}",head="{head}",cause="{cause}",signal="offset",'
+            'severity="warning"}': "1x5"
+            for run, layer, head, cause, _ in FORECASTS
+        },
+        **{
+            f'foreshock_warning_forecast_steps{{run="{run}",layer="{layer}",head="{head}"}}': f"{left}x5"
+            for run, layer, head, _, left in FORECASTS
+        },
     }
     expected = {
         "summary": "Run a is on its way to a loss explosion (rounding, heads: 96)",
@@ -370,7 +387,7 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         "action": "Switch every head to the run's mitigation.",
         "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
         "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
-        "page_url": "http://127.0.0.1:8765/?runs=a",
+        "page_url": "http://127.0.0.1:8765/?runs=a&head=3.7&metric=head.score_offset",
     }
     result = promtool(tmp_path, [annotation_test(series, expected)])
     assert result.returncode == 0, result.stdout + result.stderr
@@ -385,6 +402,7 @@ def test_no_alert_speaks_of_a_switch_that_cannot_help_or_of_steps_that_nobody_kn
     assert "Nothing is switched: no switch repairs what is not finite." in said
     assert "Stop the run and resume from a checkpoint before the first warning" in said
     assert "unknown" not in said
+    assert "/?runs=a&metric=run.loss" in said.replace("\\u0026", "&")
 
 
 @pytest.mark.parametrize(("cause", "state", "act"), [(c, s, a) for c in CAUSES for s in STATES for a in get_args(Act)])

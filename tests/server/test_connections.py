@@ -89,6 +89,21 @@ def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place
         assert sum(_alive(connection) for connection in silent) <= 40
 
 
+@pytest.mark.promise("S4")
+def test_an_address_with_many_idle_connections_gives_up_its_own_and_not_those_of_others(tmp_path: Path) -> None:
+    with LiveService(tmp_path, FEW | {"FORESHOCK_HEADER_SECONDS": "600"}) as service, ExitStack() as opened:
+        address = urlsplit(service.url)
+        with service.client(SECRET) as client:
+            assert client.get("/healthz").status_code == 200
+            kept = client._transport._pool.connections[0]  # type: ignore[attr-defined]
+            for _ in range(120):
+                target = address.hostname or "", address.port or 0
+                opened.enter_context(socket.create_connection(target, 30, source_address=("127.0.0.2", 0)))
+            assert client.get("/v1/runs").status_code == 200
+            assert client._transport._pool.connections == [kept]  # type: ignore[attr-defined]
+            assert client.get("/healthz").status_code == 200
+
+
 def _alive(connection: socket.socket) -> bool:
     connection.settimeout(0.01)
     try:

@@ -1,14 +1,16 @@
 """A token that may only ingest takes its share of what all tokens share, and no more."""
 
 import asyncio
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 from starlette.types import Message
 
+from foreshock.server.access.limits import Shares
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.counters import Counters
-from foreshock.server.http.connections import Room, Seats
 from foreshock.server.ingest.arrivals import UNTOLD
 from foreshock.server.ingest.batches import Writer
 from foreshock.server.settings import Settings, Token
@@ -44,35 +46,92 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-def test_a_token_whose_requests_never_end_leaves_half_of_the_room_for_others() -> None:
-    async def never(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(3600 if (b"authorization", b"Bearer mallory") in scope["headers"] else 0)
+def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(play: Any) -> None:
+    """Of a token, of a session of its, of a stranger at an address that needs no token."""
 
-    async def ask(room: Room, secret: bytes) -> list[Message]:
-        sent: list[Message] = []
+    async def story(service: Any) -> None:
+        app = service.app
+        login = await service.client.post("/v1/login", json={"token": MALLORY})
+        cookie = {"cookie": login.headers["set-cookie"].partition(";")[0], "x-csrf-token": login.json()["csrf_token"]}
+        kinds = [
+            ("/v1/batches", {"authorization": f"Bearer {MALLORY}"}),
+            ("/v1/batches", cookie),
+            ("/v1/webhooks/grafana", {}),
+            ("/v1/webhooks/grafana", {"authorization": "Bearer made-up-for-this-one"}),
+        ]
+        answered: list[int] = []
 
-        async def send(message: Message) -> None:
-            sent.append(message)
+        async def ask(path: str, headers: dict[str, str], body: asyncio.Event) -> None:
+            async def receive() -> Message:
+                await body.wait()
+                return {"type": "http.disconnect"}
 
-        scope = {"type": "http", "path": "/v1/batches", "method": "POST", "headers": [(b"authorization", secret)]}
-        await room(scope, None, send)  # type: ignore[arg-type]
-        return sent
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    answered.append(message["status"])
 
-    async def story() -> None:
-        room = Room(never, Seats(8))
-        held = [asyncio.create_task(ask(room, b"Bearer mallory")) for _ in range(20)]
-        while sum(task.done() for task in held) < 16:
-            await asyncio.sleep(0)
-        refused = [task.result() for task in held if task.done()]
-        assert {sent[0]["status"] for sent in refused} == {503}
-        assert await ask(room, b"Bearer ann") == []  # let through
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        again = asyncio.create_task(ask(room, b"Bearer mallory"))  # what has ended holds nothing
-        await asyncio.sleep(0)
-        assert not again.done()
-        again.cancel()
-        await asyncio.gather(again, return_exceptions=True)
+            sent = {"content-type": "application/json", "content-length": "99", **headers}
+            raw = [(name.encode(), value.encode()) for name, value in sent.items()]
+            scope = {"type": "http", "path": path, "method": "POST", "headers": raw, "query_string": b""}
+            await app({**scope, "client": ("9.9.9.9", 1), "raw_path": path.encode()}, receive, send)
 
-    asyncio.run(asyncio.wait_for(story(), 60))
+        never = asyncio.Event()
+        held = [asyncio.create_task(ask(*kinds[number % 4], never)) for number in range(120)]
+        async with asyncio.timeout(60):
+            while len(answered) < 120 - 16 - 4:  # half of 32 of the token, an eighth of the address
+                await asyncio.sleep(0.01)
+        assert set(answered) == {503}
+        batch = FakeRank(run="a/1").batch(FakeRank().started()).model_dump_json()
+        headers = {"authorization": f"Bearer {ANN}", "content-type": "application/json"}
+        assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200
+        assert (await service.client.get("/v1/runs", headers=headers)).status_code == 200
+        assert (await service.client.get("/readyz")).status_code == 200
+        never.set()
+        await asyncio.wait_for(asyncio.gather(*held), 60)
+        assert (await service.client.post("/v1/batches", content=b"{}", headers=headers)).status_code == 422
+
+    play(story, tokens=TOKENS, connections=32)
+
+
+def test_bodies_that_do_not_come_take_no_more_memory_than_their_senders_share() -> None:
+    shares = Shares(requests=100, body_bytes=1000, max_bytes=400)
+    announced, chunked = Headers({"content-length": "400"}), Headers({"transfer-encoding": "chunked"})
+    with ExitStack() as coming:
+        for _ in range(2):
+            coming.enter_context(shares.take("mallory", announced, known=True))
+        with (
+            pytest.raises(ProblemError, match="bytes of yours") as refused,
+            shares.take("mallory", chunked, known=True),
+        ):
+            pass
+        assert refused.value.status == 429
+        coming.enter_context(shares.take("mallory", Headers({}), known=True))  # no body at all
+        coming.enter_context(shares.take("ann", announced, known=True))
+    with ExitStack() as again:  # what has come or gone holds nothing
+        for _ in range(2):
+            again.enter_context(shares.take("mallory", chunked, known=True))
+    alone = Shares(requests=100, body_bytes=100, max_bytes=400)
+    with alone.take("mallory", announced, known=True):  # one body is taken, however small the share
+        pass
+
+
+def test_a_queue_of_batches_that_one_token_fills_is_no_reason_to_send_the_others_elsewhere(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(service: Any) -> None:
+        with monkeypatch.context() as full:
+            full.setattr(Writer, "depth", 8)
+            answer = await service.client.get("/readyz")
+        assert (answer.status_code, answer.json()["checks"]) == (200, {"store": "ok", "ingest queue": "full"})
+
+    play(story, ingest_queue_batches=8)
+
+
+def test_what_is_no_batch_is_refused_beyond_a_mebibyte_before_it_is_read(play: Any) -> None:
+    async def story(service: Any) -> None:
+        headers = {"authorization": f"Bearer {MALLORY}", "content-type": "application/json"}
+        for path in ("/v1/runs/a/job/commands", "/v1/webhooks/alertmanager", "/v1/logout", "/v1/nothing"):
+            answer = await service.client.post(path, content=b"[" * (2**20 + 1), headers=headers)
+            assert answer.status_code == 413, path
+
+    play(story, tokens=TOKENS)

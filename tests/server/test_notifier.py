@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
@@ -65,7 +66,8 @@ def test_a_run_with_144_failing_heads_is_one_short_message_that_says_how_severe_
             f"Critical: Run {'r' * 128}: Scores drift as rounding drives them in 144 heads of layers 0"
         )
         assert "To do: Switch every head to exact_delta." in message
-        assert message.endswith(f"https://foreshock.example.org/?runs={'r' * 128}")
+        place = f"runs={'r' * 128}&head=0.{HEADS[0]}&metric=head.score_offset"
+        assert message.endswith(f"https://foreshock.example.org/?{place}")
 
     play(story)
 
@@ -167,6 +169,23 @@ def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and
         assert len(message) < LONGEST
 
     play(story)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said", "steps"), [(300, 300, ""), (9000, 9400, "&steps=8000-"), (9000, 12_000, "&steps=3000-")]
+)
+def test_a_message_opens_the_first_head_its_metric_and_the_steps_from_before_its_incident(
+    raised: int, said: int, steps: str
+) -> None:
+    def verdict(head: int, left: float) -> Verdict:
+        fields: Any = {"cause": "score growth", "signal": "score", "sentence": "grows", "forecast_steps": left}
+        return Verdict(id=f"w{head}", step=said, state="raised", severity="warning", layer=4, head=head, **fields)
+
+    warned = [Warned(0, raised, verdict(2, 900.0)), Warned(0, raised, verdict(6, 700.0))]
+    found = incidents(warned, mitigation="row_corrected", policy="observe")
+    [(_, message)] = messages_of({"team/run 1": found}, {}, "https://page.example/")
+    address = "https://page.example/?runs=team%2Frun%201&head=4.6&metric=head.score_max"
+    assert message.splitlines()[-1] == f"Evidence and switch: {address}{steps}"
 
 
 @given(

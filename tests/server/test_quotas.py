@@ -218,3 +218,37 @@ def test_an_agent_keeps_what_is_beyond_its_quota_and_sends_it_when_there_is_room
         agent.close(20.0)
         assert not agent.dropped
         client.close()
+
+
+def test_a_token_is_told_what_it_has_used_and_who_reads_every_run_what_all_have(play: Any) -> None:
+    secrets = {name: f"the-secret-of-{name}-0001" for name in ("sender", "other", "team", "watcher")}
+    known = (
+        Token.of("sender", secrets["sender"], ("ingest",), "a/", quota=Quota(runs=3, stored_bytes=10**9)),
+        Token.of("other", secrets["other"], ("ingest",), "b/"),
+        Token.of("team", secrets["team"], ("read",), "a/"),
+        Token.of("watcher", secrets["watcher"], ("read",)),
+    )
+
+    async def story(service: Any) -> None:
+        sizes = dict.fromkeys(secrets, 0)
+        for name, run in (("sender", "a/1"), ("sender", "a/2"), ("other", "b/1")):
+            rank = FakeRank(run=run, layers=3)
+            body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+            headers = {"content-type": "application/json", **bearer(secrets[name])}
+            assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+            sizes[name] += len(body)
+
+        async def told(name: str) -> dict[str, Any]:
+            answer = await service.client.get("/v1/usage", headers=bearer(secrets[name]))
+            return {entry.pop("token"): entry for entry in answer.json()["tokens"]}
+
+        limits = {"batches_per_second": None, "runs": 3, "stored_bytes": 10**9, "series": None}
+        assert await told("sender") == {"sender": {"runs": 2, "stored_bytes": sizes["sender"], "quota": limits}}
+        assert {name: (entry["runs"], entry["stored_bytes"]) for name, entry in (await told("team")).items()} == {
+            "team": (0, 0)
+        }
+        everybody = await told("watcher")
+        assert {name: entry["stored_bytes"] for name, entry in everybody.items()} == sizes
+        assert set(everybody["other"]["quota"].values()) == {None}
+
+    play(story, tokens=known)

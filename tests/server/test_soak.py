@@ -1,6 +1,7 @@
 """The service under a steady load for as long as the tier says: nothing grows but the store, and that shrinks again."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from foreshock.server.testing import FakeRank, LiveService
 STEPS_A_SECOND = 10
 SINCE, STEP, SEQUENCE = 90_000_000_001, 90_000_000_002, 90_000_000_003
 RUN_SECONDS = 20.0
-"""A rank goes over to a new run after so long, and the old one is old enough to be deleted soon after."""
+"""How long a run lasts, and how long it stays when it is over."""
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -37,7 +38,7 @@ async def post(connection: Connection, body: bytes) -> int:
     return int(answer[9:12])
 
 
-async def one_rank(url: str, number: int, until: float, sent: list[int]) -> None:
+async def one_rank(url: str, number: int, run_seconds: float, until: float, sent: list[int]) -> None:
     """10 samples a second, each in its own batch, as the agent sends them on a close watch."""
     began, generation = time.monotonic(), 0
     address = urlsplit(url)
@@ -45,8 +46,8 @@ async def one_rank(url: str, number: int, until: float, sent: list[int]) -> None
     rank, sequence, shape = FakeRank(rank=number), 0, ""
     next_at = began + number / 64 / STEPS_A_SECOND
     while (now := time.monotonic()) < until:
-        if not shape or int((now - began) / RUN_SECONDS) > generation:
-            generation = int((now - began) / RUN_SECONDS)
+        if not shape or int((now - began) / run_seconds) > generation:
+            generation = int((now - began) / run_seconds)
             rank, sequence = FakeRank(run=f"soak-{generation}", rank=number), 1
             shape = rank.batch(rank.sample(STEP, since=SINCE), sequence=SEQUENCE).model_dump_json()
             body = rank.batch(rank.started(), sequence=1).model_dump_json()
@@ -99,6 +100,19 @@ class Sizes(dict[str, list[float]]):
 def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_runs_are_deleted(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
+    soak(tmp_path, sizes, record_property, RUN_SECONDS)
+
+
+@pytest.mark.full
+@pytest.mark.promise("S17")
+def test_under_a_steady_load_of_one_run_that_goes_on_memory_levels_off(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    soak(tmp_path, sizes, record_property, math.inf)
+
+
+def soak(tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None], run_seconds: float) -> None:
+    """Ranks go over to a new run after `run_seconds`, and the old one is deleted soon after."""
     seconds, ranks = sizes("soak_seconds", quick=5, long=1800), sizes("soak_ranks", quick=8, long=64)
     environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS), "FORESHOCK_METRICS_SECONDS": "1"}
     seen, sent = Sizes(), [0]
@@ -107,7 +121,8 @@ def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_ru
         process = psutil.Process(service.pid)
         async with httpx.AsyncClient(base_url=service.url, timeout=30.0, trust_env=False) as client:
             until = time.monotonic() + seconds
-            tasks = [asyncio.create_task(one_rank(service.url, number, until, sent)) for number in range(ranks)]
+            each = [one_rank(service.url, number, run_seconds, until, sent) for number in range(ranks)]
+            tasks = [asyncio.create_task(rank) for rank in each]
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(min(1.0, seconds / 40))
                 seen.look(process, tmp_path / "foreshock.db")

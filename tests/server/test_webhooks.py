@@ -190,7 +190,7 @@ def test_grafanas_signed_delivery_acts_and_a_replay_does_not(play: Any) -> None:
         assert await post(sign(BODY, stamp=now)) == 409
         noted = (await service.get("/v1/audit"))["rows"][0]
         assert (noted["actor"], noted["action"]) == ("grafana", "webhook refused")
-        assert noted["details"] == {"why": "This delivery was taken before."}
+        assert noted["details"] == {"why": "This delivery was received before and is not applied again."}
         assert await post(sign(BODY)) == 200
         assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
 
@@ -221,6 +221,20 @@ def test_forged_old_future_and_doubled_signatures_are_refused_and_noted(play: An
         assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
         rows = (await service.get("/v1/audit"))["rows"]
         assert [(row["actor"], row["action"]) for row in rows] == [("grafana", "webhook refused")] * len(cases)
+
+    play(story, grafana_hmac_secret=SECRET)
+
+
+@pytest.mark.promise("S9")
+def test_a_flood_of_forgeries_is_counted_and_not_written_down_one_by_one(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for _ in range(60):
+            answer = await service.client.post("/v1/webhooks/grafana", content=BODY, headers=sign(BODY, "another" * 4))
+            assert answer.status_code == 401
+        rows = (await service.get("/v1/audit", limit=100))["rows"]
+        assert 10 < len(rows) < 40
+        counted = service.app.state.counters.webhooks
+        assert counted["grafana", "refused"] == 60
 
     play(story, grafana_hmac_secret=SECRET)
 

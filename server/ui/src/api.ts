@@ -10,6 +10,7 @@ import type {
   CurveLine,
   Curves,
   Decision,
+  Description,
   Acknowledgement,
   Incident,
   IncidentList,
@@ -38,6 +39,8 @@ export class Problem extends Error {
   }
 }
 
+/** Kinds of events that the history tells; an incident's own stand on its card. */
+const TOLD = ["started", "verdict", "switched", "command", "finished", "acknowledged", "described"];
 const MOST_EVENTS = 2000;
 const MOST_RUNS = 5000;
 const MOST_AUDIT_ROWS = 5000;
@@ -120,7 +123,7 @@ export const api = {
     call<Matrix>(`${at(run)}/matrix${query(of)}`),
   /** Newest first, at most MOST_EVENTS of them. */
   async events(run: string): Promise<RunEvent[]> {
-    const pages = walk((cursor) => call<EventList>(`${at(run)}/events${query({ limit: 500, cursor })}`));
+    const pages = walk((cursor) => call<EventList>(`${at(run)}/events${query({ kind: TOLD, limit: 500, cursor })}`));
     return gather(pages, ({ events }) => events, MOST_EVENTS);
   },
   incidents: async (run: string) => (await call<IncidentList>(`${at(run)}/incidents`)).incidents,
@@ -133,7 +136,11 @@ export const api = {
       body: JSON.stringify(request),
       headers: { "Idempotency-Key": crypto.randomUUID() },
     }),
-  decide: (id: string, decision: "approve" | "reject", body: Decision) =>
+  /** The run keeps its name; what is empty is taken away. */
+  describe: (run: string, body: Description) =>
+    call<RunDetail>(`${at(run)}/describe`, { method: "POST", body: JSON.stringify(body) }),
+  remove: (run: string, body: Decision) => call<null>(`${at(run)}/delete`, { method: "POST", body: JSON.stringify(body) }),
+  decide: (id: string, decision: "approve" | "reject" | "cancel", body: Decision) =>
     call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, {
       method: "POST",
       body: JSON.stringify(body),

@@ -6,6 +6,7 @@ import uPlot from "uplot";
 import { type Ink } from "./colour";
 import { ends, type Scale, ticks } from "./axis";
 import { NOT_RECORDED, number, percent, shorten, steps, tick } from "./format";
+import type { Range } from "./place";
 
 export interface Line {
   name: string;
@@ -27,9 +28,6 @@ export interface Marker {
   /** The event in words. */
   text: string;
 }
-
-/** Steps shown by every chart of the page; null shows them all. */
-export type Range = readonly [number, number] | null;
 
 interface Props {
   figure: RefObject<HTMLElement | null>;
@@ -102,8 +100,8 @@ export function Chart({
     u.setData(data, false);
     const first = data[0][0] ?? 0;
     const last = data[0][data[0].length - 1] ?? 1;
-    const [min, max] = range ?? [first, Math.max(last, first + 1)];
-    u.setScale("x", { min, max });
+    const min = range?.[0] ?? first;
+    u.setScale("x", { min, max: Math.max(range?.[1] ?? last, min + 1) });
     writeLegend(legend.current, caption.current, u, now.current);
   }, [data, range, shape]);
 
@@ -230,7 +228,7 @@ function options(now: Now, scale: Scale, width: number, onCursor: (u: uPlot) => 
           const from = u.posToVal(u.select.left, "x");
           const to = u.posToVal(u.select.left + u.select.width, "x");
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-          now.current.onRange([Math.floor(from), Math.ceil(to)]);
+          now.current.onRange([Math.max(0, Math.floor(from)), Math.ceil(to)]);
         },
       ],
       ready: [(u) => u.over.addEventListener("dblclick", () => now.current.onRange(null))],

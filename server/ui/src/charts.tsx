@@ -2,11 +2,12 @@
 
 import { useMemo, useState } from "preact/hooks";
 import type { CurveLine, MetricInfo } from "./service";
-import { Chart, type Line, type Marker, type Range } from "./chart";
+import { Chart, type Line, type Marker } from "./chart";
 import type { Ink } from "./colour";
 import { NOT_RECORDED, number, percent, shorten } from "./format";
 import { withGaps } from "./gaps";
 import type { Head } from "./head";
+import type { Range } from "./place";
 import { useResource, useSeen } from "./resource";
 import { LiveSeries } from "./series";
 import type { Loaded } from "./loaded";
@@ -17,19 +18,23 @@ interface Props {
   views: readonly Loaded[];
   catalog: readonly MetricInfo[];
   head: Head | null;
+  range: Range;
+  onRange: (range: Range) => void;
   ink: Ink;
 }
 
-export function Charts({ views, catalog, head, ink }: Props) {
-  const [range, setRange] = useState<Range>(null);
+/** `metric`: the one that the address asks for. */
+export function Charts({ views, catalog, head, metric, range, onRange, ink }: Props & { metric: string | null }) {
+  const [asked] = useState(metric); // when the page opens: charts that change places cannot be read
   const [more, setMore] = useState(false);
   const markers = useMemo(() => views.flatMap((view) => markersOf(view, views.length > 1, ink)), [views, ink]);
   // Chosen anew when a warning comes or goes, not with every sample: lines that come and go cannot be read.
   const warned = views.flatMap(({ detail }) => detail.warnings.map(({ id }) => id)).join();
   const layers = views.map(({ detail }) => `${detail.run} ${detail.layers.length}`).join();
   const riskiest = useMemo(() => (views.length === 1 ? riskiestLayers(views[0]!) : []), [warned, layers]);
-  const first = catalog.filter((metric) => metric.chart === "first");
-  const rest = catalog.filter((metric) => metric.chart === "more");
+  const drawn = catalog.filter(({ chart }) => chart !== null);
+  const first = [...drawn.filter(({ key }) => key === asked), ...drawn.filter(({ key, chart }) => key !== asked && chart === "first")];
+  const rest = drawn.filter((metric) => !first.includes(metric));
   const chart = (metric: MetricInfo) => (
     <MetricChart
       key={metric.key}
@@ -39,7 +44,7 @@ export function Charts({ views, catalog, head, ink }: Props) {
       riskiest={riskiest}
       markers={markers}
       range={range}
-      onRange={setRange}
+      onRange={onRange}
       ink={ink}
     />
   );
@@ -49,7 +54,7 @@ export function Charts({ views, catalog, head, ink }: Props) {
         <h2>Signals</h2>
         <p class="muted">{subject(head, views.length)}</p>
         <p class="key muted">
-          {range && <button onClick={() => setRange(null)}>Show all steps</button>}
+          {range && <button onClick={() => onRange(null)}>Show all steps</button>}
           <span style={{ color: ink.warning }}>▲</span> warning <span style={{ color: ink.switched }}>◆</span> switch
         </p>
       </header>
@@ -67,8 +72,6 @@ interface MetricChartProps extends Omit<Props, "catalog"> {
   /** Layers whose worst head is drawn beside the chosen one. */
   riskiest: readonly number[];
   markers: readonly Marker[];
-  range: Range;
-  onRange: (range: Range) => void;
 }
 
 function MetricChart({ metric, views, head, riskiest, markers, range, onRange, ink }: MetricChartProps) {
@@ -79,7 +82,7 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
   const single = views.length === 1;
   const key = JSON.stringify([metric.key, runs, metric.per_head && [head, single && riskiest], range]);
   const sources = useMemo(() => {
-    const span = range ? { from_step: Math.max(0, range[0]), to_step: range[1] } : {};
+    const span = range ? { from_step: range[0], ...(range[1] === null ? {} : { to_step: range[1] }) } : {};
     const of = (run: string, ...where: number[]) => new LiveSeries(run, [metric.key, ...where].join(":"), span);
     if (!metric.per_head) return runs.map((run) => of(run));
     const chosen = head ? runs.map((run) => of(run, head.layer, head.head)) : [];
@@ -87,7 +90,7 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
   }, [key]);
   const series = useResource((fresh) => Promise.all(sources.map((source) => source.load(fresh))), key, {
     on: ({ kind, run }) =>
-      run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && !range))),
+      run === null || (runs.includes(run) && (kind === "started" || (kind === "sample" && (range?.[1] ?? null) === null))),
     seen,
   });
   const lines = useMemo((): Line[] => {

@@ -32,7 +32,7 @@ export interface Asked {
   search: string;
   state: keyof typeof STATES;
   risk: keyof typeof RISKS;
-  /** NAME=VALUE of a label. */
+  /** A tag, or NAME=VALUE of a label. */
   label: string;
   sort: keyof typeof ORDERS;
 }
@@ -59,14 +59,14 @@ export function addressOf({ search, ...rest }: Asked): string {
   return given.length ? `?${new URLSearchParams(given)}` : "?";
 }
 
-/** The labels that runs carry, as NAME=VALUE, the most frequent first. */
+/** The tags of a run and its labels as NAME=VALUE; no tag has an equals sign. */
+const carried = (run: RunSummary) => [...run.tags, ...Object.entries(run.labels).map(([name, value]) => `${name}=${value}`)];
+
+/** The tags and labels that runs carry, the most frequent first. */
 export function labelsOf(runs: readonly RunSummary[], most = 100): string[] {
   const counts = new Map<string, number>();
   for (const run of runs) {
-    for (const [name, value] of Object.entries(run.labels)) {
-      const label = `${name}=${value}`;
-      counts.set(label, (counts.get(label) ?? 0) + 1);
-    }
+    for (const label of carried(run)) counts.set(label, (counts.get(label) ?? 0) + 1);
   }
   return [...counts].sort(([, a], [, b]) => b - a).slice(0, most).map(([label]) => label);
 }
@@ -80,10 +80,10 @@ export function found(runs: readonly RunSummary[], { search, state, risk, label,
   return runs
     .filter((run) => {
       if (least !== undefined && !((run.worst_risk ?? -1) >= least - 1e-6)) return false;
-      if (label && !Object.entries(run.labels).some(([name, value]) => `${name}=${value}` === label)) return false;
+      if (label && !carried(run).includes(label)) return false;
       if (state && !isIn(run, state, condition(run, catalog.silent_seconds, now))) return false;
       if (!words.length) return true;
-      const text = [run.run, ...Object.entries(run.labels).flat()].join(" ").toLowerCase();
+      const text = [run.run, run.display_name ?? "", ...run.tags, ...Object.entries(run.labels).flat()].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     })
     .sort(BEFORE[sort]);

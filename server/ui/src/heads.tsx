@@ -17,20 +17,22 @@ interface Props {
   catalog: readonly MetricInfo[];
   head: Head | null;
   onHead: (head: Head) => void;
+  /** The one that the address asks for. */
+  metric: string | null;
+  onMetric: (metric: string) => void;
   /** null for those who may only read. */
   onSwitch: ((target: SwitchTarget) => void) | null;
   ink: Ink;
 }
 
-export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
+export function Heads({ views, catalog, head, onHead, metric: asked, onMetric, onSwitch, ink }: Props) {
   const metrics = catalog.filter((metric) => metric.per_head);
-  const [picked, setKey] = useState<string | null>(null);
-  const key = picked ?? metrics[0]?.key ?? "";
+  const metric = metrics.find((candidate) => candidate.key === asked) ?? metrics[0];
+  const key = metric?.key ?? "";
   const [shown, setShown] = useState(0);
   const [version, setVersion] = useState(0);
   const view = views[Math.min(shown, views.length - 1)]!;
   const { run } = view.detail;
-  const metric = metrics.find((candidate) => candidate.key === key) ?? metrics[0];
   const [box, seen] = useSeen<HTMLDivElement>();
   const frames = useMemo(() => new Frames(run, key, () => setVersion((old) => old + 1)), [run, key]);
   useEffect(() => () => frames.end(), [frames]);
@@ -62,7 +64,7 @@ export function Heads({ views, catalog, head, onHead, onSwitch, ink }: Props) {
         )}
         <label class="pick">
           <span class="label">Measure</span>
-          <select value={key} onChange={(event) => setKey(event.currentTarget.value)}>
+          <select value={key} onChange={(event) => onMetric(event.currentTarget.value)}>
             {metrics.map((choice) => (
               <option key={choice.key} value={choice.key}>
                 {choice.title}

@@ -2,6 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
+import { useWho } from "./dialog";
 import { number, PAST, roundTo2, steps, words } from "./format";
 import type { Head } from "./head";
 import type { Loaded } from "./loaded";
@@ -204,13 +205,13 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
 /** Says to the others that somebody takes care. */
 function Acknowledge({ run, incident }: { run: string; incident: string }) {
   const [open, setOpen] = useState(false);
-  const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
+  const [who, setWho, keep] = useWho();
   const [reason, setReason] = useState("");
   const [error, setError] = useState<Error | null>(null);
   if (!open) return <button onClick={() => setOpen(true)}>Acknowledge</button>;
   const send = async (event: Event) => {
     event.preventDefault();
-    localStorage.setItem("foreshock.who", who);
+    keep();
     try {
       await api.acknowledge(run, { who, reason: reason || "acknowledged on the page", incident });
       setOpen(false);

@@ -72,7 +72,7 @@ function open(): void {
   };
   source.addEventListener("sample", wake("sample"));
   source.addEventListener("started", wake("started"));
-  for (const kind of ["verdict", "switched", "command", "finished", "incident", "acknowledged"]) source.addEventListener(kind, wake("event"));
+  for (const kind of ["verdict", "switched", "command", "finished", "incident", "acknowledged", "described", "deleted"]) source.addEventListener(kind, wake("event"));
 }
 
 export function useConnection(): Connection {

@@ -9,16 +9,11 @@ import type { Catalog, Session } from "./service";
 import { connect, useConnection } from "./live";
 import icon from "./icon.svg";
 import { Login } from "./login";
-import { address, ErrorNote, Link } from "./parts";
+import { ErrorNote, Link } from "./parts";
+import { address, placeOf } from "./place";
 import { Runs } from "./runs";
 import { useTheme } from "./theme";
 import { View } from "./view";
-
-/** `/?runs=a,b,c` names the runs to show; without it the page lists them. */
-function runsOf(search: string): string[] {
-  const given = new URLSearchParams(search).get("runs") ?? "";
-  return [...new Set(given.split(",").filter(Boolean))];
-}
 
 /** Asks until there is an answer, with growing pauses; returns what ends that. */
 function retried<T>(ask: () => Promise<T>, done: (answer: T) => void, failed: (error: Error) => void): () => void {
@@ -47,10 +42,11 @@ function App() {
   const [catalog, setCatalog] = useState<Catalog | null>(null);
   const [dark, toggleTheme] = useTheme();
   const connection = useConnection();
-  const runs = runsOf(search);
+  const { runs } = placeOf(search);
   const known = session instanceof Error ? null : session;
   const entered = known !== null && !known.login_needed;
-  const acts = known !== null && known.scopes.some((scope) => scope === "act" || scope === "admin");
+  const allowed = (scope: string) => known !== null && (known.scopes.includes(scope) || known.scopes.includes("admin"));
+  const may = { act: allowed("act"), delete: allowed("delete") };
   const go = (to: string) => {
     history.pushState(null, "", to);
     setSearch(location.search);
@@ -109,7 +105,7 @@ function App() {
         {entered &&
           catalog &&
           (runs.length ? (
-            <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} acts={acts} go={go} />
+            <View key={runs.join()} runs={runs} catalog={catalog} dark={dark} may={may} go={go} />
           ) : (
             <Runs catalog={catalog} go={go} />
           ))}

@@ -105,8 +105,3 @@ export function Labels({ labels }: { labels: Record<string, string> }) {
     </ul>
   );
 }
-
-/** The page's address for a set of runs; it can be bookmarked and shared. */
-export function address(runs: readonly string[]): string {
-  return runs.length ? `?runs=${runs.map(encodeURIComponent).join(",")}` : "?";
-}

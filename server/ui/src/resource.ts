@@ -16,6 +16,7 @@ class Loader {
   constructor(
     private readonly load: (fresh: boolean) => Promise<void>,
     private readonly pause: number,
+    private readonly soon: number,
   ) {}
 
   wake({ kind }: Wake): void {
@@ -37,7 +38,7 @@ class Loader {
     clearTimeout(this.timer);
     if (!this.wanted || this.loading || !this.seen) return;
     const waited = performance.now() - this.finished;
-    const patience = this.wanted === "newest" || this.failed ? this.pause : 50; // what happens together is loaded together
+    const patience = this.wanted === "newest" || this.failed ? this.pause : this.soon;
     this.timer = setTimeout(() => void this.run(), Math.max(0, patience - waited));
   }
 
@@ -60,7 +61,10 @@ class Loader {
 interface When {
   /** Which wakes make it out of date. */
   on: (wake: Wake) => boolean;
+  /** Milliseconds between two loads for samples alone. */
   pause?: number;
+  /** Milliseconds between two loads for what happened; what happens together is loaded together. */
+  soon?: number;
   /** False while nobody can see it. */
   seen?: boolean;
 }
@@ -77,7 +81,7 @@ export interface Resource<T> {
 export function useResource<T>(
   load: (fresh: boolean) => Promise<T>,
   key: string,
-  { on, pause = 3000, seen = true }: When,
+  { on, pause = 3000, soon = 50, seen = true }: When,
 ): Resource<T> {
   const [state, setState] = useState<Resource<T> & { key: string }>({ key, data: null, error: null });
   const now = useRef({ load, on });
@@ -92,8 +96,8 @@ export function useResource<T>(
           setState((old) => ({ key, data: old.key === key ? old.data : null, error: error as Error }));
           throw error;
         }
-      }, pause),
-    [key, pause],
+      }, pause, soon),
+    [key, pause, soon],
   );
   useEffect(() => {
     const deaf = listen((wake) => now.current.on(wake) && loader.wake(wake));

@@ -5,13 +5,15 @@ import { api } from "./api";
 import type { Catalog, RunSummary } from "./service";
 import { type Asked, addressOf, asked, found as matching, labelsOf, ORDERS, RISKS, STATES } from "./fleet";
 import { number, steps, timeLeft } from "./format";
+import { Tags } from "./about";
+import { address } from "./place";
 import { useResource } from "./resource";
-import { address, Ago, ErrorNote, Labels, Link, Name, Risk, riskLevels, State } from "./parts";
+import { Ago, ErrorNote, Labels, Link, Name, Risk, riskLevels, State } from "./parts";
 
 const SHOWN = 100;
 
 export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) => void }) {
-  const runs = useResource(api.runs, "runs", { on: () => true });
+  const runs = useResource(api.runs, "runs", { on: () => true, soon: 1000 });
   const [chosen, setChosen] = useState<readonly string[]>([]);
   const [ask, setAsk] = useState(() => asked(location.search));
   const [shown, setShown] = useState(SHOWN);
@@ -56,8 +58,8 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
       <search class="asked">
         <input
           type="search"
-          placeholder="Search names and labels"
-          aria-label="search names and labels"
+          placeholder="Search names, tags and labels"
+          aria-label="search names, tags and labels"
           value={ask.search}
           onInput={(event) => change({ search: event.currentTarget.value })}
         />
@@ -66,7 +68,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
         {(labels.length > 0 || ask.label) && (
           <Choice
             name="label"
-            of={Object.fromEntries(["", ...new Set([...labels, ask.label].filter(Boolean))].map((l) => [l, l || "Any label"]))}
+            of={Object.fromEntries(["", ...new Set([...labels, ask.label].filter(Boolean))].map((l) => [l, l || "Any tag or label"]))}
             value={ask.label}
             choose={(label) => change({ label })}
           />
@@ -157,8 +159,14 @@ function Row({
       </td>
       <td class="name">
         <Link class="run" to={address([run.run])} go={go}>
-          <Name of={run.run} most={64} />
+          <Name of={run.display_name ?? run.run} most={64} />
         </Link>
+        {run.display_name && (
+          <span class="identity muted">
+            <Name of={run.run} most={64} />
+          </span>
+        )}
+        <Tags tags={run.tags} />
         <Labels labels={run.labels} />
       </td>
       <td data-label="State">

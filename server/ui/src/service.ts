@@ -192,6 +192,14 @@ export interface Delivery {
   alerts: Alert[];
 }
 
+/** What people say of a run. What is left out stays as it is; what is empty is taken away. */
+export interface Description {
+  who: string;
+  display_name?: string | null;
+  tags?: string[] | null;
+  notes?: string | null;
+}
+
 /** Events, newest first. */
 export interface EventList {
   events: RunEvent[];
@@ -387,6 +395,14 @@ export interface ProblemItem {
   message: string;
 }
 
+/** What a token may take at most; null: not limited. */
+export interface QuotaOfToken {
+  batches_per_second: number | null;
+  runs: number | null;
+  stored_bytes: number | null;
+  series: number | null;
+}
+
 /** Where a command stands with one rank. */
 export interface RankAnswer {
   rank: number;
@@ -428,6 +444,10 @@ export interface RunDetail {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
+  /** what people call it; null: as it is named */
+  display_name: string | null;
+  /** what people tagged it with, sorted */
+  tags: string[];
   versions: Record<string, string>;
   layers: LayerState[];
   warnings: ActiveWarning[];
@@ -435,13 +455,15 @@ export interface RunDetail {
   latest: Record<string, number | null>;
   agent_dropped: Record<string, number>;
   agent_faults: Record<string, number>;
+  /** what people wrote about it */
+  notes: string;
 }
 
 /** Something that happened. Exactly the field that `kind` names is set, except for started and finished. */
 export interface RunEvent {
   id: number;
   run: string;
-  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged";
+  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged" | "described";
   /** null for what the service did itself */
   rank: number | null;
   step: number | null;
@@ -490,6 +512,10 @@ export interface RunSummary {
   /** those that are not closed, the most urgent first */
   incidents: IncidentChange[];
   labels: Record<string, string>;
+  /** what people call it; null: as it is named */
+  display_name: string | null;
+  /** what people tagged it with, sorted */
+  tags: string[];
 }
 
 /** One metric against the step, at most max_points points per curve, keeping each point's minimum and maximum. A run-level metric gives one line. A per-head metric gives the line of `layer` and `head`; without `head` the worst head of `layer` at each point; without both, that of every layer. Worst means largest in absolute value. */
@@ -522,11 +548,24 @@ export interface Switched {
   reason: string;
 }
 
+/** What a token has in the store: runs that it sent batches of, and bytes of those as they were sent. */
+export interface TokenUsage {
+  token: string;
+  runs: number;
+  stored_bytes: number;
+  quota: QuotaOfToken;
+}
+
 /** An order to take a switch back. */
 export interface Undo {
   who: string;
   reason: string;
   dry_run?: boolean;
+}
+
+/** What tokens have used of what all share. */
+export interface UsageList {
+  tokens: TokenUsage[];
 }
 
 /** What the detectors say of one head (or of the run, when layer and head are None). Latched until cleared. */

@@ -1,22 +1,25 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
 import { number, steps, timeLeft, words } from "./format";
-import { address, Ago, Labels, Link, Name, Risk, riskLevels, State, Swatch } from "./parts";
+import { Ago, Labels, Link, Name, Risk, riskLevels, State, Swatch } from "./parts";
+import { Care, Identity, type May, Notes, Tags } from "./about";
+import { address } from "./place";
 import type { Loaded } from "./loaded";
 import type { Catalog } from "./service";
 
 interface Props {
   views: readonly Loaded[];
   catalog: Catalog;
+  may: May;
   go: (address: string) => void;
 }
 
-export function Summary({ views, catalog, go }: Props) {
+export function Summary({ views, ...given }: Props) {
   const [only, ...others] = views;
-  return only && !others.length ? <Tiles view={only} catalog={catalog} /> : <Table {...{ views, catalog, go }} />;
+  return only && !others.length ? <Tiles view={only} {...given} /> : <Table views={views} {...given} />;
 }
 
-function Tiles({ view: { detail }, catalog }: { view: Loaded; catalog: Catalog }) {
+function Tiles({ view: { detail }, catalog, may, go }: Omit<Props, "views"> & { view: Loaded }) {
   const tiles: readonly [string, preact.ComponentChildren][] = [
     ["Step", steps(detail.last_step)],
     ["Loss", number(detail.loss)],
@@ -30,10 +33,13 @@ function Tiles({ view: { detail }, catalog }: { view: Loaded; catalog: Catalog }
   return (
     <section class="summary">
       <header class="title">
-        <h1>{detail.run}</h1>
+        <Identity detail={detail} />
         <State run={detail} silent={catalog.silent_seconds} />
+        <Care detail={detail} silent={catalog.silent_seconds} may={may} gone={() => go(address([]))} />
       </header>
+      <Tags tags={detail.tags} />
       <Labels labels={detail.labels} />
+      <Notes notes={detail.notes} />
       <dl class="tiles card">
         {tiles.map(([name, value]) => (
           <div key={name}>
@@ -46,7 +52,7 @@ function Tiles({ view: { detail }, catalog }: { view: Loaded; catalog: Catalog }
   );
 }
 
-function Table({ views, catalog, go }: Props) {
+function Table({ views, catalog, go }: Omit<Props, "may">) {
   return (
     <section class="summary">
       <header class="title">

@@ -1,44 +1,36 @@
 /** The hand on the switch: a form, a confirmation in words, and what became of every order. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { api } from "./api";
+import { Dialog, Field, useWho } from "./dialog";
 import type { Head, HeadRef } from "./head";
 import type { Catalog, CommandStatus } from "./service";
 import { steps, words } from "./format";
 import { Ago, ErrorNote, Name, Swatch } from "./parts";
 import type { Loaded } from "./loaded";
 
-const VERBS = { approve: "Approve", reject: "Reject", undo: "Undo" };
+type Deed = "approve" | "reject" | "undo" | "cancel";
+const VERBS: Record<Deed, string> = { approve: "Approve", reject: "Reject", undo: "Undo", cancel: "Stop" };
 
 export interface SwitchTarget {
   run: string;
   /** null means every head of the run. */
   head: Head | null;
   mode: string | null;
-  /** Approve, reject or undo this order instead of giving a new one. */
-  decide?: { command: CommandStatus; decision: "approve" | "reject" | "undo" };
+  /** Do this to an order instead of giving a new one. */
+  decide?: { command: CommandStatus; decision: Deed };
 }
 
 /** Asks for a name and a reason, says in words what will happen, and does it only then. */
 export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget; catalog: Catalog; close: () => void }) {
-  const dialog = useRef<HTMLDialogElement>(null);
   const [every, setEvery] = useState(target.head === null);
   const [chosen, setChosen] = useState((target.mode ?? catalog.default_mode).split("+"));
   const mode = catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain";
-  const [who, setWho] = useState(localStorage.getItem("foreshock.who") ?? "");
+  const [who, setWho, keep] = useWho();
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
   const [confirming, setConfirming] = useState(false);
   const [state, setState] = useState<"open" | "sending" | Error>("open");
-  useEffect(() => {
-    const before = document.activeElement;
-    dialog.current!.showModal();
-    return () => {
-      // What was pressed may be gone by then, as an order that has been decided.
-      const back = before instanceof HTMLElement && before.isConnected ? before : document.querySelector("main");
-      setTimeout(() => (back as HTMLElement | null)?.focus());
-    };
-  }, []);
 
   const { decide } = target;
   const heads: HeadRef[] | null = decide
@@ -51,13 +43,15 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
   const sentence = undo
     ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: each head returns to the mode it had before.`
+    : decide?.decision === "cancel"
+    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: it goes to no further rank. What ranks have done already stays; it can be undone.`
     : decide
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
 
   const send = async () => {
     setState("sending");
-    localStorage.setItem("foreshock.who", who);
+    keep();
     try {
       if (decide?.decision === "undo") await api.undo(decide.command.id, { who, reason, dry_run: dryRun });
       else if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
@@ -73,15 +67,15 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     else setConfirming(true);
   };
   return (
-    <dialog ref={dialog} onClose={close} aria-labelledby="switch-title">
+    <Dialog title={decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"} close={close}>
       <form onSubmit={submit}>
-        <h2 id="switch-title">{decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"}</h2>
         {confirming ? (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention; modes differ in rounding only. The agent applies the order at its
-              next step boundary, and its answer appears here.
+              Every mode computes the same attention; modes differ in rounding only.{" "}
+              {decide?.decision !== "cancel" &&
+                "The agent applies the order at its next step boundary, and its answer appears here."}
             </p>
             <p class="muted">
               {who}: {reason}
@@ -129,27 +123,8 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                 </fieldset>
               </>
             )}
-            <label class="field">
-              <span>Your name</span>
-              <input
-                name="who"
-                required
-                maxLength={128}
-                autocomplete="name"
-                value={who}
-                onInput={(event) => setWho(event.currentTarget.value)}
-              />
-            </label>
-            <label class="field">
-              <span>Reason</span>
-              <input
-                name="reason"
-                required
-                maxLength={500}
-                value={reason}
-                onInput={(event) => setReason(event.currentTarget.value)}
-              />
-            </label>
+            <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
+            <Field label="Reason" name="reason" value={reason} set={setReason} most={500} required />
             {(!decide || undo) && (
               <label class="inline">
                 <input
@@ -173,7 +148,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
           </button>
         </footer>
       </form>
-    </dialog>
+    </Dialog>
   );
 }
 
@@ -182,6 +157,13 @@ const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
 
 /** With a sign, for those who cannot tell the colours apart. */
 const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth goes on", unknown: "cannot be verified" };
+
+const UNDER_WAY = ["pending", "delivered"];
+
+/** Whether ranks hold what was ordered: an order that was stopped may have reached some. */
+function standing({ state, ranks }: CommandStatus): boolean {
+  return state === "applied" || (state === "cancelled" && ranks.some(({ outcome }) => outcome === "applied"));
+}
 
 interface CommandsProps {
   commands: readonly CommandStatus[];
@@ -229,7 +211,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
   const isActive = (run: string) => views.some(({ detail }) => detail.run === run && detail.status === "active");
   const mayDecide = (run: string) => onSwitch !== null && isActive(run);
   const colourOf = (run: string) => views.find((view) => view.detail.run === run)?.colour ?? "";
-  const decide = (command: CommandStatus, decision: "approve" | "reject" | "undo") =>
+  const decide = (command: CommandStatus, decision: Deed) =>
     onSwitch?.({ run: command.run, head: null, mode: command.mode, decide: { command, decision } });
   return (
     <ul class="commands">
@@ -269,7 +251,12 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                 </p>
               ))}
           </div>
-          {command.state === "applied" && !command.undoes && !command.undone_by && mayDecide(command.run) && (
+          {onSwitch && UNDER_WAY.includes(command.state) && (
+            <span class="buttons">
+              <button onClick={() => decide(command, "cancel")}>Stop</button>
+            </span>
+          )}
+          {standing(command) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "undo")}>Undo</button>
             </span>

@@ -1,7 +1,8 @@
 /** One run, or several side by side: numbers, warnings, charts against step, the heat map, the hand on the switch, history. */
 
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { api, Problem } from "./api";
+import type { May } from "./about";
 import type { Catalog } from "./service";
 import type { Loaded } from "./loaded";
 import { Charts } from "./charts";
@@ -12,7 +13,8 @@ import { History } from "./history";
 import { ink as inkOf } from "./colour";
 import { shorten } from "./format";
 import { useResource } from "./resource";
-import { address, ErrorNote, Link } from "./parts";
+import { ErrorNote, Link } from "./parts";
+import { address, type Place, placeOf } from "./place";
 import { Summary } from "./summary";
 import { Approvals, Commands, SwitchDialog, type SwitchTarget } from "./switch";
 
@@ -20,12 +22,12 @@ interface Props {
   runs: readonly string[];
   catalog: Catalog;
   dark: boolean;
-  /** Whether this person may switch heads. */
-  acts: boolean;
+  /** What this person may do. */
+  may: May;
   go: (address: string) => void;
 }
 
-export function View({ runs, catalog, dark, acts, go }: Props) {
+export function View({ runs, catalog, dark, may, go }: Props) {
   const ink = inkOf(dark);
   const key = runs.join(",");
   const ours = (run: string | null) => run === null || runs.includes(run);
@@ -41,7 +43,18 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
   const commands = useResource(() => of(api.commands), key, {
     on: (wake) => ours(wake.run) && wake.kind !== "sample",
   });
-  const [picked, setPicked] = useState<Head | null>(null);
+  const [place, setPlace] = useState(() => placeOf(location.search));
+  /** The address follows, so that it can be kept and sent; it is no step of the browser's history. */
+  const move = (part: Partial<Place>) => {
+    const next = { ...place, ...part };
+    history.replaceState(null, "", address(runs, next));
+    setPlace(next);
+  };
+  useEffect(() => {
+    const moved = () => setPlace(placeOf(location.search));
+    addEventListener("popstate", moved);
+    return () => removeEventListener("popstate", moved);
+  }, []);
   const [target, setTarget] = useState<SwitchTarget | null>(null);
   const views = useMemo(
     () =>
@@ -55,13 +68,14 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
   const orders = (commands.data ?? [])
     .flatMap((found) => found ?? [])
     .sort((a, b) => b.created_unix_seconds - a.created_unix_seconds);
-  const head = picked ?? worstHead(views);
+  const head = place.head ?? worstHead(views);
 
   const error = details.error ?? incidents.error ?? events.error ?? commands.error;
-  if (error && !(details.data && incidents.data && events.data && commands.data)) return <ErrorNote error={error} />;
+  const gone = error instanceof Problem && error.status === 404;
+  if (error && (gone || !(details.data && incidents.data && events.data && commands.data))) return <ErrorNote error={error} />;
   if (!details.data || !incidents.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
   const missing = runs.filter((_, i) => details.data![i] === null);
-  const onSwitch = acts ? setTarget : null;
+  const onSwitch = may.act ? setTarget : null;
   return (
     <>
       <nav class="crumbs">
@@ -78,23 +92,33 @@ export function View({ runs, catalog, dark, acts, go }: Props) {
       )}
       {views.length > 0 && (
         <>
-          <Summary views={views} catalog={catalog} go={go} />
+          <Summary views={views} catalog={catalog} may={may} go={go} />
           <Incidents
             views={views}
             compare={views.length > 1}
             onShow={(shown) => {
-              setPicked(shown);
+              move({ head: shown });
               document.getElementById("signals")?.scrollIntoView({ behavior: "smooth" });
             }}
             onSwitch={onSwitch}
           />
           <Approvals commands={orders} views={views} onSwitch={onSwitch} />
-          <Charts views={views} catalog={catalog.metrics} head={head} ink={ink} />
+          <Charts
+            views={views}
+            catalog={catalog.metrics}
+            head={head}
+            metric={place.metric}
+            range={place.range}
+            onRange={(range) => move({ range })}
+            ink={ink}
+          />
           <Heads
             views={views}
             catalog={catalog.metrics}
             head={head}
-            onHead={setPicked}
+            onHead={(head) => move({ head })}
+            metric={place.metric}
+            onMetric={(metric) => move({ metric })}
             onSwitch={onSwitch}
             ink={ink}
           />

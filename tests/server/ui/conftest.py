@@ -197,7 +197,7 @@ class Service:
         }
         self.log = directory / "service.log"
         headers = {"Authorization": f"Bearer {settings['token']}"} if "token" in settings else {}
-        self.client = httpx.Client(base_url=self.url, timeout=10, trust_env=False, headers=headers)
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
         self.start()
 
     def start(self) -> None:
@@ -206,7 +206,7 @@ class Service:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "foreshock", "serve"], env=self.environment, stdout=log, stderr=log
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the service ended:\n{self.log.read_text()[-4000:]}"
             try:
@@ -216,7 +216,7 @@ class Service:
                 pass
             time.sleep(0.1)
         self.stop()
-        pytest.fail(f"the service was not ready within 30 s:\n{self.log.read_text()[-4000:]}")
+        pytest.fail(f"the service was not ready within 120 s:\n{self.log.read_text()[-4000:]}")
 
     def close(self) -> None:
         """End it for good."""
@@ -226,7 +226,7 @@ class Service:
     def stop(self) -> None:
         """End it and wait."""
         self.process.terminate()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -278,9 +278,10 @@ def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 
 def console(chromium: Chrome) -> list[str]:
-    """What the page complained of since the last call."""
+    """What the page complained of since the last call; what the browser says of itself is left out."""
     entries = chromium.get_log("browser")  # type: ignore[no-untyped-call]
-    return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+    said = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+    return [line for line in said if "[Intervention]" not in line]
 
 
 @pytest.fixture

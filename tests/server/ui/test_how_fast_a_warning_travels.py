@@ -45,7 +45,7 @@ INTERVAL_SECONDS = 2.0
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def wait(what: str, look: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait(what: str, look: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := look():

@@ -1,0 +1,67 @@
+"""`foreshock describe` and `foreshock delete`: what people say of a run, and its end."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from foreshock.cli.errors import CommandError
+from foreshock.cli.options import AsJson, Token, Url
+from foreshock.client import DEFAULT_URL, Service
+
+
+def describe(
+    run: Annotated[str, typer.Argument(help="Run to speak of.")],
+    name: Annotated[
+        str | None, typer.Option(help='What people shall call it; "" takes that away. Its own name stays.')
+    ] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Add this tag; may be repeated.")] = None,
+    untag: Annotated[list[str] | None, typer.Option(help="Take this tag away; may be repeated.")] = None,
+    note: Annotated[
+        str | None, typer.Option(help='Notes, in place of those that are there; "" takes them away.')
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Give a run a display name, tags and notes. Needs a token with the scope `act`."""
+    from foreshock.cli.output import console, print_json
+    from foreshock.cli.runs import show_description
+
+    if name is None and note is None and not tag and not untag:
+        raise CommandError("say what shall be kept of the run: --name, --tag, --untag or --note")
+    with Service(url, token) as client:
+        told = _describe(client, run, name=name, tag=tag or (), untag=untag or (), note=note)
+        if as_json:
+            print_json(told)
+        else:
+            show_description(told, console())
+
+
+def delete(
+    run: Annotated[str, typer.Argument(help="Run to delete, with everything that is stored of it.")],
+    reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Delete a run that no longer trains. It cannot be taken back. Needs a token with the scope `delete`."""
+    with Service(url, token) as client:
+        step = client.run(run)["last_step"]
+        if not yes:
+            typer.confirm(f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back.", abort=True)
+        client.delete(run, reason=reason)
+    typer.echo(f"Run {run} is deleted.")
+
+
+def _describe(
+    client: Service, run: str, *, name: str | None, tag: Sequence[str], untag: Sequence[str], note: str | None
+) -> dict[str, Any]:
+    """Say what is given of a run, and return it. Tags are added to those that it has, or taken from them."""
+    tags = None
+    if tag or untag:
+        had = client.run(run).get("tags", [])
+        if missing := sorted(set(untag) - set(had)):
+            raise CommandError(f"run {run} has no tag {missing[0]!r}; it has {', '.join(had) or 'none'}")
+        tags = sorted((set(had) | set(tag)) - set(untag))
+    return client.describe(run, display_name=name, tags=tags, notes=note)

@@ -1,0 +1,185 @@
+/** What people say of a run and do with it as a whole: its display name, tags and notes, and its end. */
+
+import { useState } from "preact/hooks";
+import { api } from "./api";
+import { Dialog, Field, useWho } from "./dialog";
+import { condition } from "./fleet";
+import { steps } from "./format";
+import { ErrorNote, Name } from "./parts";
+import type { RunDetail } from "./service";
+
+export interface May {
+  /** switch heads, and say what a run is called */
+  act: boolean;
+  /** delete runs */
+  delete: boolean;
+}
+
+/** A run's name as people call it, and below it the one that everything else knows it by. */
+export function Identity({ detail }: { detail: RunDetail }) {
+  if (!detail.display_name) return <h1>{detail.run}</h1>;
+  return (
+    <div class="identity">
+      <h1>
+        <bdi>{detail.display_name}</bdi>
+      </h1>
+      <span class="muted">
+        <Name of={detail.run} most={90} />
+      </span>
+    </div>
+  );
+}
+
+export function Tags({ tags }: { tags: readonly string[] }) {
+  if (!tags.length) return null;
+  return (
+    <ul class="tags" aria-label="Tags">
+      {tags.map((tag) => (
+        <li key={tag}>
+          <bdi>{tag}</bdi>
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+/** A long note waits to be asked for, so that the charts stay on the screen. */
+export function Notes({ notes }: { notes: string }) {
+  if (!notes) return null;
+  const brief = notes.length <= 160 && !notes.includes("\n");
+  if (brief) return <p class="notes">{notes}</p>;
+  return (
+    <details class="notes">
+      <summary>{notes.split("\n")[0]!.slice(0, 120)} …</summary>
+      <p>{notes}</p>
+    </details>
+  );
+}
+
+interface Props {
+  detail: RunDetail;
+  silent: number;
+  may: May;
+  /** Called when the run is no more. */
+  gone: () => void;
+}
+
+/** The buttons of what may be done with a run as a whole. */
+export function Care({ detail, silent, may, gone }: Props) {
+  const [open, setOpen] = useState<"describe" | "delete" | null>(null);
+  const trains = ["training", "hung"].includes(condition(detail, silent));
+  const close = () => setOpen(null);
+  if (!may.act && !(may.delete && !trains)) return null;
+  return (
+    <span class="buttons">
+      {may.act && (
+        <button class="quiet" onClick={() => setOpen("describe")}>
+          Name and notes
+        </button>
+      )}
+      {may.delete && !trains && (
+        <button class="quiet" onClick={() => setOpen("delete")}>
+          Delete
+        </button>
+      )}
+      {open === "describe" && <Describe detail={detail} close={close} />}
+      {open === "delete" && <Delete detail={detail} close={close} gone={gone} />}
+    </span>
+  );
+}
+
+function Describe({ detail, close }: { detail: RunDetail; close: () => void }) {
+  const [who, setWho, keep] = useWho();
+  const [name, setName] = useState(detail.display_name ?? "");
+  const [tags, setTags] = useState(detail.tags.join(", "));
+  const [notes, setNotes] = useState(detail.notes);
+  const [state, setState] = useState<"open" | "sending" | Error>("open");
+  const send = async (event: Event) => {
+    event.preventDefault();
+    setState("sending");
+    keep();
+    const named = tags.split(",").map((tag) => tag.trim()).filter(Boolean);
+    try {
+      await api.describe(detail.run, { who, display_name: name.trim(), tags: named, notes: notes.trim() });
+      close();
+    } catch (error) {
+      setState(error as Error);
+    }
+  };
+  return (
+    <Dialog title="Name and notes" close={close}>
+      <form onSubmit={send}>
+        <p class="muted">
+          Agents, alerts and addresses go on knowing the run as <code>{detail.run}</code>.
+        </p>
+        <Field label="Display name" name="display_name" value={name} set={setName} most={128} />
+        <Field label="Tags" name="tags" value={tags} set={setTags} most={2000} hint="baseline, keep" />
+        <label class="field">
+          <span>Notes</span>
+          <textarea name="notes" rows={5} maxLength={4000} value={notes} onInput={(event) => setNotes(event.currentTarget.value)} />
+        </label>
+        <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
+        {state instanceof Error && <ErrorNote error={state} />}
+        <footer>
+          <button type="button" onClick={close}>
+            Cancel
+          </button>
+          <button class="primary" disabled={state === "sending"}>
+            Save
+          </button>
+        </footer>
+      </form>
+    </Dialog>
+  );
+}
+
+function Delete({ detail, close, gone }: { detail: RunDetail; close: () => void; gone: () => void }) {
+  const [who, setWho, keep] = useWho();
+  const [reason, setReason] = useState("");
+  const [confirming, setConfirming] = useState(false);
+  const [state, setState] = useState<"open" | "sending" | Error>("open");
+  const submit = async (event: Event) => {
+    event.preventDefault();
+    if (!confirming) return setConfirming(true);
+    setState("sending");
+    keep();
+    try {
+      await api.remove(detail.run, { who, reason });
+      gone();
+    } catch (error) {
+      setState(error as Error);
+    }
+  };
+  return (
+    <Dialog title="Delete a run" close={close}>
+      <form onSubmit={submit}>
+        {confirming ? (
+          <div class="confirm">
+            <p class="sentence">
+              Delete {detail.run} with its {steps(detail.last_step ?? 0)} steps, its warnings and its orders. It cannot be
+              taken back.
+            </p>
+            <p class="muted">
+              {who}: {reason}
+            </p>
+          </div>
+        ) : (
+          <>
+            <p class="sentence">Delete {detail.run} and everything that is stored of it.</p>
+            <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
+            <Field label="Reason" name="reason" value={reason} set={setReason} most={500} required />
+          </>
+        )}
+        {state instanceof Error && <ErrorNote error={state} />}
+        <footer>
+          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>
+            {confirming ? "Back" : "Cancel"}
+          </button>
+          <button class="primary" disabled={state === "sending"}>
+            {confirming ? "Delete now" : "Continue"}
+          </button>
+        </footer>
+      </form>
+    </Dialog>
+  );
+}

@@ -1,0 +1,292 @@
+"""A token that may only ingest, whatever it sends and however much, changes no answer that anybody else gets."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, AgentHealth, Layer, Switched
+from foreshock.server.settings import Token
+from foreshock.server.testing import FakeRank, LiveService
+
+MALLORY, ANN, READER, HOOK = (f"the-secret-of-{who}-0001" for who in ("mallory", "ann", "reader", "hook"))
+TOKENS = (
+    Token.of("mallory", MALLORY, ("ingest",), "m/"),
+    Token.of("ann", ANN, ("ingest",), "a/"),
+    Token.of("reader", READER, ("read",)),
+    Token.of("hook", HOOK, ("act",)),
+)
+SETTINGS = {
+    "FORESHOCK_TOKENS": json.dumps([token.model_dump(mode="json") for token in TOKENS]),
+    "FORESHOCK_CONNECTIONS": "64",
+    "FORESHOCK_INGEST_QUEUE_BATCHES": "8",
+    "FORESHOCK_INGEST_QUEUE_BYTES": str(32 * 2**20),
+}
+JSON: Final = {"content-type": "application/json"}
+SENDERS: Final = 1
+"""Connections that send each kind of batch, one after another."""
+HELD: Final = 40
+"""Connections of each kind that do not end."""
+ELSEWHERE: Final = "127.0.0.2"
+"""Where the attacks come from; the others sit at 127.0.0.1."""
+CLOSED_TO_INGEST: Final = (
+    ("GET", "/metrics"),
+    ("GET", "/v1/runs"),
+    ("GET", "/v1/stream"),
+    ("GET", "/v1/audit"),
+    ("POST", "/v1/runs/a/job/commands"),
+    ("POST", "/v1/runs/a/job/acknowledge"),
+    ("POST", "/v1/webhooks/alertmanager"),
+)
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}", **JSON}
+
+
+# What Mallory sends. Each gives (headers, body) for the number of the request.
+
+Sent = tuple[dict[str, str], bytes]
+
+
+def flood(at: int) -> Sent:
+    rank = FakeRank(run="m/flood", rank=at % 6)
+    return {}, rank.batch(rank.started(), rank.sample(at + 1), sequence=at + 1).model_dump_json().encode()
+
+
+def nonsense(at: int) -> Sent:
+    bodies = (b"{" * 5000, b"[]" * 50_000, b'{"wire":1,"events":[' + b"{}," * 20_000 + b"{}]}", b"\xff" * 1000)
+    return {}, bodies[at % len(bodies)]
+
+
+def huge(at: int) -> Sent:
+    return {}, b'{"wire":1,"run":"m/huge","events":["' + b"x" * (8 * 2**20) + b'"]}'
+
+
+def many_runs_with_warnings(at: int) -> Sent:
+    """Free text wherever a word is expected, and the largest numbers."""
+    rank = FakeRank(run=f"m/run-{at}", layers=1)
+    words = {"signal": f"signal-{at}", "cause": "rounding", "severity": "critical", "sentence": "\x1b[2J" * 20}
+    told = [rank.verdict(1, layer=0, head=head, name=f"w-{head}", **words) for head in range(3)]
+    lost = AgentHealth(step=1, dropped={f"why-{at}-{i}": 2**53 for i in range(100)})
+    return {}, rank.batch(rank.started(), rank.sample(1), *told, lost).model_dump_json().encode()
+
+
+def forged_starts_and_switches(at: int) -> Sent:
+    """A new process start each time, of any age, with layers without end and modes that nobody knows."""
+    rank = FakeRank(run=f"m/wide-{at % 7}", boot=f"b{at}")
+    own = [Layer(layer=at * 50 + n, name="x", heads=(n,), kv_heads=1, head_dim=1, served_by="x") for n in range(50)]
+    rank.layers, rank.count = tuple(own), 50
+    heads = tuple((layer.layer, layer.heads[0]) for layer in own)
+    names = (f"mode_{at}",) * len(heads)
+    switched = Switched(id=f"s{at}", step=1, outcome="applied", heads=heads, before=names, after=names, reason="x")
+    aged = {AGE_HEADER: ("0", "1e8", "-1", "nan", "9" * 300)[at % 5], REPLAYED_HEADER: ("true", "false")[at % 2]}
+    return aged, rank.batch(rank.started(), rank.sample(2**36 + at), switched).model_dump_json().encode()
+
+
+def the_runs_of_others(at: int) -> Sent:
+    rank = FakeRank(run="a/job", boot=f"z{at}")
+    return {}, rank.batch(rank.started(), rank.sample(2**36)).model_dump_json().encode()
+
+
+@dataclass
+class Attack:
+    """Everything at once, from another address, until it is cancelled."""
+
+    url: str
+    answers: dict[str, Counter[int]] = field(default_factory=dict)
+    begun: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def all(self) -> Iterator[Coroutine[Any, Any, None]]:
+        for make in (flood, nonsense, huge, many_runs_with_warnings, forged_starts_and_switches, the_runs_of_others):
+            yield self._send_for_ever(make)
+        yield self._ask_for_what_is_closed()
+        yield self._hold(
+            "bodies that do not come", b"POST /v1/batches HTTP/1.1\r\n", b"content-length: 8000000\r\n\r\n{"
+        )
+        yield self._hold("signatures that do not come", b"POST /v1/webhooks/grafana HTTP/1.1\r\n", b"")
+        yield self._hold("half a header", b"GET /healthz HTTP/1.1\r\n", b"x-slow: ")
+
+    def _begin(self, name: str) -> Counter[int]:
+        self.begun[name] = asyncio.Event()
+        return self.answers.setdefault(name, Counter())
+
+    def _client(self) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(local_address=ELSEWHERE)
+        return httpx.AsyncClient(base_url=self.url, headers=bearer(MALLORY), transport=transport, timeout=60)
+
+    async def _send_for_ever(self, make: Callable[[int], Sent]) -> None:
+        answers, numbers = self._begin(make.__name__), count()
+
+        async def send() -> None:
+            async with self._client() as client:
+                for at in numbers:
+                    headers, body = make(at)
+                    await self._ask(client, "POST", "/v1/batches", answers, content=body, headers=headers)
+                    self.begun[make.__name__].set()
+
+        await asyncio.gather(*(send() for _ in range(SENDERS)))
+
+    async def _ask_for_what_is_closed(self) -> None:
+        answers = self._begin("what is closed")
+        async with self._client() as client:
+            while True:
+                for method, path in CLOSED_TO_INGEST:
+                    await self._ask(client, method, path, answers, content=b"[" * 500_000 if method == "POST" else None)
+                self.begun["what is closed"].set()
+
+    async def _ask(self, client: httpx.AsyncClient, method: str, path: str, answers: Counter[int], **sent: Any) -> None:
+        try:
+            answers[(await client.request(method, path, **sent)).status_code] += 1
+        except httpx.TransportError:  # the service ended the connection: its right
+            answers[0] += 1
+
+    async def _hold(self, name: str, first: bytes, last: bytes) -> None:
+        """Connections whose requests do not end; again when they are closed."""
+        answers, address = self._begin(name), urlsplit(self.url)
+        head = first + b"host: x\r\ncontent-type: application/json\r\n"
+        head += b"authorization: Bearer " + MALLORY.encode() + b"\r\n" if b"batches" in first else b""
+        head += last or b"transfer-encoding: chunked\r\n\r\n1\r\n"
+
+        async def hold() -> None:
+            while True:
+                reader, writer = await asyncio.open_connection(
+                    address.hostname, address.port, local_addr=(ELSEWHERE, 0)
+                )
+                try:
+                    writer.write(head)
+                    answers[1] += 1
+                    if answers[1] == HELD:
+                        self.begun[name].set()
+                    await reader.read()
+                except OSError:
+                    pass
+                finally:
+                    writer.transport.abort()
+                await asyncio.sleep(1.0)
+
+        await asyncio.gather(*(hold() for _ in range(HELD)))
+
+
+@asynccontextmanager
+async def under(attack: Attack) -> AsyncIterator[None]:
+    """While every part of the attack is under way."""
+    tasks = [asyncio.create_task(part) for part in attack.all()]
+    try:
+        await asyncio.sleep(0)
+        begun = asyncio.gather(*(each.wait() for each in attack.begun.values()))
+        parts: list[asyncio.Future[Any]] = [begun, *tasks]
+        await asyncio.wait(parts, timeout=240, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        yield
+        going_on = [not task.done() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [error for error in ended if not isinstance(error, asyncio.CancelledError)] == []
+    assert all(going_on)
+    assert all(each.is_set() for each in attack.begun.values()), attack.answers
+
+
+# What the others do meanwhile, and what they are answered.
+
+VOLATILE: Final = re.compile(
+    r'"(\w*seconds|id|cursor|last_seen|first_seen|sequence|hash|next_cursor|command|commands)":("[^"]*"|[^,}\]]+|\[[^\]]*\])'
+)
+"""In JSON: times, and numbers that are given out to everybody."""
+
+
+def settled(text: str) -> str:
+    """An answer without what differs from one run of the story to the next."""
+    return VOLATILE.sub(r'"\1":0', text)
+
+
+def of_ann(metrics: str) -> str:
+    """What /metrics says of Ann's runs."""
+    own = [line for line in metrics.splitlines() if 'run="a/' in line]
+    return "\n".join(line for line in own if "timestamp" not in line)
+
+
+async def heard(client: httpx.AsyncClient, kind: str, joined: asyncio.Event) -> str:
+    """The data of the first event of this kind in Ann's run."""
+    async with client.stream("GET", "/v1/stream", params={"run": "a/job"}, headers=bearer(READER)) as stream:
+        joined.set()
+        assert stream.status_code == 200
+        found = False
+        async for line in stream.aiter_lines():
+            if found and line.startswith("data:"):
+                return settled(line)
+            found = found or line == f"event: {kind}"
+    return "the stream ended"
+
+
+async def others(url: str, rounds: int) -> list[tuple[str, int, str]]:
+    """A healthy agent, a reader, a scraper, a listener, Alertmanager, probes and a browser: what each is answered."""
+    ann, answers = FakeRank(run="a/job"), []
+    alert = {"status": "firing", "labels": {"alertname": "Other", "run": "a/job"}, "startsAt": "s", "fingerprint": "f"}
+    hook = json.dumps({"version": "4", "status": "firing", "alerts": [alert]})
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+
+        async def ask(path: str, secret: str | None = READER, body: str | None = None) -> None:
+            headers = bearer(secret) if secret else {}
+            method = "GET" if body is None else "POST"
+            answer = await client.request(method, path, content=body, headers=headers)
+            text = of_ann(answer.text) if path == "/metrics" else settled(answer.text)
+            answers.append((path, answer.status_code, text))
+
+        for at in range(rounds):
+            step, joined = 2 * at + 1, asyncio.Event()
+            listener = asyncio.create_task(heard(client, "verdict", joined))
+            await joined.wait()
+            first = [ann.started()] if at == 0 else []
+            await ask("/v1/batches", ANN, ann.batch(*first, ann.sample(step)).model_dump_json())
+            warned = ann.verdict(step + 1, name=f"w-{at}", severity="critical")
+            await ask("/v1/batches", ANN, ann.batch(ann.sample(step + 1), warned).model_dump_json())
+            answers.append(("stream", 200, await listener))
+            await ask("/metrics")
+            await ask("/v1/runs?search=a/")
+            for part in ("", "/series?metric=head.score_max", "/matrix?metric=head.score_max", "/events", "/incidents"):
+                await ask(f"/v1/runs/a/job{part}")
+            await ask("/v1/webhooks/alertmanager", HOOK, hook)
+            for path in ("/healthz", "/readyz", "/", "/v1/session"):
+                await ask(path, None)
+    return answers
+
+
+@pytest.mark.promise("S4")
+@pytest.mark.promise("S12")
+def test_nobody_else_is_answered_otherwise_while_a_token_that_may_only_ingest_attacks(
+    tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
+) -> None:
+    rounds = sizes("hostile_rounds", quick=1, long=40)
+
+    async def story(url: str) -> tuple[list[tuple[str, int, str]], Attack]:
+        attack = Attack(url)
+        async with under(attack):
+            return await others(url, rounds), attack
+
+    (tmp_path / "calm").mkdir()
+    with LiveService(tmp_path / "calm", SETTINGS) as service:
+        calm = asyncio.run(others(service.url, rounds))
+    with LiveService(tmp_path, SETTINGS) as service:
+        attacked, attack = asyncio.run(story(service.url))
+    record_property("requests of others", len(attacked))
+    record_property("requests of the attack", sum(found.total() for found in attack.answers.values()))
+    assert {status for _, status, _ in calm} == {200}
+    for quietly, loudly in zip(calm, attacked, strict=True):
+        assert loudly == quietly
+    stored = {"flood", "many_runs_with_warnings", "forged_starts_and_switches"}
+    assert all(attack.answers[name][200] for name in stored), attack.answers
+    assert not any(attack.answers[name][200] for name in attack.answers.keys() - stored), attack.answers
+    assert not any(found[500] for found in attack.answers.values()), attack.answers

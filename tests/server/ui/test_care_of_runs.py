@@ -1,0 +1,253 @@
+"""What people do with a run as a whole, where an address leads, and orders that are stopped: on the page."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.test_fleet import choose, listed, open_list, search
+from tests.server.ui.test_live_page import button, open_run, text, wait
+from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
+
+from foreshock.contract.wire import Finished
+from foreshock.server.settings import Token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.servers
+
+
+def fill(chromium: Chrome, **fields: str) -> None:
+    """Write into the fields of the dialog, in place of what stands there."""
+    for name, value in fields.items():
+        field = chromium.find_element(By.CSS_SELECTOR, f"dialog [name={name}]")
+        field.clear()
+        field.send_keys(value)
+
+
+def test_a_run_is_named_tagged_and_noted_on_its_page_and_found_by_that_in_the_list(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    open_run(chromium, service, feeder.run)
+    button(chromium, "Name and notes").click()
+    fill(chromium, display_name="Hope and glory", tags="keep, seed study,keep", notes="<b>two</b>\nlines", who="Ada")
+    button(chromium, "Save").click()
+    wait("its name", lambda: text(chromium, "header.title h1") == "Hope and glory")
+    assert feeder.run in text(chromium, "header.title .identity"), "its own name stays in sight"
+    assert [tag.text for tag in chromium.find_elements(By.CSS_SELECTOR, ".tags li")] == ["keep", "seed study"]
+    assert "<b>two</b>" in text(chromium, ".notes")
+    wait("focus comes back", lambda: chromium.switch_to.active_element.text == "Name and notes")
+    wait("it is told", lambda: "Ada (local) changed the run's display name" in text(chromium, ".events"))
+    chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
+    wait("it stands in the audit trail", lambda: "described" in text(chromium, "section[aria-label=History] table"))
+
+    for asked in ({"q": "glory"}, {"q": "seed study"}, {"label": "seed study"}):
+        open_list(chromium, service, **asked)
+        assert listed(chromium) == ["Hope and glory"], asked
+    open_list(chromium, service, q=feeder.run)
+    assert "Hope and glory" in listed(chromium), "it is found by its own name too"
+    assert service.client.get(f"/v1/runs/{feeder.run}").json()["run"] == feeder.run
+
+
+def test_a_run_is_deleted_after_a_confirmation_and_goes_from_every_page_that_shows_it(
+    chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    other = Feeder(service.client, f"{feeder.run[:80]}-stays")
+    other.start()
+    open_run(chromium, service, feeder.run)
+    assert not chromium.find_elements(By.XPATH, "//button[.='Delete']"), "a run that trains would come back"
+    feeder.send(Finished(step=feeder.step, unix_seconds=time.time(), status="completed"))
+    wait("it has ended", lambda: button(chromium, "Delete")).click()
+    fill(chromium, who="Ada", reason="a typing error")
+    button(chromium, "Continue").click()
+    sentence = f"Delete {feeder.run} with its 50 steps"
+    wait("what is deleted is said before it is", lambda: sentence in text(chromium, "dialog"))
+    assert service.client.get(f"/v1/runs/{feeder.run}").status_code == 200
+    button(chromium, "Delete now").click()
+    wait("the list without it", lambda: listed(chromium) and feeder.run not in listed(chromium))
+    assert other.run in listed(chromium)
+    rows = service.client.get("/v1/audit").json()["rows"]
+    [(actor, details)] = [
+        (r["actor"], r["details"]) for r in rows if (r["action"], r["run"]) == ("deleted", feeder.run)
+    ]
+    assert (actor, details) == ("Ada (local)", {"reason": "a typing error"})
+
+    other.send(Finished(step=0, unix_seconds=time.time(), status="completed"))
+    open_list(chromium, service, q=other.run)
+    order = {"who": "Grace", "reason": "elsewhere"}
+    service.client.post(f"/v1/runs/{other.run}/delete", json=order).raise_for_status()
+    wait("a page that shows it hears of it", lambda: "No run matches" in text(chromium))
+    gone = [line for line in complaints() if "404" not in line]  # what was asked of it meanwhile
+    assert not gone, gone
+
+
+@pytest.mark.full
+def test_who_may_not_delete_or_act_is_offered_neither(
+    chromium: Chrome, tmp_path: Path, complaints: Callable[[], list[str]]
+) -> None:
+    people = {"reads": ("read",), "acts": ("read", "act"), "clears": ("read", "delete")}
+    tokens: list[Any] = [Token.of(name, f"the-secret-of-{name}", scopes) for name, scopes in people.items()]  # type: ignore[arg-type]
+    given = f"[{','.join(token.model_dump_json() for token in tokens)}]"
+    service = Service(tmp_path, token="agent-and-operator", tokens=given)
+    try:
+        feeder = Feeder(service.client, "ended")
+        feeder.start()
+        feeder.train(5)
+        feeder.send(Finished(step=50, unix_seconds=time.time(), status="failed"))
+        for name, offered in (("reads", set()), ("acts", {"Name and notes"}), ("clears", {"Delete"})):
+            chromium.get(f"{service.url}/?runs=ended")
+            wait("it asks for a token", lambda: chromium.find_element(By.NAME, "token")).send_keys(
+                f"the-secret-of-{name}"
+            )
+            button(chromium, "Enter").click()
+            wait("the run", lambda: text(chromium, "header.title h1") == "ended")
+            found = {one.text for one in chromium.find_elements(By.CSS_SELECTOR, "header.title button")}
+            assert found & {"Name and notes", "Delete"} == offered, name
+            button(chromium, "Log out").click()
+            wait("it asks again", lambda: chromium.find_element(By.NAME, "token"))
+        chromium.get("about:blank")
+    finally:
+        service.close()
+    assert all("401" in line for line in complaints())  # of what was asked when the session ended
+
+
+def shown(chromium: Chrome) -> dict[str, list[str]]:
+    """What the address asks for."""
+    return parse_qs(urlsplit(chromium.current_url).query)
+
+
+def test_an_address_names_head_measure_and_steps_and_follows_what_is_chosen(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(60)
+    place = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-400"}
+    chromium.get(f"{service.url}/?{urlencode(place)}")
+    wait("its charts", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
+    assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "what is asked for is the first chart"
+    assert button(chromium, "Show all steps")
+    measure = Select(wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
+    assert measure.first_selected_option.get_attribute("value") == "head.query_norm"
+    assert shown(chromium) == {name: [value] for name, value in place.items()}, "to look changes nothing"
+
+    measure.select_by_value("head.risk")
+    cells = wait("its cells", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    cells.send_keys(Keys.ARROW_LEFT)
+    button(chromium, "Show all steps").click()
+    chosen = {"runs": [feeder.run], "head": ["1.2"], "metric": ["head.risk"]}
+    wait("the address follows", lambda: shown(chromium) == chosen)
+    chromium.get(chromium.current_url)
+    wait("it is there again", lambda: "layer 1 head 2" in text(chromium, ".chart .legend"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Show all steps']")
+
+
+def test_steps_without_an_end_go_on_with_the_run(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    feeder.start()
+    feeder.train(30)
+    chromium.get(f"{service.url}/?{urlencode({'runs': feeder.run, 'head': '0.1', 'steps': '200-'})}")
+    wait("its charts", lambda: "layer 0 head 1" in text(chromium, ".chart .legend"))
+
+    def end(key: str) -> str:
+        """What the first chart says of its first or last step."""
+        chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(key)
+        return text(chromium, ".chart .at")
+
+    wait("it begins where it is asked to", lambda: end(Keys.HOME) in ("step 200", "step 210"))
+    wait("it ends with the run", lambda: end(Keys.END) == "step 300")
+    feeder.train(10)
+    wait("it goes on", lambda: end(Keys.END) == "step 400")
+    assert end(Keys.HOME) in ("step 200", "step 210")
+
+
+@pytest.mark.parametrize("strange", ["head=x.y", "head=99.99", "metric=nothing", "steps=9-1", "steps=-", "head=1.2.3"])
+def test_an_address_that_names_nothing_shows_the_run_as_it_is(chromium: Chrome, service: Service, strange: str) -> None:
+    feeder = Feeder(service.client, "strange-addresses")
+    if service.client.get(f"/v1/runs/{feeder.run}").status_code == 404:
+        feeder.start()
+        feeder.train(30)
+    chromium.get(f"{service.url}/?runs={feeder.run}&{strange}")
+    wait("its charts", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
+    wait("its heat map", lambda: chromium.find_elements(By.CSS_SELECTOR, ".heatmap .reading"))
+
+
+def test_an_order_under_way_is_stopped_on_the_page(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    feeder.start()
+    feeder.train(5)
+    order = {"who": "Ada", "reason": "a try", "mode": "exact_delta"}
+    service.client.post(f"/v1/runs/{feeder.run}/commands", json=order).raise_for_status()
+    open_run(chromium, service, feeder.run)
+    wait("the order", lambda: text(chromium, ".command .state") == "pending")
+    button(chromium, "Stop").click()
+    fill(chromium, who="Grace", reason="not that one")
+    button(chromium, "Continue").click()
+    sentence = f"Stop the switch of every head of {feeder.run} to exact delta: it goes to no further rank"
+    wait("what happens is said before it does", lambda: sentence in text(chromium, "dialog"))
+    button(chromium, "Stop now").click()
+    wait("it is stopped", lambda: text(chromium, ".command .state") == "cancelled")
+    assert not chromium.find_elements(By.XPATH, "//button[.='Stop' or .='Undo']")
+    assert feeder.obey() == []
+
+
+SHORT_TIMERS_ALONE = """
+const later = window.setTimeout;
+window.setTimeout = (what, after, ...given) => (after > 1000 ? 0 : later(what, after, ...given));
+"""
+
+
+def test_a_warning_comes_with_the_stream_and_waits_for_no_pause(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    """The pauses between two loads for samples never end here; what happens must not need them."""
+    feeder.start()
+    feeder.train(5)
+    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": SHORT_TIMERS_ALONE})
+    try:
+        open_run(chromium, service, feeder.run)
+        wait("the stream is open", lambda: text(chromium, ".connection") == "live")
+        feeder.train(1)  # a sample that came just before is no reason to wait
+        feeder.warn()
+        wait("the warning", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_what_people_write_breaks_no_card_however_long_or_strange(
+    chromium: Chrome, service: Service, feeder: Feeder, width: int
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    said = {
+        "who": "Ada",
+        "display_name": "שם ארוך מאוד " * 9 + "end",
+        "tags": ["w" * 64, "<b id planted>", "תגית"],
+        "notes": "n" * 2000 + "\n<table><b>" * 20,
+    }
+    service.client.post(f"/v1/runs/{feeder.run}/describe", json=said).raise_for_status()
+    see_at(chromium, width, 5000)
+    try:
+        open_run(chromium, service, feeder.run)
+        chromium.find_element(By.CSS_SELECTOR, "details.notes summary").click()
+        assert chromium.execute_script(OVERFLOW) == []
+        open_list(chromium, service)
+        search(chromium, feeder.run)
+        wait("the run", lambda: len(listed(chromium)) == 1)
+        choose(chromium, "label", "תגית")
+        assert chromium.execute_script(OVERFLOW) == []
+        assert not chromium.find_elements(By.CSS_SELECTOR, "main img")
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
