@@ -169,7 +169,7 @@ class Sample(Message):
             raise ValueError(f"since_step {self.since_step} is after step {self.step}")
         sizes = self.head_counts()
         if len(sizes) > 1:
-            raise ValueError(f"the arrays of one sample speak of different numbers of heads: {sorted(sizes)}")
+            raise ValueError(f"the arrays of one sample have different numbers of heads: {sorted(sizes)}")
         return self
 
     def head_counts(self) -> set[int]:
@@ -263,7 +263,7 @@ class Grams(Message):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         if not self.inputs[0] < self.inputs[1] <= self.all_inputs:
-            raise ValueError(f"inputs {self.inputs} are no part of [0, {self.all_inputs})")
+            raise ValueError(f"inputs {self.inputs} do not lie within 0 to {self.all_inputs}")
         size = self.head_dim * (self.head_dim + 1) // 2
         shapes = self.query.shape, self.key.shape
         fits = all(len(shape) == 2 and shape[1] == size for shape in shapes) and shapes[0][0] == len(self.heads)

@@ -104,13 +104,15 @@ def draw_courses(path: Path, traces: Sequence[Path], head: tuple[int, int] | Non
     read = [read_trace(each) for each in traces]
     kinds = {(trace.header.get("recipe"), trace.header.get("seed")) for trace in read}
     if len(kinds) != 1:
-        raise ValueError(f"the traces are of {len(kinds)} recipes and seeds; give the arms of one")
+        raise ValueError(f"the traces are of {len(kinds)} recipes and seeds; give traces of one recipe and seed")
     records: Mapping[str, Record] = {str(trace.header.get("arm")): recorded(trace) for trace in read}
     untreated = records.get("untreated")
     warning = untreated.warnings[0] if untreated is not None and untreated.warnings else None
     if head is None and warning is not None and warning.layer is not None and warning.head is not None:
         head = (warning.layer, warning.head)
     if head is None:
-        raise ValueError("no head to draw: give one, or the trace of an untreated arm that was warned about")
+        raise ValueError(
+            "no head to draw: name one with --head, or give the trace of a baseline (untreated) that was warned about"
+        )
     recipe, seed = kinds.pop()
     draw(path, records, head, f"{recipe}, seed {seed}", {"warned": warning.step if warning else None})

@@ -130,7 +130,7 @@ class Gate:
         if caller is NOBODY and (method, path) not in _OPEN and not path.startswith("/assets/"):
             raise ProblemError(
                 401,
-                "The token that was sent is none of this service's: it was misspelt, withdrawn, or belongs to another."
+                "The service does not know the token that was sent: misspelt, withdrawn, or of another service."
                 if "authorization" in headers
                 else "This service needs a token: send Authorization: Bearer TOKEN, or log in on the page.",
                 headers={"www-authenticate": "Bearer"},

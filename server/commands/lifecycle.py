@@ -209,7 +209,10 @@ async def undo(
     if not former:
         raise ProblemError(409, f"Command {command_id} changed no mode; there is nothing to undo.")
     if strange := [before for before in former.values() if not is_mode(before)]:
-        raise ProblemError(409, f"Command {command_id} took mode {strange[0]}, which this service cannot order back.")
+        raise ProblemError(
+            409,
+            f"The mode before command {command_id} was {strange[0]}, which this service cannot order.",
+        )
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
         by_mode[before].append(ref)

@@ -41,7 +41,7 @@ def metric_of(key: str, *, per_head: bool = False) -> Metric:
     if metric is None or (metric.head is None and (per_head or not metric.has_series)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]
         allowed += [] if per_head else list(SERIES_KEYS)
-        raise ProblemError(422, f"metric {key[:64]!r} has no such view; allowed are {', '.join(allowed)}.")
+        raise ProblemError(422, f"metric {key[:64]!r} cannot be shown in this way; allowed are {', '.join(allowed)}.")
     return metric
 
 

@@ -325,7 +325,10 @@ async def export_audit(
 
 def _speaks_of_all(caller: Caller) -> None:
     if caller.run_prefix:
-        raise ProblemError(403, f"The token {caller.name} reaches some runs only; the audit trail speaks of all.")
+        raise ProblemError(
+            403,
+            f"The token {caller.name} has a run_prefix; the audit trail covers all runs.",
+        )
 
 
 @router.get("/metrics", response_class=Response)
@@ -374,7 +377,10 @@ async def post_login(request: Request, login: Login, response: Response) -> Sess
     keyring: Keyring = request.app.state.keyring
     granted = await keyring.login(login.token)
     if granted is None:
-        raise ProblemError(401, "No token of this service has that secret.")
+        raise ProblemError(
+            401,
+            "The service does not know this token. Check for a typing error, or ask its administrator for a new one.",
+        )
     cookie, caller = granted
     settings: Settings = request.app.state.settings
     secure = request.url.scheme == "https" or settings.public_url.startswith("https://")

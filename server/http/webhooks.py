@@ -125,7 +125,7 @@ async def _refuse_replay(store: Store, request: Request, body: bytes) -> str | N
     key = hashlib.sha256(b"delivery:" + stamp.encode() + b":" + body).hexdigest()
     async with store.read() as connection:
         if (await connection.execute(select(webhook_alerts.c.key).where(webhook_alerts.c.key == key))).first():
-            raise ProblemError(409, "This delivery was taken before.")
+            raise ProblemError(409, "This delivery was received before and is not applied again.")
     return key
 
 

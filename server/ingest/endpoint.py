@@ -82,7 +82,11 @@ class Endpoint:
         wait = self._buckets.take((caller.name, batch.run))
         if wait > 0:
             self._counters.batches["busy"] += 1
-            raise ProblemError(429, f"Run {batch.run} sends too fast; slow down.", headers=retry_after(wait))
+            raise ProblemError(
+                429,
+                f"Run {batch.run} sends more batches a second than the service allows; send fewer.",
+                headers=retry_after(wait),
+            )
         ack = await self._writer.submit(batch, len(body), token, arrival_of(headers))
         answer = ack.model_dump_json().encode()
         return answer if batch.revision else version_0_1_0.ack(answer)
@@ -131,5 +135,7 @@ def _read(body: bytes) -> Batch:
         ) from None
     if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
         last = batch.run.rpartition("/")[2]
-        raise ProblemError(422, f"A run's name may not end in /{last}: the service's addresses do.")
+        raise ProblemError(
+            422, f"A run's name may not end in /{last}, which is an address of the service. Give the run another name."
+        )
     return batch

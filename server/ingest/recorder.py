@@ -245,7 +245,9 @@ async def _merge_boots(
                 boot["started_step"] = event.step
                 moved.add(boot_id)
             elif isinstance(event, Sample):
-                boot["nonfinite_steps"] += max(event.loss_nonfinite_steps, event.grad_norm_nonfinite_steps)
+                # gradients that overflow beside a finite loss are those of a step that a loss scaler skips
+                told = event.loss is not None or event.loss_nonfinite_steps
+                boot["nonfinite_steps"] += event.loss_nonfinite_steps if told else event.grad_norm_nonfinite_steps
                 if boot["earliest_step"] is None or event.since_step < boot["earliest_step"]:
                     boot["earliest_step"] = event.since_step
                     moved.add(boot_id)

@@ -452,7 +452,7 @@ def test_no_token_and_a_wrong_one_read_differently(tmp_path: Path) -> None:
     assert none.exit_code == wrong.exit_code == 1
     assert "needs a token" in none.stderr
     assert "give a token with --token" in none.stderr
-    assert "none of this service's" in wrong.stderr
+    assert "does not know the token" in wrong.stderr
     assert "needs a token" not in wrong.stderr
     assert "not-the-right-one" not in wrong.stderr
 

@@ -6,7 +6,7 @@ import pytest
 
 from foreshock.server.access.auth import Needs
 from foreshock.server.http import catalog, routes, stream, usage, webhooks
-from foreshock.server.ingest import batches as ingest
+from foreshock.server.ingest import endpoint as ingest
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 

@@ -306,7 +306,7 @@ def test_a_mode_of_a_newer_agent_is_told_and_kept_and_no_other_rank_is_ordered_o
             f"/v1/commands/{shown['id']}/undo", json={"who": "ann", "reason": "it cost too much"}
         )
         assert undone.status_code == 409
-        assert "took mode of_tomorrow, which this service cannot order back" in undone.json()["detail"]
+        assert "was of_tomorrow, which this service cannot order" in undone.json()["detail"]
 
     play(story)
 

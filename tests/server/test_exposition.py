@@ -1,4 +1,5 @@
 import asyncio
+import math
 import shutil
 import subprocess
 import time
@@ -231,3 +232,26 @@ def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pyte
         assert await shown() == (9_500, 9_500), "a resumed run steps again, though at a smaller number"
 
     play(story, **settings)
+
+
+@pytest.mark.promise("A11")
+def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(play: Any) -> None:
+    """Gradients overflow beside a finite loss in steps that are skipped; a run that tells no loss has its gradients."""
+    told: dict[str, dict[str, Any]] = {
+        "skipped": {"loss": 2.5, "grad_norm": math.inf, "grad_norm_nonfinite_steps": 7},
+        "broken": {"loss": math.nan, "loss_nonfinite_steps": 2, "grad_norm_nonfinite_steps": 5},
+        "no loss": {"loss": None, "grad_norm_nonfinite_steps": 3},
+        "healthy": {"loss": 2.5},
+    }
+
+    async def story(service: Any) -> None:
+        for name, changes in told.items():
+            rank = FakeRank(run=name.replace(" ", "-"))
+            for step in (1, 2):
+                sample = rank.sample(step).model_copy(update=changes if step == 1 else {})
+                await service.store(rank, *([rank.started()] if step == 1 else []), sample)
+        seen = series_of((await service.client.get("/metrics")).text)
+        counted = {name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in told}
+        assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
+
+    play(story)

@@ -1,12 +1,51 @@
 """Ranks merge as the contract says; steps done again replace those of the dead process; the newest waits for all."""
 
+import math
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.catalog import BY_KEY, METRICS
 from foreshock.contract.slots import merge_words
+from foreshock.server.curves.merging import merge_scalars
+from foreshock.server.store.packing import SCALARS
 from foreshock.server.testing import FakeRank
+
+RULES: dict[str, str] = {metric.sample: metric.across_ranks for metric in METRICS if metric.sample}
+one_ranks_numbers = st.fixed_dictionaries(
+    {name: st.none() | st.floats(min_value=-1e6, max_value=1e6) | st.just(math.nan) for name in SCALARS}
+)
+
+
+@given(parts=st.lists(one_ranks_numbers, min_size=1, max_size=6))
+def test_a_run_s_number_is_the_mean_or_the_extreme_of_the_ranks_that_sent_it(
+    parts: list[dict[str, float | None]],
+) -> None:
+    merged = merge_scalars(parts)
+    for name in SCALARS:
+        sent = [value for part in parts if (value := part[name]) is not None]
+        found = merged[name]
+        if not sent:
+            assert found is None, "what no rank sent has no value"
+        elif any(map(math.isnan, sent)):
+            assert found is not None
+            assert math.isnan(found), "one rank's NaN is not averaged away"
+        elif RULES.get(name) == "mean":
+            assert found == pytest.approx(math.fsum(sent) / len(sent), abs=1e-6)
+        else:
+            assert found == (min(sent) if RULES.get(name) == "min" else max(sent))
+
+
+@given(parts=st.lists(one_ranks_numbers, min_size=2, max_size=6), data=st.data())
+def test_the_order_in_which_ranks_are_heard_changes_no_number(
+    parts: list[dict[str, float | None]], data: st.DataObject
+) -> None:
+    again = merge_scalars(data.draw(st.permutations(parts)))
+    for name, value in merge_scalars(parts).items():
+        assert again[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-6, nan_ok=True))
 
 
 def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(play: Any) -> None:

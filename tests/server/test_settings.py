@@ -16,7 +16,7 @@ SECRET = "a-secret-of-sixteen-or-more"
 def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
     with pytest.raises(ValidationError, match="no token is set"):
         Settings(host=host)
-    assert Settings(host=host, token=SECRET).all_tokens[0].scopes == ("ingest", "read", "act", "admin")  # type: ignore[arg-type]
+    assert Settings(host=host, token=SECRET).all_tokens[0].scopes == ("ingest", "read", "act", "delete", "admin")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])

@@ -190,7 +190,7 @@ def test_grafanas_signed_delivery_acts_and_a_replay_does_not(play: Any) -> None:
         assert await post(sign(BODY, stamp=now)) == 409
         noted = (await service.get("/v1/audit"))["rows"][0]
         assert (noted["actor"], noted["action"]) == ("grafana", "webhook refused")
-        assert noted["details"] == {"why": "This delivery was taken before."}
+        assert noted["details"] == {"why": "This delivery was received before and is not applied again."}
         assert await post(sign(BODY)) == 200
         assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
 

@@ -36,7 +36,7 @@ export class Frames {
 
   /** Loads this step next. */
   want(step: number): void {
-    if (this.loaded.has(step) || this.empty.has(step)) return;
+    if (this.known(step)) return;
     this.wanted = step;
     void this.fill();
   }
@@ -69,10 +69,14 @@ export class Frames {
     }
   }
 
+  private known(step: number): boolean {
+    return this.loaded.has(step) || this.empty.has(step);
+  }
+
   private next(): number | null {
     const wanted = this.wanted;
     this.wanted = null;
-    if (wanted !== null) return wanted;
+    if (wanted !== null && !this.known(wanted)) return wanted; // it may have come while it was waited for
     const near = (this.steps.at(-1)! - this.steps[0]!) / this.steps.length / 2; // as good as the step itself
     for (let stride = 32; stride >= 1; stride /= 2) {
       for (let i = 0; i < this.steps.length; i += stride) {
