@@ -215,7 +215,7 @@ class _Attention(torch.autograd.Function):
         return result
 
 
-def _attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_forward` with its backward, by the shortest way there is."""
     result: tuple[Tensor, Tensor, Tensor, Tensor]
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -317,7 +317,7 @@ def flash_attention(
     dtype = query.dtype
     if numerics in ("kernel", "paper") and dtype != (operand := operand_dtype(dtype)):
         query, key, value = query.to(operand), key.to(operand), value.to(operand)
-    out, _, lse, _ = _attend(
+    out, _, lse, _ = attend(
         query,
         key,
         value,
