@@ -143,6 +143,8 @@ def _figures(result: Result, cpu_seconds: float) -> dict[str, Any]:
         "p99_seconds": round(result.quantile(0.99), 4),
         "cpu_milliseconds_per_batch": round(1e3 * cpu_seconds / max(1, result.statuses[200]), 3),
         "service_cores": round(cpu_seconds / result.seconds, 2),
+        "clients_cpu_milliseconds_per_batch": round(1e3 * result.cpu_seconds / max(1, result.statuses[200]), 3),
+        "clients_cores": round(result.cpu_seconds / result.seconds, 2),
         "share_2xx": round(result.statuses[200] / answered, 4),
         "share_429": round(result.statuses[429] / answered, 4),
         "share_5xx": round(sum(n for status, n in result.statuses.items() if status >= 500) / answered, 4),

@@ -1,9 +1,9 @@
 """`foreshock demo`: one natural failure, live: untreated beside its float32 control, and rescued from its warning on.
 
-Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
-detectors with their shipped thresholds, the switch from the agent's own policy. What a CPU can show in five minutes is
-the drift, its warning and its arrest. The explosion itself takes a GPU: where there is one, the demo runs a recipe in
-which a head runs away on the project's own kernels (`foreshock replay` plays a recorded one).
+Nothing is scripted or injected while it trains: the drift comes from the rounding of attention in bf16, the warning
+from the shipped detectors with their shipped thresholds, the switch from the agent's own policy. What is not ordinary
+about the recipe is said first (demo_show.py). `foreshock lab demo-seeds` measures on how many seeds it shows what it
+promises. Where a training ends without a warning all the same, recorded runs are told instead (recorded_story.py).
 """
 
 import json
@@ -16,21 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreshock.contract import wire
-from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab import recorded_story
+from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm
-from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.workers import ArmOrder, Branched, Progressed, Told, Workers, in_seconds
 
-SEEDS = {"key-bias-small": 8, "shared-values": 2}
-"""What is shown unless a seed is named: 8 was not used for tuning, 2 is the one whose loss explodes."""
 SECONDS = 270.0
 """Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
 
@@ -68,6 +66,17 @@ class _Story:
             heads = ", ".join(f"layer {layer} head {head}" for layer, head in event.heads)
             self.say(told.arm, event.step, f"{heads}: switched from {event.before[0]} to {event.after[0]}.")
 
+    def reached(self, arm: str) -> str:
+        """Loss and farthest offset at the last point of an arm."""
+        record = self.records[arm]
+        if not record.steps:
+            return "nothing measured yet"
+        row = int(np.argmax(np.abs(record.offsets[-1])))
+        layer, head = record.heads[row]
+        return (
+            f"loss {record.losses[-1]:.2f}, farthest offset {record.offsets[-1][row]:+.1f} (layer {layer} head {head})"
+        )
+
     def say(self, arm: str, step: int, text: str) -> None:
         self.console.print(f"[bold]step {step:>5}[/bold]  {arm:<9}  {text}", highlight=False)
 
@@ -78,7 +87,7 @@ def main(
     port: int = 8765,
     picture: Path = Path("foreshock-demo.png"),
     *,
-    recipe: Recipe | None = None,
+    show: Show | None = None,
     seconds: float = SECONDS,
     agent_settings: dict[str, Any] | None = None,
     traces: Path | None = None,
@@ -86,13 +95,13 @@ def main(
 ) -> dict[str, Any]:
     """Run the demo; what `report` gets as JSON.
 
-    recipe: by default the CPU's, or the GPU's where there is one. seed: by default the one shown for it. seconds: most
+    show: by default the CPU's, or the GPU's where there is one. seed: by default the one shown for it. seconds: most
     that training takes. agent_settings: of `attach`, for all arms. traces: a folder where every arm is recorded.
     Raises OSError when the service does not start, RuntimeError when a worker fails.
     """
     console = console or Console()
-    recipe = recipe or _default_recipe()
-    seed = SEEDS.get(recipe.name, 0) if seed is None else seed
+    show = show or _default_show()
+    recipe, seed = show.recipe, show.seed if seed is None else seed
     began = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-")))
@@ -100,7 +109,8 @@ def main(
         stamp = time.strftime("%H%M%S")
         runs = {arm.name: f"demo-{stamp}-{arm.name}" for arm in (UNTREATED, RESCUED, CONTROL)}
         page = f"{url}/?runs={','.join(runs.values())}"
-        console.print(f"{recipe.summary}\n\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
+        console.print(_opening(show, seed), highlight=False)
+        console.print(f"\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
         branch, deadline = directory / "branch.pt", in_seconds(seconds)
 
         def order(arm: Arm) -> ArmOrder:
@@ -111,15 +121,15 @@ def main(
                 run=runs[arm.name],
                 steps=recipe.steps,
                 url=url,
-                branch_from=branch if arm is RESCUED else None,
-                leave_branch=branch if arm is UNTREATED else None,
+                branch_from=branch if arm.name == RESCUED.name else None,
+                leave_branch=branch if arm.name == UNTREATED.name else None,
                 trace=traces and traces / f"{recipe.name}_{arm.name}_seed{seed}.jsonl.gz",
                 deadline=deadline,
                 agent_settings=agent_settings or {},
             )
 
-        story = _train(order, console)
-        result = _result(story, recipe, seed, page, time.monotonic() - began)
+        story = _train(show, order, console)
+        result = _result(story, show, seed, page, time.monotonic() - began)
         head = (story.warning.layer or 0, story.warning.head or 0) if story.warning else (0, 0)
         marks = {
             "warned": story.warning.step if story.warning else None,
@@ -138,18 +148,30 @@ def main(
     return result
 
 
-def _default_recipe() -> Recipe:
+def _default_show() -> Show:
     import torch
 
-    return find_recipe("shared-values" if torch.cuda.is_available() else "key-bias-small")
+    return ON_GPU if torch.cuda.is_available() else ON_CPU
 
 
-def _train(order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
+def _opening(show: Show, seed: int) -> str:
+    """What is about to happen, and what is natural about it."""
+    return (
+        f"{show.recipe.summary}\n{show.starts_from}\n"
+        "Nothing is done to it while it trains: the warning is the shipped detectors', the switch the agent's own.\n"
+        f"Three trainings of seed {seed} on the same batches: untreated, left alone; rescued, which branches off "
+        f"before the first warning and whose agent may switch (to {show.mitigation}); control, attention in float32."
+    )
+
+
+def _train(show: Show, order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
     """Untreated and control side by side, and the rescued arm from the warning on."""
     workers, story = Workers(), _Story(console)
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bars: dict[str, Any] = {}
+        tenths: dict[str, int] = {}
+        """Of the steps, told line by line where there is no terminal to draw a bar on."""
 
         def start(arm: Arm, shared: Record) -> None:
             ordered = order(arm)
@@ -158,28 +180,35 @@ def _train(order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
             workers.start(ordered)
 
         try:
-            start(UNTREATED, Record())
-            start(CONTROL, Record())
+            start(show.untreated, Record())
+            start(show.control, Record())
             for message in workers.messages():
                 match message:
                     case Progressed(arm_name, step):
                         progress.update(bars[arm_name], completed=step)
+                        if not console.is_terminal and tenths.get(arm_name) != (
+                            tenth := 10 * step // show.recipe.steps
+                        ):
+                            tenths[arm_name] = tenth
+                            story.say(arm_name, step, f"of {show.recipe.steps}; {story.reached(arm_name)}.")
                     case Told():
                         story.hear(message)
                     case Branched(_, step):
                         story.branch_step = step
-                        start(RESCUED, story.records[UNTREATED.name].until(step))
+                        start(show.rescued, story.records[UNTREATED.name].until(step))
                         story.say(RESCUED.name, step, "branches here, identical so far; policy auto from now on.")
         finally:
             workers.stop()
     return story
 
 
-def _result(story: _Story, recipe: Recipe, seed: int, page: str, seconds: float) -> dict[str, Any]:
-    first = story.warning
+def _result(story: _Story, show: Show, seed: int, page: str, seconds: float) -> dict[str, Any]:
+    first, recipe = story.warning, show.recipe
     return {
         "recipe": recipe.name,
         "on_gpu": recipe.on_gpu,
+        "numerics": show.numerics,
+        "mitigation": show.mitigation,
         "seed": seed,
         "planned_steps": recipe.steps,
         "seconds": round(seconds, 1),
@@ -250,7 +279,7 @@ def comparison(result: dict[str, Any]) -> str:
         before = level(UNTREATED.name, until=result["switch_step"])
         steps = arms[UNTREATED.name]["steps"] - result["switch_step"]
         lines.append(
-            f"It was switched to {DEFAULT_MITIGATION} at step {result['switch_step']}, at {before:+.2f}. "
+            f"It was switched to {result['mitigation']} at step {result['switch_step']}, at {before:+.2f}. "
             f"In the {steps} steps since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
             f"{ends[RESCUED.name] - before:+.2f} switched."
         )

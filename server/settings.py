@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     )
     header_seconds: float = Field(default=10.0, gt=0, description="in which the headers of a request must come")
     body_seconds: float = Field(default=60.0, gt=0, description="in which the body of a request must come")
-    ingest_queue_batches: int = Field(default=64, ge=1, description="batches waiting for a commit; then 429")
+    ingest_queue_batches: int = Field(default=64, ge=1, description="batches taken and not yet committed; then 429")
     ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
     commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")

@@ -14,10 +14,9 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foreshock.contract.slots import SLOT_COUNT
-from foreshock.kernels.flash_attention import reference
+from foreshock.kernels.flash_attention import reference, twice
 from foreshock.kernels.flash_attention.spec import (
     Arguments,
     AttentionSpec,
@@ -163,12 +162,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
 
 
-@once_differentiable
 def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
-    grads = attention_backward(grad_out, query, key, value, *output, *given)
+    grads: tuple[Tensor, ...]
+    if not twice.is_asked(grad_out):
+        grads = attention_backward(grad_out, query, key, value, *output, *given)
+    else:  # which counts nothing
+        packed = cu_seqlens_q is not None
+        grads = twice.differentiable_gradients(grad_out, query, key, value, spec_of(ctx.spec), packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * 8)
 
@@ -215,7 +218,7 @@ class _Attention(torch.autograd.Function):
         return result
 
 
-def _attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_forward` with its backward, by the shortest way there is."""
     result: tuple[Tensor, Tensor, Tensor, Tensor]
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -317,7 +320,7 @@ def flash_attention(
     dtype = query.dtype
     if numerics in ("kernel", "paper") and dtype != (operand := operand_dtype(dtype)):
         query, key, value = query.to(operand), key.to(operand), value.to(operand)
-    out, _, lse, _ = _attend(
+    out, _, lse, _ = attend(
         query,
         key,
         value,

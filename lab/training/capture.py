@@ -55,7 +55,7 @@ class Capture:
     def __enter__(self) -> "Capture":
         for _, _, module in self._layers.values():
             self._undo.append(module.register_forward_pre_hook(self._note, with_kwargs=True).remove)
-        forward = op.attention_forward
+        forward = op.attend
 
         def taking(*args: Any) -> tuple[Tensor, ...]:
             result: tuple[Tensor, ...] = forward(*args)
@@ -63,8 +63,8 @@ class Capture:
                 self._take(args, result, *self._layers[state.data_ptr()])
             return result
 
-        vars(op)["attention_forward"] = taking
-        self._undo.append(lambda: vars(op).update(attention_forward=forward))
+        vars(op)["attend"] = taking
+        self._undo.append(lambda: vars(op).update(attend=forward))
         return self
 
     def __exit__(self, *error: Any) -> None:

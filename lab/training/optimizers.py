@@ -9,12 +9,21 @@ from foreshock.lab.training.recipes import Recipe
 
 
 def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph."""
+    """What trains `model` under `recipe`; on a GPU ready to be captured in a CUDA graph.
+
+    Raises ValueError for a recipe whose biases have both a rate and a decay of their own.
+    """
+    if recipe.bias_rate != 1.0 and recipe.bias_decay is not None:
+        raise ValueError(f"recipe {recipe.name} gives both bias_rate and bias_decay; give one of them")
     rate, on_gpu = recipe.learning_rate, next(model.parameters()).is_cuda
     matrices = [p for p in model.h.parameters() if p.dim() == 2] if recipe.optimizer == "muon" else []
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     split = [[p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]]
     groups: list[dict[str, Any]] = [{"params": others}]
+    if recipe.bias_rate != 1.0:
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        rest = [p for p in others if all(p is not bias for bias in biases)]
+        groups = [{"params": rest}, {"params": biases, "rate_share": recipe.bias_rate}]
     if recipe.bias_decay is not None:
         groups = [{"params": split[0]}, {"params": split[1], "weight_decay": recipe.bias_decay}]
     adamw = torch.optim.AdamW(
@@ -32,5 +41,5 @@ def optimizers(model: GPT, recipe: Recipe) -> list[torch.optim.Optimizer]:
             torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     for group in (group for optimizer in made for group in optimizer.param_groups):
-        group["initial_lr"] = rate
+        group["initial_lr"] = rate * group.pop("rate_share", 1.0)
     return made

@@ -35,6 +35,9 @@ class Recipe:
     """Sequences of a step."""
     steps: int
     learning_rate: float
+    bias_rate: float = 1.0
+    """Learning rate of biases as a multiple of that of all else. muP scales the rate of matrices by the inverse of the
+    width and leaves that of vectors: 16 is what a model has that is 16 times as wide as the one its rates are from."""
     warmup_steps: int
     """Of a rate that rises linearly."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -43,7 +46,7 @@ class Recipe:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     bias_decay: float | None = None
-    """Weight decay of vectors (biases and gains); None for that of all else."""
+    """Weight decay of vectors (biases and gains); None for that of all else. Not together with a `bias_rate`."""
     clip: float | None = 1.0
     """Largest gradient norm; None leaves gradients as they are."""
     optimizer: Literal["adamw", "muon"] = "adamw"

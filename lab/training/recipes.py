@@ -23,6 +23,18 @@ _KEY_BIAS_SMALL = Recipe(
     warmup_steps=200,
     split="tuning",
 )
+_FAST_BIASES = Recipe(
+    name="fast-biases",
+    summary="Two layers, two heads, for a CPU: biases learn faster than matrices, and under the paper's rounding the "
+    "key bias drifts by many nats within a thousand steps.",
+    model=ModelConfig(layers=2, heads=2, width=32, context=32),
+    batch=16,
+    steps=1500,
+    learning_rate=4e-3,
+    bias_rate=32.0,
+    warmup_steps=200,
+    split="tuning",
+)
 _SHARED_VALUES = Recipe(
     name="shared-values",
     summary="Four layers, two heads, for a GPU: key bias, values that share a large part, and an optimizer with a long "
@@ -89,6 +101,7 @@ def _healthy(name: str, summary: str, model: ModelConfig, **settings: Any) -> Re
 
 _ALL = (
     _KEY_BIAS_SMALL,
+    _FAST_BIASES,
     Recipe(
         name="key-bias",
         summary="Four layers, four heads, for a GPU: the recipe of the runs recorded before the project, on bytes.",

@@ -73,11 +73,11 @@ def stop_sampling(key: str) -> None:
     _samplings.pop(key, None)
 
 
-def refuse_twice(key: str, tick: Tensor) -> None:
-    """A backward is differentiated itself, which our kernels' is not: the layer of `tick` is not proven any more."""
+def refuse_proof(key: str, tick: Tensor, reason: str) -> None:
+    """The layer of `tick` does what our kernels would not let it do: it is not proven any more."""
     sampling = _samplings.get(key)
     if sampling is not None and (proof := _open_proof(sampling, tick)) is not None:
-        proof.reason = "its gradient is differentiated again, which our kernels' is not"
+        proof.reason = reason
 
 
 def _open_proof(sampling: Sampling, tick: Tensor) -> Proof | None:
@@ -117,7 +117,17 @@ def probe(
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
     packed = cu_seqlens or (None, None)
-    return cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
+    probed = cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _writable(probed))
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator, unused-ignore]
+def _writable(probed: Tensor) -> Tensor:
+    """Let the model write into what its attention gave it. PyTorch refuses that of a view that a Function returned,
+    since the Function's backward is left out then; ours may be: it changes no gradient."""
+    if probed._is_view():
+        torch._C._autograd._set_creation_meta(probed, torch._C._autograd.CreationMeta.DEFAULT)
+    return probed
 
 
 class _Probed(torch.autograd.Function):
@@ -143,11 +153,30 @@ class _Probed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            refuse_twice(ctx.options[0], ctx.tick)
-        with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
-            _operator(grad_out, *ctx.saved_tensors, ctx.state, ctx.tick, *ctx.options)
+        saved = ctx.saved_tensors if torch.compiler.is_compiling() else _still_as_they_were(ctx, grad_out)
+        if saved is not None:
+            with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
+                _operator(grad_out, *saved, ctx.state, ctx.tick, *ctx.options)
         return grad_out, *[None] * 9
+
+
+def _still_as_they_were(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...] | None:
+    """What the forward saved; None where there is nothing to measure: many gradients are taken at once, or the model
+    wrote into one of them since, as it may where its own attention did not save it."""
+    which = ctx.options[0], ctx.tick
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(grad_out) or functorch.is_legacy_batchedtensor(grad_out):
+        refuse_proof(*which, "many gradients of it are taken at once, which our kernels do not")
+        return None
+    if torch.is_grad_enabled():
+        refuse_proof(*which, "its gradient is differentiated again, which our kernels' is not")
+    try:
+        return cast(tuple[Tensor, ...], ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        refuse_proof(*which, "the model writes into its operands or its output afterwards")
+        return None
 
 
 # Defined by hand: torch.library.custom_op wraps its Python in some 300 microseconds more of it, in every call.

@@ -12,6 +12,7 @@ from typing import Final
 from weakref import WeakSet
 
 import torch
+from torch.autograd import forward_ad
 
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 
@@ -21,6 +22,8 @@ class _OfThread(threading.local):
         self.layer: WatchedLayer | None = None
         self.frame: FrameType | None = None
         """The frame of its forward's call; None in a recompute."""
+        self.outer: list[tuple[WatchedLayer | None, FrameType | None]] = []
+        """Layers whose forward called that of the running one, the outermost first."""
         self.intercepted = False
         """A call of PyTorch's attention was met, and served or measured as what it is."""
 
@@ -49,25 +52,29 @@ def enter(layer: WatchedLayer | None) -> None:
     _traced.layer = layer
     _traced.entered = torch.compiler.is_compiling()
     if not torch.compiler.is_compiling():
+        _leave_what_was_interrupted()
+        if _mine.layer is not None:
+            _mine.outer.append((_mine.layer, _mine.frame))
         _mine.layer, _mine.frame = layer, sys._getframe(2)
 
 
 def leave() -> None:
-    """That forward is over."""
+    """That forward is over; the one that called it goes on. What is traced forgets both."""
     _traced.layer = None
     if not torch.compiler.is_compiling():
-        _mine.layer = _mine.frame = None
+        _mine.layer, _mine.frame = _mine.outer.pop() if _mine.outer else (None, None)
+        _traced.layer = _mine.layer
 
 
 @contextmanager
 def again_in(layer: WatchedLayer) -> Iterator[None]:
     """Part of a layer's forward is computed again, by itself; never under torch.compile."""
-    before = _traced.layer, _mine.layer, _mine.frame
-    _traced.layer, _mine.layer, _mine.frame = layer, layer, None
+    before = _traced.layer, _mine.layer, _mine.frame, _mine.outer
+    _traced.layer, _mine.layer, _mine.frame, _mine.outer = layer, layer, None, []
     try:
         yield
     finally:
-        _traced.layer, _mine.layer, _mine.frame = before
+        _traced.layer, _mine.layer, _mine.frame, _mine.outer = before
 
 
 def layer_of_this_call() -> WatchedLayer | None:
@@ -78,20 +85,30 @@ def layer_of_this_call() -> WatchedLayer | None:
         return None if torch.compiler._is_exporting_flag else _traced.layer
     if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
         return None
+    if forward_ad._current_level >= 0:
+        return None
     if _mine.layer is None:
         return _traced.layer if _traced.entered else None
-    if _mine.frame is not None:
-        # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame tells.
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not _mine.frame:
-            frame = frame.f_back
-        if frame is None:
-            leave()
+    _leave_what_was_interrupted()
     return _mine.layer
+
+
+def _leave_what_was_interrupted() -> None:
+    # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame tells.
+    while _mine.frame is not None and not _is_running(_mine.frame):
+        leave()
+
+
+def _is_running(called: FrameType) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not called:
+        frame = frame.f_back
+    return frame is not None
 
 
 def forget() -> None:
     """No agent is attached any more."""
+    _mine.outer.clear()
     leave()
     _traced.entered, outside.calls = False, 0
 

@@ -1,6 +1,5 @@
 """Tells what is, not what was promised: who serves each layer, which of them count, and which stopped counting."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -23,12 +22,16 @@ class Standing:
         self._keeper: Final = keeper
         self._unwatched: Final = unwatched
         self._counted: npt.NDArray[np.bool_] = np.zeros(len(self._layers), dtype=bool)
+        self._first: Final = np.cumsum([0, *(len(layer.heads) for layer in self._layers)])[:-1]
+        """Row of each layer's first head; a layer has one at least."""
         self._silent: set[int] = set()
         self._looked = self.settled = False
 
     def look(self, words: Words, since_step: int, step: int) -> bool:
         """Take note of a sample's counts [N]; whether the table is due: the first one after the proofs."""
         counted = self._hits(words)
+        if self.settled and not self._silent and self._counted.all() and counted.all():
+            return False  # as nearly always: every layer counts, and nothing was told that is over
         self._counted |= counted
         if not self._looked:
             self._looked = True
@@ -46,9 +49,8 @@ class Standing:
         return due
 
     def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
-        rows = words[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]].sum(axis=1)
-        edges = np.cumsum([0, *(len(layer.heads) for layer in self._layers)])
-        return np.array([rows[a:b].any() for a, b in itertools.pairwise(edges)], dtype=bool)
+        rows = words[:, Slot.ROWS] | words[:, Slot.EMPTY_ROWS] | words[:, Slot.NONFINITE_ROWS]
+        return np.logical_or.reduceat(rows != 0, self._first) if self._layers else np.zeros(0, dtype=bool)
 
     def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
         kept = np.array([self._watched(n) is not None and self._watched(n).keeps for n in range(len(self._layers))])

@@ -4,101 +4,189 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+import torch
 from torch import nn
 
-_DEPTH: Final = 3
+_DEPTH: Final = 5
 """How many helpers deep a call is followed."""
 _PRODUCT: Final = re.compile("matmul|bmm|einsum", re.IGNORECASE)
 _SOFTMAX: Final = re.compile("softmax|logsumexp", re.IGNORECASE)
 """Also in the name of a wrapper (XSoftmax.apply, self.matmul_qkv), or by hand (exp of scores less their logsumexp)."""
+_ATTENTION: Final = re.compile("att|mha|msa", re.IGNORECASE)
+_QUERIES: Final = re.compile(
+    r"(w_?|to_|c_)?(q|qkv|query|queries)(_?(proj|linear|states|layer))?|query_key_value|c_attn|in_proj", re.I
+)
+"""What people call queries, or the layer that makes them."""
 _OF_OTHERS: Final = ("torch", "transformers", "foreshock", "builtins", "functools", "contextlib", "typing")
 """Packages whose helpers are not looked into: those of transformers build masks for every kind of attention."""
 _BASES: Final = ("torch.nn.modules.module", "transformers.modeling_utils")
+_MANY: Final = 64
+"""A container with more entries is data, no table of functions."""
 
 
 def functions_of(module: nn.Module) -> Iterator[FunctionType]:
     """The methods of a module and the functions that it was given, with the helpers that they call."""
     seen: set[CodeType] = set()
-    for function in (*_methods(type(module)), *_given(module)):
-        yield from _with_helpers(function, _DEPTH, seen)
+    level = [*_methods(type(module)), *(f for v in _given(module) for f in _functions_in(v, _called_on(module)))]
+    for _ in range(_DEPTH + 1):
+        deeper: list[FunctionType] = []
+        for function in map(_unwrapped, level):
+            if function.__code__ not in seen:
+                seen.add(function.__code__)
+                yield function
+                deeper += _helpers_of(function)
+        level = deeper
 
 
 def called_names(function: FunctionType) -> Iterator[str]:
     """Every name that the code looks up, and the own name of a function that was imported under another."""
     for name in _names(function.__code__):
         yield name
-        yield from _own_name(function.__globals__.get(name))
-    for cell in function.__closure__ or ():
-        yield from _own_name(cell.cell_contents if _is_full(cell) else None)
+        yield own_name(function.__globals__.get(name))
+    for module in _modules_in(function):
+        for name in _names(function.__code__):
+            yield own_name(vars(module).get(name))
+    yield from _strings(function.__code__)  # getattr(F, "...")
 
 
-def _own_name(value: object) -> Iterator[str]:
-    if callable(value) and isinstance(own := getattr(value, "__name__", None), str):
-        yield own
+def kept_by(module: nn.Module) -> Iterator[Any]:
+    """Every object that the module reaches by what it or its code keeps, and not by a name of a Python module: in an
+    attribute, a partial, a default argument, a closure, an entry of a table."""
+    kept = [*_given(module), *(v for kind in type(module).__mro__ for v in vars(kind).values())]
+    for each in functions_of(module):
+        tables = (v for v in _looked_up(each) if isinstance(v, functools.partial | dict | list | tuple))
+        kept += [*_bound(each), *tables]
+    return (value for whole in kept for value in _opened(whole))
+
+
+def attributes_of(module: nn.Module) -> Iterator[Any]:
+    """What a module keeps in its own attributes, without the partials round it."""
+    return (value for whole in _given(module) for value in _opened(whole))
+
+
+def own_name(value: object) -> str:
+    """The name that a function was defined under; "" for anything else."""
+    name = getattr(value, "__name__", None) if callable(value) else None
+    return name if isinstance(name, str) else ""
 
 
 def is_by_hand(module: nn.Module) -> bool:
-    """Whether a method takes a softmax and a matrix product: attention that no function of a library computes."""
-    if not any(re.search("att", kind.__name__, re.IGNORECASE) for kind in type(module).__mro__):
-        return False
-    return any(_takes_both(method.__code__) for method in _methods(type(module)))
+    """Whether its code takes a softmax and a matrix product: attention that no function of a library computes."""
+    named = any(_ATTENTION.search(kind.__name__) for kind in type(module).__mro__ if kind.__module__ not in _BASES)
+    queries = any(_QUERIES.fullmatch(name) for name in (*module._modules, *module._parameters))
+    return (named or queries) and any(_takes_both(function.__code__) for function in functions_of(module))
 
 
+@functools.cache
 def _takes_both(code: CodeType) -> bool:
-    names = " ".join(_names(code))
-    if not _SOFTMAX.search(names):
+    names = list(_names(code))
+    by_sum = {"exp", "sum"} <= set(names) and "cumsum" not in names
+    if not by_sum and not _SOFTMAX.search(" ".join(names)):
         return False
-    return bool(_PRODUCT.search(names)) or any(
-        i.opname == "BINARY_OP" and i.argrepr == "@" for i in dis.get_instructions(code)
+    return bool(_PRODUCT.search(" ".join(names))) or any(_multiplies(part) for part in _with_inner(code))
+
+
+def _multiplies(code: CodeType) -> bool:
+    return any(i.opname == "BINARY_OP" and i.argrepr.startswith("@") for i in dis.get_instructions(code))
+
+
+def _methods(kind: type) -> tuple[FunctionType, ...]:
+    """The methods of a class, its own and inherited ones, without those that are overridden and not called by super."""
+    methods: dict[str, list[FunctionType]] = {}
+    over: set[str] = set()
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if base.__module__ not in _BASES else ():
+            method = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if name in over:
+                continue
+            if isinstance(method, FunctionType):
+                methods.setdefault(name, []).append(method)
+            if not isinstance(method, FunctionType) or "super" not in _names(method.__code__):
+                over.add(name)
+    return tuple(method for found in methods.values() for method in found)
+
+
+def _given(module: nn.Module) -> Iterator[Any]:
+    """What the module holds that is neither a module nor of nn.Module's own making."""
+    return (
+        value for value in vars(module).values() if not isinstance(value, nn.Module | torch.Tensor | str | int | float)
     )
 
 
-def _methods(kind: type) -> Iterator[FunctionType]:
-    """The methods of a class, its own and inherited ones, without those that are overridden."""
-    methods: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if base.__module__ not in _BASES:
-            methods |= vars(base)
-    for value in methods.values():
-        value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        if isinstance(value, FunctionType):
+def _called_on(module: nn.Module) -> set[str]:
+    """Names that the module's methods look up: on what it holds, among others."""
+    return {name for method in _methods(type(module)) for name in _names(method.__code__)}
+
+
+def _helpers_of(function: FunctionType) -> Iterator[FunctionType]:
+    """Functions, other than those of known libraries, that the code may call."""
+    names = set(_names(function.__code__))
+    for value in (*_bound(function), *_looked_up(function)):
+        for helper in _functions_in(value, names):
+            if not _of_others(helper):
+                yield helper
+
+
+def _functions_in(value: Any, names: Iterable[str]) -> Iterator[FunctionType]:
+    """The functions that `value` is or holds, where code that looks up `names` can call them."""
+    for each in _opened(value):
+        if isinstance(each, FunctionType):
+            yield each
+        elif isinstance(each, type):
+            if issubclass(each, torch.autograd.Function):
+                yield from (f for f in _methods(each) if f.__name__ == "forward")
+            elif not issubclass(each, nn.Module) and not _of_others(each):
+                yield from _methods_called(each, names)
+        elif not isinstance(each, nn.Module | types.ModuleType | types.BuiltinFunctionType) and not _of_others(
+            type(each)
+        ):
+            yield from _methods_called(type(each), {"__call__", *names})
+
+
+def _methods_called(kind: type, names: Iterable[str]) -> Iterator[FunctionType]:
+    """Methods of these names, and those that they call in turn."""
+    methods, wanted = {f.__name__: f for f in _methods(kind)}, set(names)
+    while found := wanted.intersection(methods):
+        for name in found:
+            yield (method := methods.pop(name))
+            wanted.update(_names(method.__code__))
+
+
+def _opened(value: Any) -> Iterator[Any]:
+    """`value` itself, without partials and bindings; the entries of a container."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    for each in inner if len(inner) <= _MANY else ():
+        while isinstance(each, functools.partial | types.MethodType | staticmethod | classmethod):
+            each = each.func if isinstance(each, functools.partial) else each.__func__
+        yield each
+
+
+def _bound(function: FunctionType) -> Iterator[Any]:
+    """What a function's object keeps: its closure and its defaults."""
+    yield from (cell.cell_contents for cell in function.__closure__ or () if _is_full(cell))
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _looked_up(function: FunctionType) -> Iterator[Any]:
+    """What the names of a function's code are bound to, in its module and in modules that it names."""
+    spaces = [function.__globals__, *map(vars, _modules_in(function))]
+    return (space[name] for space in spaces for name in _names(function.__code__) if name in space)
+
+
+def _modules_in(function: FunctionType) -> Iterator[types.ModuleType]:
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _OF_OTHERS:
             yield value
 
 
-def _given(module: nn.Module) -> Iterator[FunctionType]:
-    """Functions, and objects that are called like functions, which the module holds (a processor of diffusers)."""
-    for value in vars(module).values():
-        while isinstance(value, functools.partial):
-            value = value.func
-        if isinstance(value, types.MethodType):
-            value = value.__func__
-        if isinstance(value, FunctionType):
-            yield value
-        elif not isinstance(value, nn.Module) and isinstance(call := _call_of(type(value)), FunctionType):
-            yield call
-
-
-def _call_of(kind: type) -> Any:
-    return next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
-
-
-def _with_helpers(function: FunctionType, depth: int, seen: set[CodeType]) -> Iterator[FunctionType]:
-    function = _unwrapped(function)
-    if function.__code__ in seen:
-        return
-    seen.add(function.__code__)
-    yield function
-    if depth == 0:
-        return
-    inner = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
-    named = [function.__globals__.get(name) for name in _names(function.__code__)]
-    for helper in (*inner, *named):
-        if isinstance(helper, FunctionType) and not str(helper.__module__).startswith(_OF_OTHERS):
-            yield from _with_helpers(helper, depth - 1, seen)
+def _of_others(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _OF_OTHERS
 
 
 def _unwrapped(function: FunctionType) -> FunctionType:
@@ -115,8 +203,20 @@ def _is_full(cell: types.CellType) -> bool:
     return True
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those of the functions that are written inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _with_inner(constant)
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    return tuple(name for part in _with_inner(code) for name in part.co_names)
+
+
+@functools.cache
+def _strings(code: CodeType) -> tuple[str, ...]:
+    constants = (c for part in _with_inner(code) for c in part.co_consts)
+    return tuple(c for c in constants if isinstance(c, str) and c.startswith("scaled_dot_product"))

@@ -1,7 +1,9 @@
 """Finds the attention modules of a model, and says what each one is and what can serve it."""
 
 import inspect
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -13,7 +15,14 @@ try:
 except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
-from foreshock.monitor.model.callees import called_names, functions_of, is_by_hand
+from foreshock.monitor.model.callees import (
+    attributes_of,
+    called_names,
+    functions_of,
+    is_by_hand,
+    kept_by,
+    own_name,
+)
 from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width, why_unmeasured
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
@@ -28,13 +37,11 @@ _varlen: Final[Any] = getattr(varlen, VARLEN_NAME, None)
 VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
 """PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
 
-_UNSERVED: Final = (
-    *(() if VARLEN else (VARLEN_NAME,)),
-    "flex_attention",
-    "compiled_flex_attn",  # torchtitan
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "memory_efficient_attention",
+_UNSERVED: Final = re.compile(
+    "flex_attention|compiled_flex_attn|"  # PyTorch's, torchtitan's
+    r"_?flash_attn\w*(func|kvcache|forward)|memory_efficient_attention\w*|sage_?att\w*|npu_fusion_attention|"
+    r"(fused_)?neighborhood_attention|na[123]d(_qk|_av)?|_scaled_dot_product_\w+"
+    + ("" if VARLEN else f"|{VARLEN_NAME}")
 )
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
@@ -99,18 +106,34 @@ def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
 def _route(module: nn.Module) -> Route | None:
     if isinstance(module, nn.MultiheadAttention):
         return "scaled_dot_product_attention"
+    if _keeps_ours(attributes_of(module)):
+        return "unserved"
     names = {name for function in functions_of(module) for name in called_names(function)}
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
     if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS):
         return "scaled_dot_product_attention"
-    return "unserved" if names.intersection(_UNSERVED) or is_by_hand(module) else None
+    return "unserved" if _why_unserved(module) else None
+
+
+def _why_unserved(module: nn.Module) -> str | None:
+    """What a module does that computes attention by none of the functions that we meet; None where it computes none."""
+    kept = list(kept_by(module))
+    if _keeps_ours(kept):
+        return "keeps PyTorch's attention in an attribute, a table, a partial or a default, where it cannot be met"
+    called = (name for function in functions_of(module) for name in called_names(function))
+    if any(_UNSERVED.fullmatch(name) for name in (*called, *map(own_name, kept))):
+        return "calls an attention of another make"
+    return "computes its attention by hand" if is_by_hand(module) else None
+
+
+def _keeps_ours(kept: Iterable[Any]) -> bool:
+    return any(each is function for each in kept for function in (SDPA, VARLEN) if function is not None)
 
 
 def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Route, told: int | None) -> Found:
     if route == "unserved":
-        does = "computes its attention by hand" if is_by_hand(module) else "calls an attention of another make"
-        why = f"it {does}; have it call scaled_dot_product_attention or varlen_attn"
+        why = f"it {_why_unserved(module)}; have it call scaled_dot_product_attention or varlen_attn"
         return Found(name, module, route, problem=why)
     # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
     owner = module if parent is None or told or _number(module, _HEADS) else parent

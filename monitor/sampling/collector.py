@@ -54,8 +54,11 @@ class Counted:
 class _Flight:
     step: int
     since_step: int
-    tensors: list[Tensor]
-    """state, losses, gradient norms, then norms and triangles if any; on the host once `landed`."""
+    state: Tensor | Words
+    losses: Tensor | list[float]
+    grad_norms: Tensor | list[float]
+    weights: list[Tensor]
+    """Norms and triangles, if any; these and all tensors above are on the host once `landed`."""
     norm_names: tuple[str, ...]
     parts: tuple[GramPart, ...]
     modes: npt.NDArray[np.int32]
@@ -70,7 +73,8 @@ class Collector:
 
     def __init__(self, state: Tensor, *, step: int = 0) -> None:
         self._state = state
-        self._identity = torch.from_numpy(identity_row()).to(state.device).expand_as(state).clone()
+        self._identity_row = identity_row()
+        self._identity = torch.from_numpy(self._identity_row).to(state.device).expand_as(state).clone()
         self._losses: list[Tensor | float] = []
         self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
@@ -132,10 +136,9 @@ class Collector:
         if len(self._flights) >= MAX_FLIGHTS:
             return False
         measured = norms() if norms is not None else Measured({})
-        tensors = [self._state, _stack(self._losses), _stack(self._grad_norms), *measured.norms.values()]
-        tensors += [part.triangles for part in measured.parts]
-        host = [_start_copy(t) for t in tensors]
-        self._state.copy_(self._identity)
+        losses, grad_norms = _gathered(self._losses), _gathered(self._grad_norms)
+        weights = [_start_copy(t) for t in (*measured.norms.values(), *(part.triangles for part in measured.parts))]
+        state = self._take_state()
         event = None
         if self._state.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,7 +146,10 @@ class Collector:
         flight = _Flight(
             step,
             self.since_step,
-            host,
+            state,
+            losses,
+            grad_norms,
+            weights,
             tuple(measured.norms),
             measured.parts,
             modes.copy(),
@@ -155,6 +161,17 @@ class Collector:
         self._flights.append(flight)
         self._losses, self._grad_norms, self.since_step = [], [], step
         return True
+
+    def _take_state(self) -> Tensor | Words:
+        """The counts, on their way to the host; the state starts anew behind them."""
+        if not self._state.is_cpu:
+            taken = _start_copy(self._state)
+            self._state.copy_(self._identity)
+            return taken
+        words: Words = self._state.numpy()  # here NumPy, which costs the training thread less than PyTorch
+        copied = words.copy()
+        words[...] = self._identity_row
+        return copied
 
     def landed(self, *, wait: bool = False) -> list[Counted]:
         """The copies that have arrived, oldest first. `wait` waits for all of them."""
@@ -169,9 +186,14 @@ class Collector:
         return arrived
 
 
+def _gathered(given: list[Tensor | float]) -> Tensor | list[float]:
+    """Numbers as they are where the host has them all, else a tensor on its way to the host."""
+    if any(isinstance(v, Tensor) for v in given):
+        return _start_copy(_stack(given))
+    return given  # type: ignore[return-value]
+
+
 def _stack(given: list[Tensor | float]) -> Tensor:
-    if not any(isinstance(v, Tensor) for v in given):
-        return torch.from_numpy(np.array(given, dtype=np.float64))
     if len({(v.device, v.dtype) if isinstance(v, Tensor) else None for v in given}) == 1:
         stacked = torch.stack(given)  # type: ignore[arg-type]  # two launches for all of them
         return stacked if stacked.device.type == "mps" else stacked.to(torch.float64)
@@ -190,21 +212,26 @@ def _start_copy(source: Tensor) -> Tensor:
 
 
 def _counted(flight: _Flight) -> Counted:
-    state, losses, grad_norms, *norms = (t.numpy() for t in flight.tensors[: 3 + len(flight.norm_names)])
-    triangles = flight.tensors[3 + len(flight.norm_names) :]
+    names, state = flight.norm_names, flight.state
+    triangles = flight.weights[len(names) :]
     return Counted(
         step=flight.step,
         since_step=flight.since_step,
-        words=state,
+        words=state.numpy() if isinstance(state, Tensor) else state,
         modes=flight.modes,
-        losses=losses.astype(np.float64, copy=False),
-        grad_norms=grad_norms.astype(np.float64, copy=False),
-        norms=dict(zip(flight.norm_names, norms, strict=True)),
+        losses=_floats(flight.losses),
+        grad_norms=_floats(flight.grad_norms),
+        norms={name: norms.numpy() for name, norms in zip(names, flight.weights, strict=False)},
         learning_rate=flight.learning_rate,
         step_seconds=flight.step_seconds,
         agent_seconds=flight.agent_seconds,
         parts=tuple(replace(part, triangles=t) for part, t in zip(flight.parts, triangles, strict=True)),
     )
+
+
+def _floats(given: Tensor | list[float]) -> Floats:
+    values: Floats = np.array(given, dtype=np.float64) if isinstance(given, list) else given.numpy()
+    return values.astype(np.float64, copy=False)
 
 
 def nonfinite(values: Floats) -> int:

@@ -40,7 +40,8 @@ EVENT_BYTES: Final = 1024
 
 
 _MEASURED: Final = wire.Sample | wire.Grams
-"""What is dropped first where not everything can be kept."""
+_DROPPED_FIRST: Final = _MEASURED | Draft
+"""Where not everything can be kept; a draft becomes one of the measured."""
 
 
 class Sender:
@@ -93,7 +94,7 @@ class Sender:
             self._started = event
         size = _size(event)
         waiting = self._bytes_in - self._bytes_out
-        is_measured = isinstance(event, _MEASURED | Draft)
+        is_measured = isinstance(event, _DROPPED_FIRST)
         bound = self._config.queue_bytes if is_measured else self._config.queue_bytes * 3 // 2
         if waiting + size > bound or not self._thread.is_alive():
             self.dropped["queue_full" if self._thread.is_alive() else "sender_off"] += 1

@@ -47,7 +47,7 @@ class Writer:
         self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
         self._held: Counter[str] = Counter()
         self._held_bytes: Counter[str] = Counter()
-        """Batches of each token that wait, and their bytes."""
+        """Batches of each token that wait or are being written, and their bytes."""
         self._closed = False
         self._switched: dict[int, float] = {}
         """Runs in which something was switched just now, and until when that is just now."""
@@ -60,7 +60,8 @@ class Writer:
         places, most_bytes = self._settings.ingest_queue_batches, self._settings.ingest_queue_bytes
         held, held_bytes = self._held[token], self._held_bytes[token] + size
         tokens = len(self._held) + (token not in self._held)
-        full = self._waiting.qsize() >= places and held >= max(1, places // tokens)
+        taken = max(self._held.total(), self._waiting.qsize())  # with those being written, and those whose client left
+        full = taken >= places and held >= max(1, places // tokens)
         if full or (held and self._held_bytes.total() + size > most_bytes and held_bytes > most_bytes // tokens):
             self._counters.batches["busy"] += 1
             raise ProblemError(429, "More batches wait than the service takes; try again.", headers=retry_after(1.0))

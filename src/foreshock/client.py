@@ -93,8 +93,8 @@ class Service:
     """One service. Every method raises ServiceError when it is not there or refuses.
 
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
-    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`); by default
-        FORESHOCK_TOKEN.
+    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default it comes
+    from FORESHOCK_TOKEN.
     """
 
     def __init__(

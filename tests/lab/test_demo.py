@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from foreshock.contract import wire
-from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
+from foreshock.lab.demo_show import Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.training.arm import UNTREATED
@@ -28,6 +28,7 @@ TINY = replace(
     steps=200,
     warmup_steps=10,
 )
+SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper", mitigation="exact_delta")
 EARLY = DetectorConfig(
     settle_steps=0,
     block_steps=25,
@@ -116,6 +117,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "first_warning_step": None,
         "switch_step": None,
         "planned_steps": 13,
+        "mitigation": "exact_delta",
         "arms": arms,
     } | changes
 
@@ -148,7 +150,7 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
         arm["steps"] = 13
     said = demo.comparison(told)
     assert "untreated +9.00, control +0.25, rescued +2.50 nats" in said
-    assert f"switched to {DEFAULT_MITIGATION} at step 4, at +2.00" in said
+    assert "switched to exact_delta at step 4, at +2.00" in said
     assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
     assert "time ran out" not in said
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
@@ -161,7 +163,7 @@ def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosio
         seed=3,
         port=0,
         picture=tmp_path / "picture.png",
-        recipe=TINY,
+        show=SHOW,
         seconds=0.0,
         console=Console(file=said, width=200),
     )
@@ -206,7 +208,7 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> N
         seed=1,
         port=0,
         picture=tmp_path / "picture.png",
-        recipe=TINY,
+        show=replace(SHOW, numerics="kernel"),
         agent_settings={"detectors": EARLY},
         console=Console(file=said, width=200),
     )

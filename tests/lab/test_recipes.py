@@ -96,6 +96,25 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(corpus: Corpus
     assert course[-1] < course[0]
 
 
+def test_biases_may_learn_at_a_multiple_of_the_rate_of_all_else(corpus: Corpus) -> None:
+    recipe = replace(TINY, learning_rate=1e-3, bias_rate=8.0, warmup_steps=2)
+    training = Training(recipe, UNTREATED, 0, corpus=corpus)
+    with training.agent:
+        for _ in range(2):
+            training.advance()
+    others, biases = training.optimizer.param_groups
+    assert (others["lr"], biases["lr"]) == (1e-3, 8e-3)
+    names = {id(p): name for name, p in training.model.named_parameters()}
+    assert all(names[id(p)].endswith("c_attn.bias") for p in biases["params"])
+    assert len(biases["params"]) == recipe.model.layers
+    assert len(others["params"]) + len(biases["params"]) == len(names)
+
+
+def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match="gives both bias_rate and bias_decay"):
+        Training(replace(TINY, bias_rate=8.0, bias_decay=0.1), UNTREATED, 0, corpus=corpus)
+
+
 def test_text_may_repeat_its_tokens_and_lead_with_one(corpus: Corpus) -> None:
     training = Training(replace(TINY, repeats=3, leading=5), UNTREATED, 1, corpus=corpus)
     with training.agent:
@@ -237,7 +256,7 @@ def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
 def test_the_help_of_run_set_names_every_set() -> None:
     """Written out there, since a help text shall not wait for PyTorch."""
     said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
-    assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said)) - {"or"} == set(published())
+    assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said.partition(":")[2])) - {"or"} == set(published())
 
 
 @pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union

@@ -1,6 +1,7 @@
 """Attention is found however its function is reached, and attention by hand is named."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -68,6 +69,56 @@ class ByHand(Attention):
         return torch.softmax(x @ x.mT, -1) @ x
 
 
+class ThroughAModule(Attention):
+    """The helper is an attribute of a Python module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, written_elsewhere.attend(x, x, x))
+
+
+class ThroughAClass(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return Operations.attend(x, x, x)
+
+
+class ThroughAnObject(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = Operations()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operations.attend_too(x, x, x)
+
+
+class ThroughATable(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return TABLE["sdpa"](x, x, x)
+
+
+class ByItsNameInAString(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, getattr(F, "scaled_dot_product_attention")(x, x, x))  # noqa: B009
+
+
+class ThroughSuper(ThroughAHelper):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+class Operations:
+    @staticmethod
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def attend_too(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(query, key, value)
+
+
+TABLE = {"sdpa": helper}
+written_elsewhere: Any = types.ModuleType("written_elsewhere")
+written_elsewhere.attend = helper_of_a_helper
+
+
 class XSoftmax(torch.autograd.Function):
     """A softmax under another name, as DeBERTa's."""
 
@@ -104,7 +155,12 @@ class ThroughPyTorchsFunction(Attention):
         ThroughAHelper(),
         ThroughPyTorchsFunction(),
         ThroughAStaticMethod(),
-        ThroughAnAttribute(closure_over(F.scaled_dot_product_attention)),
+        ThroughSuper(),
+        ThroughAModule(),
+        ThroughAClass(),
+        ThroughAnObject(),
+        ThroughATable(),
+        ByItsNameInAString(),
         ThroughAnAttribute(closure_over(helper)),
         ThroughAnAttribute(functools.partial(helper_of_a_helper)),
         ThroughAnAttribute(Processor()),
@@ -113,7 +169,12 @@ class ThroughPyTorchsFunction(Attention):
         "helper",
         "multi_head_attention_forward",
         "static method",
-        "closure over the function",
+        "super",
+        "attribute of a module",
+        "class",
+        "method of an object",
+        "table",
+        "string",
         "closure over a helper",
         "partial",
         "processor",
@@ -125,9 +186,130 @@ def test_attention_is_found_through_whatever_calls_it(module: nn.Module) -> None
     assert (found.name, found.heads, found.head_dim) == ("1", 2, 3)
 
 
-@pytest.mark.parametrize("kind", [ByHand, ByHandThroughWrappers, ByHandWithLogSumExp])
+def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT).softmax(-1) @ value
+
+
+class Mixer(nn.Module):
+    """Attention that is not called so, of a helper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_hand(*self.to_qkv(x).chunk(3, -1))
+
+
+class MHSA(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.baddbmm(torch.zeros(1, 1, 1), x, x.mT)
+        return torch.einsum("bqk,bkd->bqd", F.softmax(scores, -1), x)
+
+
+class ByHandWithExp(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.exp(x @ x.mT)
+        return weights @ x / weights.sum(-1, keepdim=True)
+
+
+class AFunctionOfTheirOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return by_hand(x, x, x)
+
+
+class ByAFunctionOfTheirOwn(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, AFunctionOfTheirOwn.apply(x))  # type: ignore[no-untyped-call]
+
+
+class Router(nn.Module):
+    """Takes a softmax and products, and is no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.Parameter(torch.zeros(4, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bse,bsd,edf->bsf", self.gate(x).softmax(-1), x, self.experts)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ByHand,
+        ByHandThroughWrappers,
+        ByHandWithLogSumExp,
+        ByHandWithExp,
+        Mixer,
+        MHSA,
+        ByAFunctionOfTheirOwn,
+    ],
+)
 def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not(kind: type[Attention]) -> None:
-    (found,) = find_attention(nn.Sequential(kind(), nn.Softmax(-1), nn.Linear(6, 6)), {})
+    (found,) = find_attention(nn.Sequential(kind(), nn.Softmax(-1), Router()), {})
     assert found.name == "0"
     assert found.problem is not None
     assert "by hand" in found.problem
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
+    """The signature of the flash_attn package."""
+    return by_hand(*qkv.unbind(2))
+
+
+class memory_efficient:  # noqa: N801 - stands for the module xformers.ops
+    @staticmethod
+    def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None) -> Tensor:
+        return by_hand(query, key, value)
+
+
+class WithFlashAttn(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_qkvpacked_func(torch.stack([x, x, x], 2), causal=True)
+
+
+class WithXformers(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return memory_efficient.memory_efficient_attention(x, x, x, attn_bias=None)
+
+
+@pytest.mark.parametrize(
+    "module", [WithFlashAttn(), WithXformers(), ThroughAnAttribute(functools.partial(flash_attn_qkvpacked_func))]
+)
+def test_attention_of_another_make_is_named_however_it_is_reached(module: nn.Module) -> None:
+    (found,) = find_attention(nn.Sequential(module), {})
+    assert found.problem is not None
+    assert "another make" in found.problem
+
+
+always_causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+class ByAPartial(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return always_causal(x, x, x)
+
+
+class ByADefault(Attention):
+    def forward(self, x: Tensor, attend: Callable[..., Tensor] = F.scaled_dot_product_attention) -> Tensor:
+        return attend(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ByAPartial(),
+        ByADefault(),
+        ThroughAnAttribute(F.scaled_dot_product_attention),
+        ThroughAnAttribute(functools.partial(F.scaled_dot_product_attention)),
+        ThroughAnAttribute(closure_over(F.scaled_dot_product_attention)),
+    ],
+    ids=["partial", "default", "attribute", "partial in an attribute", "closure"],
+)
+def test_pytorchs_function_where_it_cannot_be_met_is_named_before_the_first_step(module: nn.Module) -> None:
+    (found,) = find_attention(nn.Sequential(module), {})
+    assert found.problem is not None
+    assert "cannot be met" in found.problem

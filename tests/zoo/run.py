@@ -52,10 +52,15 @@ def _start() -> None:
 
 
 def _right(target: Path) -> list[dict[str, Any]]:
-    """What an earlier run wrote of entries that still live here and are right."""
+    """What an earlier run wrote of entries that are right, and still live here or need a library that does not."""
     records = json.loads(target.read_text()) if target.exists() else []
     living = set(census.names())
-    return [record for record in records if record["name"] in living and not record["wrong"]]
+    libraries_here = {name.split()[0] for name in living}
+    return [
+        record
+        for record in records
+        if not record["wrong"] and (record["name"] in living or record["name"].split()[0] not in libraries_here)
+    ]
 
 
 def main(arguments: list[str]) -> int:

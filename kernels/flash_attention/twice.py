@@ -1,0 +1,44 @@
+"""Gradients of the attention that can be differentiated again, or taken for many output gradients at once.
+
+Our backward kernels give gradients and no way on from there. Where autograd asks for one (`create_graph`, or a batch of
+gradients under vmap), PyTorch's plain attention computes the same function of the same operands instead.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foreshock.kernels.flash_attention.spec import AttentionSpec
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention  # the name may be rebound later
+
+
+def is_asked(grad_out: Tensor) -> bool:
+    """Whether a backward that is given `grad_out` has to be one that autograd can follow."""
+    functorch = torch._C._functorch
+    return (
+        torch.is_grad_enabled() or functorch.is_batchedtensor(grad_out) or functorch.is_legacy_batchedtensor(grad_out)
+    )
+
+
+def differentiable_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [B, H, Sq, D] and of key and value [B, Hkv, Sk, D], as functions of all four tensors.
+
+    Raises RuntimeError for a window, a softcap, dropout, packed sequences and lengths that differ under bottom_right.
+    """
+    aligned = spec.causal != "bottom_right" or query.shape[2] == key.shape[2]
+    if packed or spec.softcap or spec.dropout_p or max(spec.window_left, spec.window_right) >= 0 or not aligned:
+        raise RuntimeError(
+            "the gradient of foreshock's attention is differentiated again (create_graph=True, or many gradients at "
+            "once), which it cannot with a window, a softcap, dropout, packed sequences or a bottom-right diagonal; "
+            "watch this model with attention='keep'"
+        )
+    followed = torch.is_grad_enabled()
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        out = _sdpa(q, k, v, is_causal=spec.causal != "none", scale=spec.scale, enable_gqa=grouped)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out.to(out.dtype), create_graph=followed)
+    return dq, dk, dv

@@ -1,0 +1,191 @@
+"""What models do with their attention beside calling it: write into it, nest it, differentiate it otherwise."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor.tiny_models import GroupedQueryAttention, ImageAttention
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor import attach as _attach_function
+
+QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "probe_rows": 10**6, "probe_every_steps": 1}
+WAYS = ["keep", "auto", "kernels"]
+
+pytestmark = [  # of PyTorch's own doing
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script. is:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _plain_attention() -> Any:
+    """PyTorch's attention that saves none of its results, and can be differentiated in every way."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch._dynamo.reset()
+
+
+class Written(GroupedQueryAttention):
+    """Scales what attention gave it where it lies, as a gate does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y.mul_(0.5)
+        return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class OneMaskForAll(ImageAttention):
+    """Fills its mask anew before the backward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.zeros(7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        self.mask.fill_(0).add_(torch.ones(7, 7).triu(1), alpha=-3.0)  # type: ignore[operator]
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)  # type: ignore[arg-type]
+        self.mask.fill_(0)  # type: ignore[operator]
+        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Nested(ImageAttention):
+    """Attends to what another attention inside it gave."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.inner = ImageAttention(width, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.inner(x))
+
+
+def model_of(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(21)
+    model = nn.Sequential(*layers, nn.Linear(16, 16))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model.double()
+
+
+def x(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(4), dtype=dtype)
+
+
+def gradients(model: nn.Module, run: Any = None) -> list[Tensor]:
+    loss = (model if run is None else run)(x()).square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def rows(agent: Any) -> list[int]:
+    instruments = agent._instruments
+    return [int(n) for n in slot_values(instruments.state.numpy(), Slot.ROWS)]
+
+
+def through_the_compiler(model: nn.Module) -> list[Tensor]:
+    return gradients(model, torch.compile(model, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("run", [gradients, through_the_compiler])
+@pytest.mark.parametrize("attention", ["keep", "auto"])
+@pytest.mark.parametrize("kind", [Written, OneMaskForAll])
+def test_a_model_may_write_into_what_its_attention_took_or_gave(
+    kind: Any, attention: Any, run: Callable[[nn.Module], list[Tensor]]
+) -> None:
+    model = model_of(kind(16, 2, 1) if kind is Written else kind(16, 2), ImageAttention(16, 2))
+    expected = run(copy.deepcopy(model))
+    torch._dynamo.reset()
+    with attach(model, **QUIET, attention=attention) as agent:
+        got = run(model)
+        assert rows(agent)[2:] == [14, 14]
+        assert not agent.faults
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_an_attention_that_holds_another_counts_its_own_calls_after_the_others(attention: Any) -> None:
+    model = model_of(Nested(16, 2))
+    expected = gradients(copy.deepcopy(model))
+    with attach(model, **QUIET, attention=attention) as agent:
+        got = gradients(model)
+        assert rows(agent) == [14] * 4
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+# functions of PyTorch that have no types
+forward_ad: Any = torch.autograd.forward_ad
+functional: Any = torch.autograd.functional
+
+
+def forward_mode(model: nn.Module) -> list[Tensor]:
+    with forward_ad.dual_level():
+        return [
+            t for t in forward_ad.unpack_dual(model(forward_ad.make_dual(x(), torch.ones_like(x())))) if t is not None
+        ]
+
+
+def many_at_once(model: nn.Module) -> list[Tensor]:
+    out = model(x())
+    directions = torch.eye(out.numel(), dtype=out.dtype)[:5].view(5, *out.shape)
+    return list(torch.autograd.grad(out, list(model.parameters()), directions, is_grads_batched=True))
+
+
+def jacobian(model: nn.Module) -> list[Tensor]:
+    return [functional.jacobian(lambda y: model(y).sum((0, 1)), x(), vectorize=True)]
+
+
+def hessian_times_vector(model: nn.Module) -> list[Tensor]:
+    return [functional.hvp(lambda y: model(y).square().sum(), x(), torch.ones_like(x()))[1]]
+
+
+def penalty_on_a_gradient_that_depends_on_no_loss(model: nn.Module) -> list[Tensor]:
+    """The gradient of a plain sum: autograd would take the attention's part of it for a constant."""
+    first = torch.autograd.grad(model[0](x()).sum(), list(model[0].parameters()), create_graph=True)  # type: ignore[index]
+    norm = torch.stack([g.square().sum() for g in first]).sum()
+    return list(torch.autograd.grad(norm, list(model[0].parameters()), materialize_grads=True))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("attention", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [forward_mode, many_at_once, jacobian, hessian_times_vector, penalty_on_a_gradient_that_depends_on_no_loss],
+)
+def test_a_model_is_differentiated_in_every_way_as_without_us(
+    way: Callable[[nn.Module], list[Tensor]], attention: Any
+) -> None:
+    model = model_of(ImageAttention(16, 2), GroupedQueryAttention(16, 4, 2))
+    expected = way(copy.deepcopy(model))
+    with attach(model, **QUIET, attention=attention):
+        got = way(model)
+    assert len(got) == len(expected)
+    for mine, own in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-8, atol=1e-10)
+
+
+def test_a_penalty_that_comes_after_the_proof_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels serve by then: what is asked once in a while the first steps cannot show."""
+    monkeypatch.setitem(_attach_function.__globals__, "_accelerated", lambda device: True)
+    model = model_of(ImageAttention(16, 2)).float()
+
+    def penalty() -> Tensor:
+        y = x(torch.float32).requires_grad_()
+        (first,) = torch.autograd.grad(model(y).sum(), y, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), y)[0]
+
+    expected = penalty()
+    with attach(model, **QUIET, attention="auto") as agent:
+        for _ in range(3):
+            torch.autograd.backward(model(x(torch.float32)).square().mean())
+            agent.step(1.0)
+        assert "1 x kernels (0)" in agent.report()
+        got = penalty()
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
