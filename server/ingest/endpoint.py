@@ -29,7 +29,7 @@ from foreshock.server.runs.words import printable
 
 log = structlog.get_logger()
 PATH: Final = "/v1/batches"
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge", "describe", "delete")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 
 
