@@ -67,7 +67,7 @@ named with a reason; {wrong} entries wrong, {refused} refused by attach with a s
 foreshock and without, padded in several places, and fills a cache where it can. A module with attention is told by what
 it executes. Measured: its rows were counted, by foreshock's kernels or by the probe beside its own attention. Wrong:
 anything differs, is left behind, crashes or goes unseen. The command:
-`python -P -m tests.zoo.run benchmarks/results/zoo.json`.
+`python -P scripts/run_zoo.py benchmarks/results/zoo.json`.
 
 | family | models | modules with attention | measured with auto | measured with kernels | unmeasured, why | wrong |
 | --- | --- | --- | --- | --- | --- | --- |"""

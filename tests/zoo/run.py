@@ -1,6 +1,6 @@
 """Runs the zoo on several processes and writes what became of each model.
 
-The command: `python -P -m tests.zoo.run RECORD [--processes 3] [NAME...]`.
+The command: `python -P scripts/run_zoo.py RECORD [--processes 3] [NAME...]`.
 
 RECORD is the JSON file to write; what it holds already and found right is not run again, so that a run that was stopped
 goes on. Names limit the run to entries that contain one of them.
@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import multiprocessing
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -65,7 +64,7 @@ def _right(target: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """Run, write, and say how many are wrong."""
-    parser = argparse.ArgumentParser(prog="tests.zoo.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="run_zoo.py", description=__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--processes", type=int, default=3)
@@ -84,7 +83,3 @@ def main(arguments: list[str]) -> int:
     wrong = [record for record in records if record["wrong"]]
     print(f"{len(wrong)} of {len(records)} are wrong; the zoo has {len(census.names())} entries")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
