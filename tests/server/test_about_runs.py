@@ -142,24 +142,26 @@ def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_sta
     async def story(service: Any) -> None:
         await trained(service, "stays")
         alone = await everything(service)
-        await trained(service, "a/delete", ended=True)
+        await trained(service, "a/deleted", ended=True)
         order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
-        for run in ("stays", "a/delete"):
+        for run in ("stays", "a/deleted"):
             await service.client.post(f"/v1/runs/{run}/commands", json=order)
         alone |= {"commands": 1, "events": alone["events"] + 1}
         assert (await everything(service))["samples"] == 4
-        deleted = await service.client.post("/v1/runs/a/delete/delete", json={"who": "Ada", "reason": "a typing error"})
+        deleted = await service.client.post(
+            "/v1/runs/a/deleted/delete", json={"who": "Ada", "reason": "a typing error"}
+        )
         assert deleted.status_code == 204, deleted.text
         assert await everything(service) == alone
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
-        assert (await service.client.get("/v1/runs/a/delete")).status_code == 404
-        assert 'run="a/delete"' not in (await service.client.get("/metrics")).text
+        assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
+        assert 'run="a/deleted"' not in (await service.client.get("/metrics")).text
         rows = (await service.get("/v1/audit"))["rows"]
         assert [(row["action"], row["run"], row["details"]) for row in rows[:2]] == [
-            ("deleted", "a/delete", {"reason": "a typing error"}),
-            ("deletion begun", "a/delete", {"reason": "a typing error"}),
+            ("deleted", "a/deleted", {"reason": "a typing error"}),
+            ("deletion begun", "a/deleted", {"reason": "a typing error"}),
         ]
-        again = await service.client.post("/v1/runs/a/delete/delete", json={"who": "Ada", "reason": "once more"})
+        again = await service.client.post("/v1/runs/a/deleted/delete", json={"who": "Ada", "reason": "once more"})
         assert again.status_code == 404
 
     live(story)
