@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
 
-from tests.zoo.run import main  # noqa: E402
+from tests.zoo.run import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))
