@@ -304,4 +304,5 @@ def chromium(_chromium: Chrome) -> Iterator[Chrome]:
 @pytest.fixture
 def feeder(service: Service, request: pytest.FixtureRequest) -> Feeder:
     """An agent whose run bears the test's name."""
-    return Feeder(service.client, request.node.name.removeprefix("test_")[:100])
+    name = request.node.name.removeprefix("test_").replace("[", ":").replace("]", "")
+    return Feeder(service.client, name[:100])
