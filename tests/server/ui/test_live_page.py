@@ -186,7 +186,7 @@ def test_a_service_with_a_token_asks_for_it_once_and_takes_orders_from_the_page_
     chromium.get(f"{guarded.url}/?runs={own.run}")
     token = wait("the token is asked for", lambda: chromium.find_element(By.NAME, "token"))
     token.send_keys("wrong-horse-battery", Keys.ENTER)
-    wait("the wrong one is refused in words", lambda: "No token" in text(chromium, ".note.error"))
+    wait("the wrong one is refused in words", lambda: "does not know this token" in text(chromium, ".note.error"))
     token.clear()
     token.send_keys("correct-horse-battery", Keys.ENTER)
     wait("the run is shown", lambda: tile(chromium, "Step") == "50")
