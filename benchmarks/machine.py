@@ -1,16 +1,26 @@
 """What a figure from a GPU was measured on."""
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
 
+_CLOCKS = "driver_version,clocks.current.sm,clocks.max.sm,clocks.current.memory,power.limit,temperature.gpu"
+
 
 def gpu() -> dict[str, Any]:
-    """The device and the versions that its speed depends on, as every result file has them."""
+    """The device, its driver and clocks at this moment, the versions that its speed depends on, and the commit.
+
+    Where the files are no clone, the environment variable FORESHOCK_COMMIT names it. Every result file has these.
+    """
     import triton
 
     return {
+        "commit": os.environ.get("FORESHOCK_COMMIT") or _said("git", "rev-parse", "--short", "HEAD"),
         "device": torch.cuda.get_device_name(),
+        "clocks": _clocks(),
         "versions": {
             "torch": torch.__version__,
             "triton": triton.__version__,
@@ -18,3 +28,17 @@ def gpu() -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         },
     }
+
+
+def _clocks() -> dict[str, str]:
+    said = _said("nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader", "--id=0")
+    return dict(zip(_CLOCKS.split(","), (said or "").split(", "), strict=False)) if said else {}
+
+
+def _said(*command: str) -> str | None:
+    """What a command prints; None where it is not to be had."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

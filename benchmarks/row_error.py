@@ -1,8 +1,8 @@
 """What rounding does to dW_Q and to the row sums of dS under each mode, against float64, by the size of a common key.
 
-`python -P -m foreshock.benchmarks.row_error`; the reference, on a CPU. Queries, keys and values of independent noise;
-all queries and keys share a direction, which makes the offset, and all values another. dW_Q = sum over tokens of
-dq_t x_t^T for random inputs x.
+`python -P -m foreshock.benchmarks.row_error`; the reference, and where there is a GPU the kernels on it. Queries, keys and
+values of independent noise; all queries and keys share a direction, which makes the offset, and all values another.
+dW_Q = sum over tokens of dq_t x_t^T for random inputs x.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.modes import Mode, mode_name
-from foreshock.kernels.flash_attention import AttentionSpec, Numerics, reference
+from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state, reference
 from foreshock.kernels.flash_attention.reference import row_sum_defect
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
@@ -59,33 +59,57 @@ def problem(offset: float, seed: int = 0, length: int = 256, dim: int = 64, shar
 
 def row_error(inputs: list[Tensor], mode: Mode, numerics: Numerics) -> RowError:
     """One arm, causal, against float64."""
-    query, key, value, grad, x = inputs
+    query, key, value, grad = inputs[:4]
     modes = torch.full((query.shape[1],), int(mode), dtype=torch.int32)
-
-    def gradients(numerics: Numerics, dtype: torch.dtype) -> tuple[AttentionSpec, Tensor, Tensor]:
-        spec = AttentionSpec(query.shape[3] ** -0.5, "top_left", numerics=numerics)
-        given = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
-        q, k, v, g = (x.to(dtype) for x in (query, key, value, grad))
-        saved = Saved(q, k, v, *reference.attention_forward(q, k, v, given))
-        grads = reference.attention_backward(g, saved, None, given)
-        return spec, torch.einsum("bhsd,bse->de", grads[0].double(), x.double()), grads[1].double()
-
-    _, truth, _ = gradients("float64", torch.float64)
-    spec, given, grad_key = gradients(numerics, query.dtype)
-    error = ((given - truth).norm() / truth.norm()).item()
-    key_sum = (grad_key.sum((0, 1, 2)).norm() / grad_key.norm()).item()
-    return RowError(error, row_sum_defect(grad, query, key, value, modes, spec)[1], key_sum)
+    spec = AttentionSpec(query.shape[3] ** -0.5, "top_left", numerics=numerics)
+    grad_query, grad_key = _gradients(inputs, modes, spec)
+    weight, key_sum = _against_truth(inputs, grad_query, grad_key)
+    return RowError(weight, row_sum_defect(grad, query, key, value, modes, spec)[1], key_sum)
 
 
-def mean_error(offset: float, mode: Mode, numerics: Numerics, seeds: int = 4) -> RowError:
-    """The mean of some seeds."""
-    found = [row_error(problem(offset, seed), mode, numerics) for seed in range(seeds)]
+def kernel_error(inputs: list[Tensor], mode: Mode) -> RowError:
+    """The same of the Triton kernels on a GPU; what they do to the row sums of dS they keep to themselves: NaN."""
+    query, key, value = leaves = tuple(x.cuda().requires_grad_() for x in inputs[:3])
+    modes = torch.full((query.shape[1],), int(mode), dtype=torch.int32, device=query.device)
+    state = new_state(query.shape[1], query.device)
+    out = flash_attention(query, key, value, causal="top_left", state=state, modes=modes)
+    grads = torch.autograd.grad(out, leaves, inputs[3].cuda())
+    weight, key_sum = _against_truth(inputs, grads[0].cpu(), grads[1].cpu())
+    return RowError(weight, math.nan, key_sum)
+
+
+def _gradients(inputs: list[Tensor], modes: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """dQ and dK of the reference."""
+    query, key, value, grad = inputs[:4]
+    given = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
+    saved = Saved(query, key, value, *reference.attention_forward(query, key, value, given))
+    grad_query, grad_key, _ = reference.attention_backward(grad, saved, None, given)
+    return grad_query, grad_key
+
+
+def _against_truth(inputs: list[Tensor], grad_query: Tensor, grad_key: Tensor) -> tuple[float, float]:
+    """The error of dW_Q, and dK summed over tokens, both relative."""
+    exact = AttentionSpec(inputs[0].shape[3] ** -0.5, "top_left", numerics="float64")
+    modes = torch.zeros(inputs[0].shape[1], dtype=torch.int32)
+    truth, _ = _gradients([x.double() for x in inputs], modes, exact)
+    wanted, given = (torch.einsum("bhsd,bse->de", dq.double(), inputs[4].double()) for dq in (truth, grad_query))
+    grad_key = grad_key.double()
+    key_sum = grad_key.sum((0, 1, 2)).norm() / grad_key.norm()
+    return ((given - wanted).norm() / wanted.norm()).item(), key_sum.item()
+
+
+def mean_error(offset: float, mode: Mode, numerics: Numerics | None, seeds: int = 4) -> RowError:
+    """The mean of some seeds; without numerics of the Triton kernels."""
+    problems = [problem(offset, seed) for seed in range(seeds)]
+    found = [row_error(each, mode, numerics) if numerics else kernel_error(each, mode) for each in problems]
     return RowError(*(sum(column) / seeds for column in zip(*found, strict=True)))
 
 
 def main() -> None:
     """Print a table of dW_Q's error, row sum and key sum for every mode and offset."""
-    arms: list[tuple[str, Mode, Numerics]] = [("float32", Mode.PLAIN, "float32")]
+    arms: list[tuple[str, Mode, Numerics | None]] = [("float32", Mode.PLAIN, "float32")]
+    if torch.cuda.is_available():
+        arms += [(f"{torch.cuda.get_device_name()}, {mode_name(mode)}", mode, None) for mode in MODES]
     arms += [(mode_name(mode), mode, "kernel") for mode in MODES]
     arms += [(f"paper, {mode_name(mode)}", mode, "paper") for mode in MODES]
     print("| variant | " + " | ".join(f"{offset:g}" for offset in OFFSETS) + " |")
