@@ -25,7 +25,7 @@ def until(what: str, look: Callable[[], bool]) -> None:
 @pytest.mark.promise("S11")
 def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(tmp_path: Path) -> None:
     rank = FakeRank(run="a-run", layers=100, heads=range(100))
-    config = AgentConfig(run="a-run", url=None, spool_directory=None, send_every_seconds=0.02)
+    config = AgentConfig(run="a-run", url=None, spool_directory=None, send_every_seconds=0.02, heartbeat_seconds=3600)
     order = {"who": "ann", "reason": "it drifts", "heads": wire.head_refs(rank.layers), "mode": "row_corrected"}
     taken: dict[str, wire.Command] = {}
     with LiveService(tmp_path) as service, service.client() as client:
@@ -41,8 +41,9 @@ def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(
                 sender.put(wire.AgentHealth(step=8))
             for command in sender.commands():
                 taken[command.id] = command
-                answer = {"id": f"answer-{command.id}"[:120], "step": 8, "outcome": "refused", "command": command.id}
-                sender.put(wire.Switched(**answer, heads=(), before=(), after=(), reason="a test"))
+                sender.put(
+                    rank.answer(command, 8, "refused").model_copy(update={"heads": (), "before": (), "after": ()})
+                )
             return len(taken) == ORDERS
 
         until("every order has come", obey)

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from foreshock.contract import labels
 from foreshock.contract.wire import AgentHealth, Switched
-from foreshock.server.http.run_series import Table
+from foreshock.server.http.head_tables import Table
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
