@@ -166,7 +166,7 @@ class Call:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
             numbers = (self.sequences, longest, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill)
             self.launch(
-                ("rest", numbers, tensor.dtype),
+                ("rest", tensor.shape[1], numbers, tensor.dtype),
                 (tensor, cu_seqlens),
                 partial(
                     Launch,
