@@ -81,7 +81,7 @@ def score_rounding(inputs: Inputs, spec: AttentionSpec) -> Tensor:
     sizes, for the key where that is largest."""
     query, key = inputs.query.double().abs(), inputs.key.double().abs()
     sizes = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
-    return query.shape[3] * 2.0**-24 * spec.scale * sizes.amax(3) + 1e-5
+    return query.shape[3] * 2.0**-24 * abs(spec.scale) * sizes.amax(3) + 1e-5
 
 
 @pytest.mark.promise("K1")
