@@ -78,6 +78,10 @@ def lab_run_set(
         typer.Option(help="Stop after so many minutes; runs that are cut short go to the folder `unfinished`."),
     ] = None,
     rivals: Annotated[bool, typer.Option(help="Also measure what other monitors read; slow on a GPU.")] = True,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Make only runs whose name matches, such as 'text-gpt_*' or '*_seed1'; may be repeated."),
+    ] = None,
 ) -> None:
     """Make the published set of runs again: every recipe, variant and seed of it."""
     from foreshock.cli import laboratory
@@ -92,6 +96,7 @@ def lab_run_set(
         gpus=gpu or (),
         minutes=minutes,
         rivals=rivals,
+        only=only or (),
     )
 
 
