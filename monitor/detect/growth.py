@@ -14,7 +14,7 @@ from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_nam
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
 _LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "largest"]
-_OF_SCORES: Final = [row for row, info in SIGNALS.items() if info.of_scores]
+_OF_SCORES: Final = np.array([int(row) for row, info in SIGNALS.items() if info.of_scores])
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
