@@ -1,0 +1,110 @@
+"""A watched model that counts its own positions tells nothing of any other model: theirs may be packed."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.test_foreign_models import DECODER, QUIET, X, tiny
+from torch import Tensor, nn
+
+from foreshock.monitor import attach
+
+PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None]
+
+
+@pytest.fixture(autouse=True)
+def _the_compiler_starts_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def models() -> tuple[Any, Any]:
+    return tiny("Llama", **DECODER), tiny("Llama", **DECODER)
+
+
+def while_it_runs(model: nn.Module, action: Callable[[], object]) -> None:
+    """Lets `model` do `action` in its forward, before its first layer and before its mask is asked for again."""
+    first: nn.Module = model.model.layers[0]  # type: ignore[union-attr, index, assignment]
+
+    def hook(*_: object) -> None:
+        action()
+
+    first.register_forward_pre_hook(hook)
+
+
+def in_another_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("both_watched", [False, True])
+@pytest.mark.parametrize("around", [lambda action: action(), in_another_thread], ids=["inside it", "in another thread"])
+def test_sequences_packed_for_another_model_while_one_runs_stay_apart(around: Any, both_watched: bool) -> None:
+    student, teacher = models()
+    expected = teacher(X, position_ids=PACKED).logits
+    assert not torch.allclose(expected, teacher(X).logits, atol=0.1)
+    seen: list[Tensor] = []
+    run = teacher.model.forward if both_watched else teacher.forward  # without the hooks of the whole model
+
+    def teach() -> None:
+        out = run(X, position_ids=PACKED)
+        seen.append(teacher.lm_head(out.last_hidden_state) if both_watched else out.logits)
+
+    while_it_runs(student, lambda: around(teach))
+    with attach(student, attention="kernels", **QUIET), torch.no_grad():
+        if both_watched:
+            with attach(teacher, attention="kernels", **QUIET):
+                student(X)
+        else:
+            student(X)
+    torch.testing.assert_close(seen, [expected], rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_packed_for_a_model_that_one_graph_holds_with_a_watched_one_stay_apart() -> None:
+    student, teacher = models()
+    expected = teacher(X, position_ids=PACKED).logits
+    seen: list[Tensor] = []
+    while_it_runs(student, lambda: seen.append(teacher(X, position_ids=PACKED).logits))
+    with attach(student, attention="kernels", **QUIET), torch.no_grad():
+        run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
+        run(X)
+    torch.testing.assert_close(seen, [expected], rtol=1e-4, atol=1e-5)
+
+
+class InterruptedError(BaseException):
+    """As KeyboardInterrupt, which leaves a forward without its hooks."""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: bool) -> None:
+    student, teacher = models()
+    expected = teacher(X, position_ids=PACKED).logits
+
+    def interrupt() -> None:
+        raise InterruptedError
+
+    while_it_runs(student, interrupt)
+    with attach(student, attention="kernels", **QUIET), torch.no_grad():
+        with pytest.raises(InterruptedError):
+            student(X)
+        run: Any = torch.compile(teacher, backend="aot_eager") if compiled else teacher
+        torch.testing.assert_close(run(X, position_ids=PACKED).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["one by itself", "two with one configuration"])
+def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels(model: str) -> None:
+    student, other = models()
+    if model != "one by itself":
+        other.model.config = student.model.config
+        other(X, position_ids=PACKED)
+    with attach(student, attention="kernels", **QUIET) as agent:
+        run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.autograd.backward(run(X).logits.square().mean())
+            agent.step(1.0)
+        assert "kernels (" in agent.report()
+        assert "kept" not in agent.report().partition("numerics")[2].partition("\n")[2]
