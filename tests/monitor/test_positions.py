@@ -22,7 +22,8 @@ def _the_compiler_starts_anew() -> Iterator[None]:
 
 
 def models() -> tuple[Any, Any]:
-    return tiny("Llama", **DECODER), tiny("Llama", **DECODER)
+    """Without a cache, beside which nobody looks for packed sequences."""
+    return tiny("Llama", **DECODER, use_cache=False), tiny("Llama", **DECODER, use_cache=False)
 
 
 def while_it_runs(model: nn.Module, action: Callable[[], object]) -> None:
@@ -46,7 +47,7 @@ def in_another_thread(action: Callable[[], object]) -> None:
 def test_sequences_packed_for_another_model_while_one_runs_stay_apart(around: Any, both_watched: bool) -> None:
     student, teacher = models()
     expected = teacher(X, position_ids=PACKED).logits
-    assert not torch.allclose(expected, teacher(X).logits, atol=0.1)
+    torch.testing.assert_close(expected[:, 5:], teacher(X[:, 5:]).logits, rtol=1e-4, atol=1e-5)
     seen: list[Tensor] = []
     run = teacher.model.forward if both_watched else teacher.forward  # without the hooks of the whole model
 
@@ -95,16 +96,10 @@ def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: b
         torch.testing.assert_close(run(X, position_ids=PACKED).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["one by itself", "two with one configuration"])
-def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels(model: str) -> None:
-    student, other = models()
-    if model != "one by itself":
-        other.model.config = student.model.config
-        other(X, position_ids=PACKED)
+def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
+    student, _ = models()
     with attach(student, attention="kernels", **QUIET) as agent:
         run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
-        for _ in range(2):
-            torch.autograd.backward(run(X).logits.square().mean())
-            agent.step(1.0)
-        assert "kernels (" in agent.report()
-        assert "kept" not in agent.report().partition("numerics")[2].partition("\n")[2]
+        torch.autograd.backward(run(X).logits.square().mean())
+        agent.step(1.0)
+        assert "2 x kernels (" in agent.report()
