@@ -21,7 +21,7 @@ from foreshock.kernels.flash_attention.counting import fold
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
-from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, turn, visible
 from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.tuning import Config
 
@@ -146,17 +146,16 @@ def _block(
 @triton.jit
 def grad_query_kernel(
     query, key, value, grad_out, grad_query, log2_lses, deltas, factors, codes, folded, modes, mean_keys, cu_seqlens_q,
-    cu_seqlens_k, seeds, strides, sizes, SPEC: tl.constexpr, TILE: tl.constexpr,
+    cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
     BLOCK_M: tl.constexpr = TILE.block_m
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    block, which = turn(order)
+    first = (order[0] - 1 - block) * BLOCK_M
     stride_q, stride_k, stride_v, stride_o, stride_g = strides
     heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
-    place, plane, rows, start_q, length_q, start_k, length_k = one_head(
-        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
-    )
+    place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, kv_head = place
     grad_query = at_head(grad_query, batch, head, start_q, stride_g)
     if not TILE.tma:
@@ -187,7 +186,7 @@ def grad_query_kernel(
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
-        means = (mean_keys, tl.program_id(1) // heads * (heads // group) + kv_head)
+        means = (mean_keys, which // heads * (heads // group) + kv_head)
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
@@ -217,10 +216,11 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
 
     def settle() -> Launch:
         tile = settled(call, config, given)
+        order = call.order(triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, call.longest_k)
         return Launch(
             grad_query_kernel,
-            (triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, 1),
-            ((*given.strides, grad_query.stride()), call.sizes),
+            (order[0] * order[1], 1, 1),
+            ((*given.strides, grad_query.stride()), call.sizes, order),
             {"SPEC": call.compiled, "TILE": tile},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
