@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.monitor.doubles import Listener
 from tests.monitor.test_foreign_models import DECODER, QUIET, X, tiny
 from torch import Tensor, nn
 
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
 
 PACKED = torch.cat([torch.arange(5), torch.arange(7)])[None]
@@ -98,8 +101,12 @@ def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: b
 
 def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
     student, _ = models()
-    with attach(student, attention="kernels", **QUIET) as agent:
+    listener = Listener()
+    often: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "probe_rows": 5}
+    with attach(student, attention="kernels", **QUIET, **often) as agent:
+        agent.subscribe(listener)
         run: Any = torch.compile(student, backend="aot_eager", fullgraph=True)
         torch.autograd.backward(run(X).logits.square().mean())
         agent.step(1.0)
-        assert "2 x kernels (" in agent.report()
+    counted = [slot_values(sample.words(), Slot.ROWS).tolist() for sample in listener.of(wire.Sample)]
+    assert counted == [[12] * 8]  # a probe counts five
