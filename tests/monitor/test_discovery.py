@@ -313,3 +313,46 @@ def test_pytorchs_function_where_it_cannot_be_met_is_named_before_the_first_step
     (found,) = find_attention(nn.Sequential(module), {})
     assert found.problem is not None
     assert "cannot be met" in found.problem
+
+
+def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query + key * value
+
+
+def test_layers_of_one_class_are_told_apart_by_the_functions_that_each_was_given() -> None:
+    given = (helper, no_attention, torch.softmax, closure_over(helper), closure_over(no_attention))
+    model = nn.Sequential(*(ThroughAnAttribute(function) for function in given))
+    assert [found.name for found in find_attention(model, {})] == ["0", "3"]
+
+
+def test_what_a_class_does_is_read_anew_by_each_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return no_attention(x, x, x)
+
+    model = nn.Sequential(Layer(), Layer())
+    assert find_attention(model, {}) == []
+    monkeypatch.setattr(Layer, "forward", ThroughAHelper.forward)
+    assert [found.name for found in find_attention(model, {})] == ["0", "1"]
+    monkeypatch.setitem(globals(), "helper", no_attention)
+    assert find_attention(model, {}) == []
+
+
+class Grouped(Attention):
+    """As litgpt writes it: the configuration tells the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.heads, self.to_q, self.to_k
+        self.config = types.SimpleNamespace(n_head=4, n_query_groups=2, head_size=8)
+        self.qkv = nn.Linear(6, (4 + 2 * 2) * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x, x, x)
+
+
+def test_groups_of_queries_that_a_configuration_tells_are_key_heads() -> None:
+    (found,) = find_attention(Grouped(), {})
+    assert (found.heads, found.kv_heads, found.head_dim) == (4, 2, 8)
+    assert found.projection is not None
+    assert len(found.projection.key.starts) == 2
