@@ -61,7 +61,7 @@ def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Te
 
 def launch_rows(call: Call, given: Tensors) -> RowVectors:
     """delta, and what the other passes need of every row."""
-    grid = (-(-call.longest_q // call.row_block), call.sequences * call.heads, 1)  # triton.cdiv takes microseconds
+    grid = (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1)
     lse = given.lse
     log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
     common = None
@@ -148,7 +148,7 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             {"num_warps": 4, "num_stages": 1},
         ),
     )
-    blocks, planes = -(-call.longest_q // _COUNT_ROWS), call.sequences * call.heads
+    blocks, planes = triton.cdiv(call.longest_q, _COUNT_ROWS), call.sequences * call.heads
     partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=state.device)
     call.launch(
         "count",
