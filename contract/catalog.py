@@ -290,7 +290,9 @@ RUN_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
-                action="Stop the run and resume from a checkpoint before the first warning, with every head switched.",
+                action="Stop the run and resume from a checkpoint before the first warning. If its cause was rounding, "
+                "resume with every head switched. Otherwise leave out the batches that led here, or lower the "
+                "learning rate.",
             ),
             Alert(
                 name="ForeshockLossJumped",
@@ -302,8 +304,8 @@ RUN_METRICS: Final = (
                 summary="Run {{ $labels.run }}: the loss has jumped to {{ $value | humanize }}",
                 description=f"The loss of the last two minutes is more than {JUMP_RATIO} times, and by {JUMP_NATS} "
                 "higher than, the lowest that it held for two minutes in the last six hours.",
-                action="Look at the run's warnings. If a head was warned about, resume from a checkpoint before the "
-                "warning with every head switched. If none was, look at the data and the learning rate.",
+                action="Look at the run's warnings. If rounding was warned about, resume from a checkpoint before the "
+                "warning with every head switched. Otherwise look at the data and the learning rate.",
             ),
         ),
     ),
