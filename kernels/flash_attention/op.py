@@ -1,7 +1,7 @@
 """The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the function people call.
 
 The forward is functional. The backward counts the statistics into the layer's state, so that neither a recomputed
-forward nor a pass without backward counts anything (house decision 1).
+forward nor a pass without backward counts anything (docs/design.md, decision 1).
 """
 
 import math
