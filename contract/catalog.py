@@ -2,7 +2,7 @@
 
 Per-head metrics are read from a merged sample by `HeadReading`. Prometheus gets, under a series budget, the worst heads
 of each run (`foreshock_head_*`) and one value per layer (`foreshock_layer_*`, the value of its worst head); every head
-of every sample goes to the service's own store (house decision 9).
+of every sample goes to the service's own store (docs/design.md, decision 9).
 """
 
 from typing import Final

@@ -1,7 +1,7 @@
 """The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the function people call.
 
 The forward is functional. The backward counts the statistics into the layer's state, so that neither a recomputed
-forward nor a pass without backward counts anything (house decision 1).
+forward nor a pass without backward counts anything (docs/design.md, decision 1).
 """
 
 import math
@@ -287,10 +287,12 @@ def flash_attention(
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
-    return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable: a backward through it is refused
-    (under torch.compile no gradient reaches it).
+    return_lse: also return the log-sum-exp [B, H, Sq], in nats, which is not differentiable: a backward through it is
+    refused (under torch.compile no gradient reaches it).
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
+    Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,
+    section 3, as README.md beside this file defines them.
     """
     if attn_mask is not None:
         raise ValueError("attn_mask (an additive bias or mask) is not served; use causal, window or cu_seqlens instead")
