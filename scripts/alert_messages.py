@@ -31,7 +31,7 @@ HEAD: Final = """\
 
 Every alert that people are sent, once, for review. Prometheus's promtool filled in the annotations of the rules, and
 Alertmanager's amtool rendered the templates. The first line is the title. A message holds the alerts of one run, or of
-many runs that hang or fall silent together. `ForeshockWatchdog` is sent to the service and to a dead man's switch alone.
+many runs that hang or fall silent together. `ForeshockWatchdog` goes to the service and to a dead man's switch alone.
 [Messages to people](messages.md) are those that the service sends itself.
 """
 RUN: Final = "gpt2-small/7"
