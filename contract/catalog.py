@@ -429,8 +429,8 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: a switch did not stop what it was made for",
-                description="{{ $value }} applied switches of the run were verified, and the heads' scores or offsets "
-                "grew on as before.",
+                description="Applied switches that were verified and did not help, as scores or offsets of their heads "
+                "grew on: {{ $value }}.",
                 action="Approve the stronger mode that the service has proposed. If it proposed none, lower the "
                 "learning rate or resume from a checkpoint before the first warning.",
             ),
@@ -523,7 +523,7 @@ SERVICE_METRICS: Final = (
                 for_="5m",
                 severity="warning",
                 summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
-                description="{{ $value }} commands have waited for five minutes on a run that is active.",
+                description="Commands that have waited for five minutes on a run that is active: {{ $value }}.",
                 action="Look whether the run still sends samples; if it does, read the run's audit trail on its page.",
             ),
         ),

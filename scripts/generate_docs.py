@@ -215,9 +215,8 @@ def messages() -> Iterator[str]:
         "Every kind of message that the service's own notifier sends, printed by the code that sends it "
         f"(`server/messages.py`), for review. None has more than {LONGEST} characters. What is said of what was done "
         "and is to do comes from `contract/decision.py`, which the agent, the webhooks, the page and alert "
-        "rules read too. The messages of Alertmanager and Grafana are the annotations in "
-        "`dashboards/generated/prometheus-rules.yml`, set by `dashboards/generated/messages.tmpl`; each alert has a "
-        "[page](../runbooks/) on what to do.\n"
+        "rules read too. [Messages of alerts](alert-messages.md) are those that Prometheus and Alertmanager send; "
+        "each alert has a [page](../runbooks/) on what to do.\n"
     )
     page = "https://foreshock.example.org"
     for cause in CAUSES:

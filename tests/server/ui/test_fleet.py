@@ -306,7 +306,8 @@ def test_names_that_are_long_or_strange_break_no_card_on_any_screen(
         open_list(chromium, service, q=str(width))
         wait("the runs", lambda: len(listed(chromium)) >= len(runs))
         assert chromium.execute_script(OVERFLOW) == []
-        open_at_size(chromium, service, *runs)
-        assert chromium.execute_script(OVERFLOW) == []
+        for shown in (runs, runs[:1]):
+            open_at_size(chromium, service, *shown)
+            assert chromium.execute_script(OVERFLOW) == []
     finally:
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -28,12 +28,18 @@ LONG = "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/
 OVERFLOW = """
 const wide = [];
 for (const card of document.querySelectorAll(".card, main > section")) {
-  const right = card.getBoundingClientRect().right;
+  const { left, right } = card.getBoundingClientRect();
   for (const inner of card.querySelectorAll("*:not(.hidden)")) {
     if (inner.closest(".table, .canvas, .u-wrap, .scroll")) continue;
-    if (inner.getBoundingClientRect().right > right + 1)
+    const room = inner.getBoundingClientRect();
+    if (room.width && (room.right > right + 1 || room.left < left - 1))
       wide.push(`${inner.tagName}.${inner.className} in ${card.className}: ${inner.textContent.slice(0, 40)}`);
   }
+}
+for (const word of document.querySelectorAll(".crumbs a, .state, button")) {
+  const range = document.createRange();
+  range.selectNodeContents(word);
+  if (range.getBoundingClientRect().height > 50) wide.push(`broken into letters: ${word.textContent}`);
 }
 if (document.documentElement.scrollWidth > innerWidth) wide.push(`the page: ${document.documentElement.scrollWidth}`);
 return wide;
