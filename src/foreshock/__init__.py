@@ -37,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*globals(), *_OF_THE_AGENT, *_MODULES))
+    return [*_OF_THE_AGENT, *_MODULES, "__version__"]

@@ -28,4 +28,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*globals(), *_HOMES))
+    return list(_HOMES)
