@@ -168,22 +168,26 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     if words.size:
         words[:] = _NOTHING_SEEN
     counted = np.zeros(shape, dtype=np.bool_)
-    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS if names is None or name in names}
+    of_heads = [name for name in _FIELDS if names is None or name in names]
+    fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
     held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}
-    scalars: dict[str, Floats] = {name: np.full(len(by_step), np.nan) for name in SCALARS}
-    given = {name: np.zeros(len(by_step), dtype=np.bool_) for name in SCALARS}
+    scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
+    given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
     for i, (_, group) in enumerate(by_step):
         for row in group:
             where = axis.rows.get(row.boot_id)
             if where is None or names == frozenset():
                 continue
             own = held[row.boot_id]
+            at = where[own]
             for name, values in head_arrays(row, len(where), names).items():
-                at, values = where[own], values[own]
+                values = values[own]
                 if name == "states":
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
+                elif row is group[0]:  # as below, where no rank has told anything yet
+                    fields[name][i, at] = values
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
                     old = fields[name][i, at]
