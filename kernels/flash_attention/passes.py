@@ -27,6 +27,9 @@ class Tensors(NamedTuple):
     seed: Tensor | None
     mean_keys: Tensor | None = None
     """The mean key of each plane (means.py), where a head asks; None without modes."""
+    looked: Tensor | None = None
+    """int8 [B, H, Sq]: the flags of every row (spec.LOOKED), from the forward; None with no cadence: all of both."""
+    cadence: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,6 +60,8 @@ class RowVectors(NamedTuple):
     folded: Tensor | None
     """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, read as the first half of 16; None where
     they cannot be folded."""
+    done: Tensor | None
+    """int32 [H]: programs of a head that have counted."""
 
 
 def settled(call: Call, config: Config, given: Tensors) -> Config:
