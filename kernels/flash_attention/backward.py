@@ -51,8 +51,12 @@ def attention_backward(
 
 def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
     """The three passes under given configurations, and the statistics."""
-    rows = launch_rows(call, given)
+    name = ("made", chosen, *[tensor is None for tensor in given])
+    made = call.plans.get(name, False)
+    rows = launch_rows(call, given, made and call.takes_addresses())
     launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
     launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
     if given.state is not None:
         launch_count(call, given, rows, given.state)
+    if not made:
+        call.plans[name] = True

@@ -41,6 +41,9 @@ _COUNTED: Final = (
 )
 _IS_COUNTED: tl.constexpr = tl.constexpr(sum(1 << slot.value for slot in _COUNTED))
 
+COUNT_ROWS: Final = 1024
+"""Rows a program of the counting kernel."""
+
 
 @triton.jit
 def finite(x):
@@ -219,15 +222,9 @@ def count_kernel(
                 tl.atomic_add(cadence + 1, 1, sem="relaxed")
 
 
-COUNT_ROWS: Final = 1024
-"""Rows a program of the counting kernel."""
-
-
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
     """Every statistic of every row, added to the state."""
     query, key = given.query, given.key
-    blocks, planes = triton.cdiv(call.longest_q, COUNT_ROWS), call.sequences * call.heads
-    partial = torch.empty((planes, SLOT_COUNT, blocks), dtype=torch.int64, device=state.device)
     call.launch(
         "count",
         (
@@ -243,7 +240,7 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             rows.large,
             rows.done,
             given.modes,
-            partial,
+            rows.partial,
             state,
             given.cadence,
             given.cu_seqlens_q,
@@ -251,7 +248,7 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
         ),
         lambda: Launch(
             count_kernel,
-            (blocks, planes, 1),
+            (triton.cdiv(call.longest_q, COUNT_ROWS), call.sequences * call.heads, 1),
             ((query.stride(), key.stride(), state.stride()), call.longest_q, call.sizes, float(call.score_unit)),
             {
                 "SPEC": call.compiled,

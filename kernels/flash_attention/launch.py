@@ -70,8 +70,10 @@ class Call:
     spec: AttentionSpec
     ready: dict[Any, Ready] = field(default_factory=dict, compare=False, repr=False)
     """Its launches, by name, once they were made."""
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What else is remembered of it."""
 
-    def launch(self, name: Any, tensors: tuple[Tensor | None, ...], settle: Callable[[], Launch]) -> None:
+    def launch(self, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Launch]) -> None:
         """Launch what `settle` says with `tensors`. From the second time on nothing but pointers is looked at: calls
         are remembered by all else (call_of)."""
         known = (name, *[tensor is None for tensor in tensors])
@@ -80,6 +82,10 @@ class Call:
             ready(tensors)
         elif (made := first_launch(settle(), tensors)) is not None:
             self.ready[known] = made
+
+    def takes_addresses(self) -> bool:
+        """Whether, of tensors that no launch but remembered ones take, these need no more than the addresses."""
+        return bool(self.ready) and all(ready.takes_addresses() for ready in self.ready.values())
 
     @cached_property
     def compiled(self) -> Compiled:

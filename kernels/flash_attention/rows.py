@@ -1,9 +1,14 @@
 """The first pass of the backward: delta of every row, and what the other passes need of it."""
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention.blocks import (
     CENTRED_KEYS,
     LOG2E,
@@ -16,7 +21,7 @@ from foreshock.kernels.flash_attention.blocks import (
     load_tile,
     to_operand,
 )
-from foreshock.kernels.flash_attention.counting import finite
+from foreshock.kernels.flash_attention.counting import COUNT_ROWS, finite
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors
@@ -107,22 +112,57 @@ def row_kernel(
             tl.store(done + tl.program_id(1), 0)  # no program of the counting kernel has finished yet
 
 
-def launch_rows(call: Call, given: Tensors) -> RowVectors:
-    """delta, and what the other passes need of every row."""
-    grid = (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1)
+class _Plan(NamedTuple):
+    """Where the vectors of one call lie in its memory: offset, type and shape each, None for those it does without."""
+
+    parts: tuple[tuple[int, torch.dtype, tuple[int, ...]] | None, ...]
+    size: int
+
+
+def _plan(call: Call, given: Tensors) -> _Plan:
+    rows, planes = tuple(given.lse.shape), call.sequences * call.heads
+    counts = given.state is not None
+    single, double = (torch.float32, rows), (torch.float32, (*rows, 2))
+    parts: list[tuple[int, torch.dtype, tuple[int, ...]] | None] = []
+    size = 0
+    for needed, (dtype, shape) in (
+        (True, single),
+        (True, single),
+        (True, single),
+        (counts and given.modes is not None, single),
+        (counts, double),
+        (counts, (torch.int8, (triton.cdiv(call.longest_q, call.row_block), planes))),
+        (counts, (torch.int16, rows)),
+        (call.foldable, (torch.bfloat16, (rows[0] * rows[1], 1, rows[2], 8))),
+        (counts, (torch.int32, (call.heads,))),
+        (counts, (torch.int64, (planes, SLOT_COUNT, triton.cdiv(call.longest_q, COUNT_ROWS)))),
+    ):
+        parts.append((size, dtype, shape) if needed else None)
+        size += -(-math.prod(shape) * dtype.itemsize // 256) * 256 if needed else 0
+    return _Plan(tuple(parts), size)
+
+
+def _vectors(call: Call, given: Tensors, addresses: bool) -> RowVectors:
+    name = (given.state is None, given.modes is None)
+    plan = call.plans.get(name)
+    if plan is None:
+        plan = call.plans[name] = _plan(call, given)
+    memory = torch.empty(plan.size, dtype=torch.uint8, device=given.lse.device)
+    if addresses:
+        start = memory.data_ptr()
+        return RowVectors(*[None if part is None else start + part[0] for part in plan.parts], memory)
+    return RowVectors(*[None if part is None else _view(memory, *part) for part in plan.parts], memory)
+
+
+def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVectors:
+    """delta, and what the other passes need of every row; as addresses where all launches that take it are
+    remembered."""
     lse = given.lse
-    log2_lse, delta, bias = torch.empty((3, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
-    common = None
-    factors = large = codes = done = None
-    if given.state is not None:
-        factors = lse.new_empty((*lse.shape, 2))
-        large = torch.empty(grid[:2], dtype=torch.int8, device=lse.device)
-        codes = torch.empty_like(lse, dtype=torch.int16)
-        done = torch.empty(call.heads, dtype=torch.int32, device=lse.device)
-        common = torch.empty_like(lse) if given.modes is not None else None
-    folded = None
-    if call.foldable:
-        folded = torch.empty((lse[..., 0].numel(), 1, lse.shape[2], 8), dtype=torch.bfloat16, device=lse.device)
+    rows = _vectors(call, given, addresses)
     call.launch(
         "rows",
         (
@@ -133,14 +173,14 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
             lse,
             given.row_max,
             given.looked,
-            log2_lse,
-            delta,
-            folded,
-            bias,
-            common,
-            factors,
-            large,
-            done,
+            rows.log2_lse,
+            rows.delta,
+            rows.folded,
+            rows.bias,
+            rows.common,
+            rows.factors,
+            rows.large,
+            rows.done,
             given.modes,
             given.mean_keys,
             given.cu_seqlens_q,
@@ -148,7 +188,7 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
         ),
         lambda: Launch(
             row_kernel,
-            grid,
+            (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1),
             (
                 (given.grad_out.stride(), given.out.stride(), given.query.stride()),
                 (*call.planes, call.dim, float(call.spec.scale), float(call.unit), float(call.score_unit)),
@@ -157,4 +197,4 @@ def launch_rows(call: Call, given: Tensors) -> RowVectors:
             {"num_warps": 4},
         ),
     )
-    return RowVectors(log2_lse, delta, bias, common, factors, large, codes, folded, done)
+    return rows
