@@ -331,7 +331,7 @@ def markdown(cells: list[dict[str, Any]]) -> str:
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means over `both` from S = 2048, and the least ratio to each peer over every cell."""
+    """Geometric means over `both` from S = 2048, and the least and mean ratio to each peer over every cell."""
     both = [c for c in cells if c["pass"] == PASSES[-1] and c["seq_len"] >= 2048 and c["kv_heads"] == c["heads"]]
     result = {}
     for name, a, b in (
@@ -347,6 +347,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
             ratios = [c[peer] / c["foreshock"] for c in cells if c["pass"] == which and c.get(peer)]
             if ratios:
                 result[f"{which}_least_ratio_to_{peer}"] = min(ratios)
+                result[f"{which}_mean_ratio_to_{peer}"] = statistics.geometric_mean(ratios)
     return result
 
 
@@ -356,29 +357,36 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
         raise SystemExit("foreshock bench attention needs a CUDA GPU, and this machine has none that PyTorch sees")
     began, stopwatch = time.monotonic(), Stopwatch(repeats)
     cells: list[dict[str, Any]] = []
-    for shape in grid(lengths):
-        found = measure(shape, stopwatch)
-        header, *lines = table(found).splitlines()
-        print("\n".join(lines if cells else [header, *lines]), flush=True)
-        cells += found
-    varlen = [cell for head_dim, heads in ((64, 32), (128, 16)) for cell in measure_varlen(head_dim, heads, stopwatch)]
-    for cell in varlen:
-        print(
-            f"varlen D {cell['head_dim']} {cell['pass']:<8} foreshock {cell['foreshock']:.3f} ms, "
-            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen')}"
-        )
-    totals = summary(cells)
-    for name, value in totals.items():
-        print(f"{name}: {value:.3f}")
-    if json_path is not None:
+    varlen: list[dict[str, Any]] = []
+
+    def keep() -> None:
+        if json_path is None:
+            return
         result = {
             "command": f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}",
             "date": datetime.now(UTC).date().isoformat(),
             **machine.gpu(),
             "unit": "milliseconds, median",
             "seconds": round(time.monotonic() - began),
-            "summary": totals,
+            "summary": summary(cells),
             "cells": cells,
             "varlen_cells": varlen,
         }
         Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+
+    for shape in grid(lengths):
+        found = measure(shape, stopwatch)
+        header, *lines = table(found).splitlines()
+        print("\n".join(lines if cells else [header, *lines]), flush=True)
+        cells += found
+        keep()
+    for head_dim, heads in ((64, 32), (128, 16)):
+        varlen += measure_varlen(head_dim, heads, stopwatch)
+        keep()
+    for cell in varlen:
+        print(
+            f"varlen D {cell['head_dim']} {cell['pass']:<8} foreshock {cell['foreshock']:.3f} ms, "
+            f"torch varlen {cell['torch_varlen']:.3f} ms, ratio {_ratio(cell, 'torch_varlen')}"
+        )
+    for name, value in summary(cells).items():
+        print(f"{name}: {value:.3f}")

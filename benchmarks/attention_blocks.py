@@ -39,7 +39,7 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
     call = call_of(query, key, value, arguments)
     outputs = forward.attention_forward(query, key, value, arguments)
     means = launch_means(call, key, Mode.CENTRED_KEYS, modes, None)
-    given = Tensors(grad, query, key, value, *outputs, state, modes, None, None, None, means)
+    given = Tensors(grad, query, key, value, *outputs[:4], state, modes, None, None, None, means)
     plain = given._replace(residual=None, state=None, modes=None)
     rows, plain_rows = backward.launch_rows(call, given), backward.launch_rows(call, plain)
     grads = [torch.empty_like(x) for x in (query, key, value)]
@@ -51,7 +51,7 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
     }
     for config in CONFIGS:
         found[f"forward {tuple(config)}"] = partial(
-            forward.launch_forward, call, config, (query, key, value), outputs, arguments
+            forward.launch_forward, call, config, (query, key, value), outputs[:4], arguments
         )
         found[f"dQ {tuple(config)}"] = partial(grad_query.launch_grad_query, call, config, given, rows, grads[0])
         found[f"dQ, no statistics {tuple(config)}"] = partial(

@@ -1,7 +1,7 @@
 """What rounding does to dW_Q and to the row sums of dS under each mode, against float64, by the size of a common key.
 
-`python -P -m foreshock.benchmarks.row_error`; the reference, and where there is a GPU the kernels on it. Queries, keys and
-values of independent noise; all queries and keys share a direction, which makes the offset, and all values another.
+`python -P -m foreshock.benchmarks.row_error`; the reference, and where there is a GPU the kernels on it. Queries, keys
+and values of independent noise; all queries and keys share a direction, which makes the offset, and all values another.
 dW_Q = sum over tokens of dq_t x_t^T for random inputs x.
 """
 

@@ -131,16 +131,21 @@ def run_set(
     gpus: Sequence[int],
     minutes: float | None,
     rivals: bool,
+    only: Sequence[str] = (),
 ) -> None:
-    """Make the traces of one published set that are not there yet. Raises ValueError for an unknown set."""
+    """Make the traces of one published set that are not there yet.
+
+    Raises ValueError for an unknown set, and for a pattern that no run of the set matches.
+    """
     from foreshock.lab.training.published_runs import published
+    from foreshock.lab.training.run_set import chosen
     from foreshock.lab.training.run_set import run_set as make
 
     sets = published()
     if name not in sets:
         raise ValueError(f"set {name!r} does not exist; allowed are {', '.join(sets)}")
     missing = make(
-        sets[name],
+        chosen(sets[name], only),
         folder,
         processes=processes,
         runs_per_process=runs_per_process,

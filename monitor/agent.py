@@ -44,11 +44,15 @@ class Agent:
 
     def __init__(self, config: AgentConfig, instruments: Instruments, undo: Callable[[], None]) -> None:
         self.config: Final = config
+        """The settings, complete."""
         self.run = config.run or new_run_name(config.world_size)
+        """The name that the service knows the run by."""
         self.boot: Final = f"{time.time_ns() // 1_000_000:013d}-{config.rank}-{secrets.token_hex(4)}"
+        """This process start. A later one of the same rank sorts after it."""
         self.faults: Counter[str] = Counter()
         """Contained faults by component, since this agent's start."""
         self.current_step = 0
+        """The last optimizer step that is done."""
         self._instruments = instruments
         self._undo: Callable[[], None] | None = undo
         self._heads = wire.head_refs(instruments.layers)
@@ -84,8 +88,11 @@ class Agent:
     ) -> None:
         """One optimizer step is done. Call it after `optimizer.step()`.
 
-        loss: the step's raw loss, a number or a tensor of one (read later, without waiting for the device).
-        grad_norm: gradient norm before clipping. step: the run's own step number, one more than the last by default.
+        loss: the step's raw loss in nats, a number or a tensor of one (read later, without waiting for the device).
+        grad_norm: the gradient's norm before clipping, likewise. learning_rate: that of this step.
+        step: the run's own step number, one more than the last by default; it never goes back.
+
+        What was not given is recorded as unknown. Raises nothing, unless the configuration says strict.
         """
         if self._inert() or self._busy:
             return
@@ -274,11 +281,13 @@ class Agent:
     # ---- people ---------------------------------------------------------------------------------------------------
 
     def modes(self) -> dict[tuple[int, int], str]:
-        """The present mode of every (layer, head), by name."""
+        """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""
         return {head: mode_name(mode) for head, mode in self._switchboard.modes().items()}
 
     def set_mode(self, heads: Iterable[tuple[int, int]], mode: str, reason: str) -> wire.Switched:
         """Switch `heads` ((layer, head), global numbers) to `mode` before the next step, and return the event.
+
+        mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
 
         Call it between steps. Raises ValueError for a mode or a head that does not exist.
         """
@@ -322,7 +331,7 @@ class Agent:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, as a new boot of the same run. Call it before the first step.
+        """Go on where `state_dict` was taken, as a new process start of the same run. Call it before the first step.
 
         Raises ValueError after a step, or for a state that this version cannot read.
         """

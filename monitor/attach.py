@@ -32,9 +32,16 @@ _NO_ATTENTION: Final = (
 def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
 
-    Call it when the model lies on its device and before torch.compile. `overrides` are fields of AgentConfig. Prints a
-    table of what was found to standard error. Raises ValueError with a sentence for a wrong setting, a model without
-    attention, a model that is compiled or watched already.
+    Call it when the model lies on its device and before torch.compile. Prints a table of what was found to standard
+    error, unless `quiet`. What is watched, and why it foretells an explosion: arXiv 2510.04212, section 3.
+
+    model: any module with attention in it, whole or a shard of it (DDP, FSDP2, tensor or pipeline parallel).
+    config: the settings; by default those of the variables FORESHOCK_*.
+    overrides: fields of AgentConfig, which go before `config` and variables: `run`, `url`, `policy`, `attention`, ...
+
+    Returns the agent: call `step` after every optimizer step, and `close` at the end, or use it in a `with` statement.
+    Raises ValueError with a sentence for a wrong setting, a model without attention, a model that is compiled or
+    watched already.
     """
     settings = make_config(config, {**_place(config), **overrides})
     _refuse_unfit(model)
@@ -65,7 +72,10 @@ _agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = we
 
 
 def detach(model: nn.Module) -> None:
-    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does."""
+    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does.
+
+    For where the agent that `attach` returned is out of reach. The service is told that the run was stopped.
+    """
     layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if LAYER_ATTRIBUTE in vars(module)]
     for layer in layers:
         agent = known() if (known := _agents.get(layer)) is not None else None

@@ -33,7 +33,7 @@ from foreshock.kernels.flash_attention.blocks import (
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.means import launch_means
-from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, turn, visible
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.tuning import Config, configs
@@ -183,16 +183,15 @@ def _block(
 @triton.jit
 def forward_kernel(
     query, key, value, out, residual, lse, row_max_out, modes, mean_values, cadence, looked, cu_seqlens_q,
-    cu_seqlens_k, seeds, strides, sizes, score_unit, SPEC: tl.constexpr, TILE: tl.constexpr,
+    cu_seqlens_k, seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
     dtype: tl.constexpr = out.dtype.element_ty
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE.block_m
+    block, which = turn(order)
+    first = (order[0] - 1 - block) * TILE.block_m
     stride_q, stride_k, stride_v, stride_o = strides
     heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
-    place, plane, rows, start_q, length_q, start_k, length_k = one_head(
-        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
-    )
+    place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, kv_head = place
     out = at_head(out, batch, head, start_q, stride_o)
     if residual is not None:
@@ -219,7 +218,7 @@ def forward_kernel(
         # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone.
         keeps = True
         if looked is not None:
-            look = looks_at(cadence, first, tl.program_id(1) // heads + head)
+            look = looks_at(cadence, first, which // heads + head)
             if modes is not None:
                 look = look | keeps_residual(mode, SPEC)
             keeps = (look & RESIDUAL_KEPT) != 0
@@ -227,7 +226,7 @@ def forward_kernel(
             tl.store(looked + rows + queries, (look + queries * 0).to(tl.int8), mask=queries < length_q)
         if modes is not None:
             if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
-                mean = load_mean(mean_values, tl.program_id(1) // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
+                mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(
                     q, tensors, outputs, mean, mode, keeps, first, rows, length_q, seen, chance, key_strides, stride_o[2],
                     numbers, False, True, SPEC, TILE, dtype,
@@ -267,7 +266,11 @@ def attention_forward(
     outputs = (out, residual, lse, row_max)
     with on_device(query):
         launch_forward(
-            call, configs(call.capability, call.block_d, call.mean_keys).forward, (query, key, value), outputs, given,
+            call,
+            configs(call.capability, call.block_d, call.mean_keys).forward,
+            (query, key, value),
+            outputs,
+            given,
             looked,
         )
         if call.packed:
@@ -293,10 +296,12 @@ def launch_forward(
 
     def settle() -> Launch:
         tile = config.fitted(call.takes_descriptors(*inputs))
+        strides = (query.stride(), key.stride(), value.stride(), outputs[0].stride())
+        order = call.order(triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, call.longest_k)
         return Launch(
             forward_kernel,
-            (triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, 1),
-            ((query.stride(), key.stride(), value.stride(), outputs[0].stride()), call.sizes, float(call.score_unit)),
+            (order[0] * order[1], 1, 1),
+            (strides, call.sizes, float(call.score_unit), order),
             {"SPEC": call.compiled, "TILE": tile},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),

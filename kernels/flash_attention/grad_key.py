@@ -17,7 +17,7 @@ from foreshock.kernels.flash_attention.blocks import (
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
-from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, place, visible
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, place, turn, visible
 from foreshock.kernels.flash_attention.tuning import Config
 
 
@@ -79,17 +79,18 @@ def _add_queries(
 @triton.jit
 def grad_key_kernel(
     query, key, value, grad_out, grad_key, grad_value, folded, log2_lses, deltas, cu_seqlens_q, cu_seqlens_k, seeds,
-    strides, sizes, SPEC: tl.constexpr, TILE: tl.constexpr,
+    strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, over every query head of its group."""
     dtype: tl.constexpr = grad_key.dtype.element_ty
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    first = tl.program_id(0) * BLOCK_N
+    block, which = turn(order)
+    first = block * BLOCK_N
     stride_q, stride_k, stride_v, stride_o, stride_g, stride_w = strides
     heads, group, total_q, total_k, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
     batch, kv_head, start_q, length_q, start_k, length_k = place(
-        tl.program_id(1), heads // group, cu_seqlens_q, cu_seqlens_k, total_q, total_k, SPEC.PACKED
+        which, heads // group, cu_seqlens_q, cu_seqlens_k, total_q, total_k, SPEC.PACKED
     )
     grad_key = at_head(grad_key, batch, kv_head, start_k, stride_g)
     grad_value = at_head(grad_value, batch, kv_head, start_k, stride_w)
@@ -155,10 +156,11 @@ def launch_grad_key(call: Call, config: Config, given: Tensors, rows: RowVectors
         tiles = call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         if tile.tma and rows.folded is not None:
             tiles[6] = (tile.block_m, 16)  # what lies past its eight columns is read as 0
+        order = call.order(triton.cdiv(call.longest_k, tile.block_n), call.sequences * call.kv_heads, call.longest_q)
         return Launch(
             grad_key_kernel,
-            (triton.cdiv(call.longest_k, tile.block_n), call.sequences * call.kv_heads, 1),
-            ((*given.strides, grads[0].stride(), grads[1].stride()), call.sizes),
+            (order[0] * order[1], 1, 1),
+            ((*given.strides, grads[0].stride(), grads[1].stride()), call.sizes, order),
             {"SPEC": call.compiled, "TILE": tile},
             tile.options,
             tiles,

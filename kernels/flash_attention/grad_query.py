@@ -21,7 +21,7 @@ from foreshock.kernels.flash_attention.blocks import (
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
-from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, turn, visible
 from foreshock.kernels.flash_attention.rows import fold
 from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.tuning import Config
@@ -171,17 +171,16 @@ def _plain_block(
 @triton.jit
 def grad_query_kernel(
     query, key, value, grad_out, grad_query, log2_lses, deltas, factors, codes, folded, looked, modes, mean_keys,
-    cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, SPEC: tl.constexpr, TILE: tl.constexpr,
+    cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
     BLOCK_M: tl.constexpr = TILE.block_m
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    block, which = turn(order)
+    first = (order[0] - 1 - block) * BLOCK_M
     stride_q, stride_k, stride_v, stride_o, stride_g = strides
     heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
-    place, plane, rows, start_q, length_q, start_k, length_k = one_head(
-        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
-    )
+    place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, kv_head = place
     grad_query = at_head(grad_query, batch, head, start_q, stride_g)
     if not TILE.tma:
@@ -220,7 +219,7 @@ def grad_query_kernel(
         # counts of rows that are not looked at is left out by the counting kernel.
         COUNT: tl.constexpr = codes is not None
         THINNED: tl.constexpr = looked is not None
-        means = (mean_keys, tl.program_id(1) // heads * (heads // group) + kv_head)
+        means = (mean_keys, which // heads * (heads // group) + kv_head)
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
@@ -250,15 +249,25 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
 
     def settle() -> Launch:
         tile = settled(call, config, given)
+        order = call.order(triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, call.longest_k)
         return Launch(
             grad_query_kernel,
-            (triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, 1),
-            ((*given.strides, grad_query.stride()), call.sizes),
+            (order[0] * order[1], 1, 1),
+            ((*given.strides, grad_query.stride()), call.sizes, order),
             {"SPEC": call.compiled, "TILE": tile},
             tile.options,
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
         )
 
-    vectors = (rows.log2_lse, rows.delta, rows.factors, rows.codes, rows.folded, given.looked, given.modes, given.mean_keys)
+    vectors = (
+        rows.log2_lse,
+        rows.delta,
+        rows.factors,
+        rows.codes,
+        rows.folded,
+        given.looked,
+        given.modes,
+        given.mean_keys,
+    )
     packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
     call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)

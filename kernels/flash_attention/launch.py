@@ -150,6 +150,17 @@ class Call:
         queries and of keys."""
         return self.heads, self.heads // self.kv_heads, self.total_q, self.total_k
 
+    def order(self, blocks: int, planes: int, length: int) -> tuple[int, int, int]:
+        """In which order the programs of a pass start (places.turn), each of which reads two streams of `length` rows.
+
+        Under a causal mask the blocks of a plane differ in their work, and a pass ends when its last long one does: the
+        longest of many planes start before the shorter ones of any. All planes that are read at the same time have to
+        fit the L2 cache, which makes a section. Elsewhere all blocks are alike, and a plane is a section.
+        """
+        alike = self.spec.right < 0 or self.spec.window_left >= 0
+        fitting = 1 if alike else _SECTION_BYTES // max(1, 2 * 2 * length * self.block_d)
+        return blocks, planes, max(1, min(planes, fitting))
+
     def takes_descriptors(self, *tensors: Tensor) -> bool:
         """Whether Hopper's copy engine can read these tensors: 16-byte aligned and not packed."""
         return self.capability >= 90 and not self.packed and all(map(_copyable, tensors))
@@ -172,7 +183,7 @@ class Call:
             dim = tensor.shape[3] if tensor.dim() == 4 else 1
             numbers = (self.sequences, longest, tensor.shape[2], tensor.stride(1), tensor.stride(2), dim, fill)
             self.launch(
-                ("rest", numbers, tensor.dtype),
+                ("rest", tensor.shape[1], numbers, tensor.dtype),
                 (tensor, cu_seqlens),
                 partial(
                     Launch,
@@ -187,6 +198,8 @@ class Call:
 _CALLS: Final[dict[Any, Call]] = {}
 _MOST_PLANES: Final = 65_535
 """What CUDA allows in the second dimension of a grid."""
+_SECTION_BYTES: Final = 2**25
+"""Of the 50 MB of L2 of a Hopper GPU, what the programs of a section read at the same time."""
 _MOST_KNOWN: Final = 4096
 """Calls that are remembered; past so many all are forgotten, as lengths may differ at every step."""
 

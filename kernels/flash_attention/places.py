@@ -5,6 +5,21 @@ import triton.language as tl
 
 
 @triton.jit
+def turn(order):
+    """Block and plane of this program, whose grid has one dimension.
+
+    order: blocks of a plane, planes, and the planes of a section. Sections come one after another, and in a section the
+    first block of every plane before the second of any (Call.order says why).
+    """
+    blocks, planes, section = order
+    program = tl.program_id(0)
+    start = program // (section * blocks) * section
+    width = tl.minimum(section, planes - start)
+    program -= start * blocks
+    return program // width, start + program % width
+
+
+@triton.jit
 def one_head(plane, sizes, cu_seqlens_q, cu_seqlens_k, SPEC: tl.constexpr):
     """Of a plane, one query head of one sequence: batch entry, head and key head; its plane and first row among all
     [B, H, Sq]; and as `place`, where its queries and keys start and how many there are."""

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,19 @@ class Entry:
         """Of its trace, without the ending."""
         arm = self.branch.name if self.branch else self.arm.name
         return f"{self.recipe.name}_{arm}_seed{self.seed}"
+
+
+def chosen(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
+    """The runs whose name matches one of `patterns` (shell wildcards), in their order; all of them without patterns.
+
+    A branch is made only where its trunk is chosen too. Raises ValueError for a pattern that no run matches.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(entry.name, pattern) for entry in entries):
+            raise ValueError(
+                f"no run of this set matches {pattern!r}; runs are named RECIPE_ARM_seedSEED, such as {entries[0].name}"
+            )
+    return [entry for entry in entries if not patterns or any(fnmatchcase(entry.name, each) for each in patterns)]
 
 
 def run_set(

@@ -30,7 +30,10 @@ _LEARNING_RATE: Final = ("lr", "learning_rate", "train/lr", "train/learning_rate
 
 
 class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
-    """Watches `model` (before or after `prepare`). `overrides` are fields of AgentConfig, as for `attach`."""
+    """Watches `model` (before or after `prepare`). `overrides` are fields of AgentConfig, as for `attach`.
+
+    `accelerator.init_trackers` raises ValueError with a sentence, if a setting is wrong or the model cannot be watched.
+    """
 
     name = "foreshock"
     requires_logging_directory = False

@@ -135,7 +135,10 @@ async def _find_runs(
         missing = [name for name in names if name not in done.run_ids]
         if not missing or attempt == 2:
             break
-        values = [{"name": name, "first_seen": now, "last_seen": now} for name in missing]
+        # A run may get the number of one that was deleted; what was made of that one is not taken for the new one's,
+        # since its changes are counted on from another moment.
+        since = int(1e6 * now)
+        values = [{"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in missing]
         await connection.execute(insert_or_ignore(store, runs), values)
 
 

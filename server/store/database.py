@@ -172,11 +172,11 @@ class Store:
     async def _revisions(self) -> tuple[str | None, str | None]:
         async with self.engine.connect() as connection:
             current = await connection.run_sync(lambda c: MigrationContext.configure(c).get_current_revision())
-        return current, ScriptDirectory.from_config(_alembic_config(None)).get_current_head()
+        return current, _migrations().get_current_head()
 
     async def _check_not_newer(self) -> None:
         current, _ = await self._revisions()
-        known = {s.revision for s in ScriptDirectory.from_config(_alembic_config(None)).walk_revisions()}
+        known = {s.revision for s in _migrations().walk_revisions()}
         if current is not None and current not in known:
             raise StoreError(
                 f"the database was written by a newer foreshock (schema {current}); install that version, "
@@ -221,6 +221,12 @@ def _alembic_config(connection: Connection | None) -> Config:
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config
+
+
+@cache
+def _migrations() -> ScriptDirectory:
+    """The migrations of this package: a start asks for them several times, and they are files to be read."""
+    return ScriptDirectory.from_config(_alembic_config(None))
 
 
 def _upgrade(connection: Connection) -> None:

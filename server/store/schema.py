@@ -30,7 +30,7 @@ runs: Final = Table(
     Column("name", String(128), nullable=False, unique=True),
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
-    Column("changes", BigInteger, nullable=False, server_default="0"),  # counts commits that changed what is the run's
+    Column("changes", BigInteger, nullable=False, server_default="0"),  # counts what changed, from its first µs on
     Column("display_name", String(128)),  # what people call it; its name stays what everything knows it by
     Column("tags", Text),  # JSON list of what people tagged it with
     Column("notes", Text),

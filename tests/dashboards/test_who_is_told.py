@@ -1,6 +1,7 @@
 """Who is told what, as a real Prometheus finds it and a real Alertmanager delivers it under the generated files."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,13 +86,13 @@ def outside(world: World) -> Iterator[str]:
 
 @contextmanager
 def told(folder: Path, world: World) -> Iterator[str]:
-    """Prometheus with the shipped rules, whose minutes are seconds here, and Alertmanager; the latter's address."""
+    """Prometheus with the shipped rules, a minute of which is 250 ms here, and Alertmanager; the latter's address."""
     address, prometheus = (f"127.0.0.1:{free_port()}" for _ in range(2))
     rules = prometheus_rules(Links())
     for rule in rules["groups"][0]["rules"]:
         for key in ("for", "keep_firing_for"):
             if key in rule:
-                rule[key] = rule[key].replace("m", "s")
+                rule[key] = re.sub(r"(\d+)m", lambda minutes: f"{250 * int(minutes[1])}ms", rule[key])
     (folder / "rules.yml").write_text(yaml.safe_dump(rules))
     with ExitStack() as running:
         here = running.enter_context(outside(world))

@@ -95,7 +95,7 @@ def test_kill_nine_of_the_agent_loses_at_most_a_second_and_the_next_start_sends_
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     """Half of the kills come while the service is away, and what they left waits in the spool for the next start."""
-    most, until = sizes("agent_kills", quick=4, long=200), sizes.until()
+    most, until = sizes("agent_kills", quick=2, long=200), sizes.until()
     when = random.Random(sizes("seed", quick=5, long=5))
     killed: list[tuple[Life, float]] = []
     with LiveService(tmp_path) as service, Lives(tmp_path) as lives:

@@ -71,9 +71,9 @@ def eventually(what: str, look: Any, seconds: float = 20.0) -> None:
     ("ending", "codes"),
     [
         ("exit", {3}),
-        ("raise", {1}),
-        ("os._exit", {3}),
-        ("close twice", {0}),
+        pytest.param("raise", {1}, marks=pytest.mark.full),
+        pytest.param("os._exit", {3}, marks=pytest.mark.full),
+        pytest.param("close twice", {0}, marks=pytest.mark.full),
         ("interrupt", {130, -signal.SIGINT}),
         ("SIGTERM", {-signal.SIGTERM}),
     ],
@@ -208,7 +208,7 @@ def test_a_forked_child_is_inert_and_the_parent_unharmed(tmp_path: Path, sizes: 
 
 @pytest.mark.promise("A6")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)])
 def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tmp_path: Path, sizes: Any) -> None:
     workers = sizes("loader_workers", quick=1, long=4)
     with hostile_server(acknowledge) as server:

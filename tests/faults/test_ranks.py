@@ -33,6 +33,7 @@ def boots(database: Path) -> list[tuple[int, str, int | None, str | None]]:
         return [(row[0], row[1], row[2], row[3]) for row in connection.execute(query)]
 
 
+@pytest.mark.full
 @pytest.mark.promise("A13")
 def test_a_rank_that_dies_and_comes_back_is_a_new_boot_and_no_step_counts_twice(tmp_path: Path, sizes: Any) -> None:
     ranks = sizes("ranks", quick=2, long=4)

@@ -232,9 +232,10 @@ def test_the_backward_needs_40_bytes_a_row_beside_its_gradients() -> None:
 def test_backwards_of_two_streams_that_count_into_one_state_lose_no_row() -> None:
     state, rows, rounds = new_state(4, "cuda"), 65, 50
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
-    graphs = []
+    graphs, kept = [], []
     for stream in streams:
         tensors = leaves(rows, batch=1)
+        kept.append(tensors)  # a graph reads them where they lay
         torch.autograd.grad(watched(state)(*tensors).sum(), tensors)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

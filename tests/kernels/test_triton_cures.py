@@ -14,6 +14,7 @@ from tests.kernels.triton_calls import (
     scaled,
     truth,
 )
+from torch import Tensor
 
 from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import COUNT_SLOTS, Slot
@@ -75,6 +76,14 @@ def same_but_for(cured: Outputs, plain: Outputs, head: int) -> bool:
     return kept and torch.equal(cured.state[others], plain.state[others])
 
 
+def score_rounding(inputs: Inputs, spec: AttentionSpec) -> Tensor:
+    """By how much fp32 products of D terms may err in any order of their sum, [B, H, Sq]: D 2^-24 of the sum of their
+    sizes, for the key where that is largest."""
+    query, key = inputs.query.double().abs(), inputs.key.double().abs()
+    sizes = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    return query.shape[3] * 2.0**-24 * abs(spec.scale) * sizes.amax(3) + 1e-5
+
+
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize(("name", "length_q", "length_k", "dim", "heads", "kv_heads", "options", "offset"), CASES)
 def test_a_cured_head_is_right_and_the_others_keep_their_bits(
@@ -89,7 +98,8 @@ def test_a_cured_head_is_right_and_the_others_keep_their_bits(
     for field in ("out", "grad_query", "grad_key", "grad_value"):
         error = largest_error(getattr(expected, field), getattr(exact, field))
         assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
-    torch.testing.assert_close(given.lse, expected.lse, rtol=1e-6, atol=1e-4)
+    assert (given.lse.isfinite() == exact.lse.isfinite()).all()
+    assert ((given.lse - exact.lse).abs().nan_to_num(0) <= score_rounding(inputs, spec)).all()
     assert same_but_for(given, plain, 0)
     for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS):
         assert given.counts(slot) == expected.counts(slot)

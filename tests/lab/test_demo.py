@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row
-from foreshock.lab import demo
+from foreshock.lab import demo, recorded_story
 from foreshock.lab.demo_show import Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
@@ -21,6 +21,7 @@ from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.workers import ArmOrder, Workers, in_seconds
 from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.server.testing import LiveService
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -156,6 +157,26 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
 
 
+def check_told(recorded: dict[str, Any], text: str, picture: Path) -> None:
+    assert recorded["switch_step"] < recorded["harm_step"]
+    assert recorded["first_warning_step"] < recorded["dangerous_step"] < recorded["harm_step"]
+    losses = recorded["losses"]
+    assert losses["rescued"] < 1.02 * losses["control"] < 2 * losses["control"] < losses["untreated"]
+    assert f"step {recorded['harm_step']:>5}  untreated  the loss leaves that of the float32 training." in text
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_recorded_explosion_is_judged_anew_shown_on_the_page_and_drawn(tmp_path: Path) -> None:
+    said, picture = io.StringIO(), tmp_path / "picture.png"
+    with LiveService(tmp_path) as service, service.client() as client:
+        recorded = recorded_story.tell(Console(file=said, width=200), service.url, "now", picture)
+        for arm in ("untreated", "rescued", "control"):
+            shown = client.get(f"/v1/runs/recorded-now-{arm}").raise_for_status().json()
+            assert shown["last_step"] > recorded["harm_step"]
+    check_told(recorded, said.getvalue(), picture)
+
+
+@pytest.mark.full
 def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosion(tmp_path: Path) -> None:
     said = io.StringIO()
     told = demo.main(
@@ -168,15 +189,8 @@ def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosio
         console=Console(file=said, width=200),
     )
     assert told["first_warning"] is None
-    recorded = told["recorded"]
-    assert recorded["switch_step"] < recorded["harm_step"]
-    assert recorded["first_warning_step"] < recorded["dangerous_step"] < recorded["harm_step"]
-    losses = recorded["losses"]
-    assert losses["rescued"] < 1.02 * losses["control"] < 2 * losses["control"] < losses["untreated"]
-    text = said.getvalue()
-    assert "No head was warned about" in text
-    assert f"step {recorded['harm_step']:>5}  untreated  the loss leaves that of the float32 training." in text
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert "No head was warned about" in said.getvalue()
+    check_told(told["recorded"], said.getvalue(), tmp_path / "picture.png")
 
 
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:

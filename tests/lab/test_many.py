@@ -16,7 +16,7 @@ from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.milestones import Milestone
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.run_set import Branch, Entry, run_set
+from foreshock.lab.training.run_set import Branch, Entry, chosen, run_set
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -53,6 +53,16 @@ def test_a_set_is_made_by_processes_and_what_is_there_is_not_made_again(tmp_path
     trace = read_trace(tmp_path / "tiny_control_seed3.jsonl.gz")
     assert (trace.header["truth"], trace.header["nature"]) == ("healthy", "natural")
     assert trace.steps.step.tolist() == list(range(1, 61))
+
+
+def test_runs_are_chosen_by_their_names_and_keep_their_order() -> None:
+    late = replace(TRUNK, branch=Branch(name="late"))
+    entries = [TRUNK, replace(TRUNK, arm=CONTROL, seed=13), late, replace(TRUNK, seed=13)]
+    assert chosen(entries, []) == entries
+    assert chosen(entries, ["*_seed13"]) == [entries[1], entries[3]]
+    assert chosen(entries, ["tiny_late_*", "tiny_untreated_*"]) == [TRUNK, late, entries[3]]
+    with pytest.raises(ValueError, match=r"no run of this set matches 'tiny'; .* such as tiny_untreated_seed3"):
+        chosen(entries, ["*", "tiny"])
 
 
 def test_a_branch_goes_on_from_its_trunk_after_the_warning_and_switches_what_it_says(

@@ -11,7 +11,7 @@ import typer.main
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
-from foreshock.contract.modes import MODE_NAMES, mode_name, served_modes
+from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_NAMES, mode_name, served_modes
 from foreshock.contract.slots import Slot
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -257,6 +257,15 @@ def test_the_help_of_run_set_names_every_set() -> None:
     """Written out there, since a help text shall not wait for PyTorch."""
     said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
     assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said.partition(":")[2])) - {"or"} == set(published())
+
+
+def test_on_real_text_the_default_cure_is_run_beside_every_run_that_is_left_to_fail_by_that_seed() -> None:
+    """All but the deep model, whose one seed is there to see what the keys alone do."""
+    runs = [entry for entry in published()["cure-text"] if entry.branch is None and entry.recipe.name != "kb512"]
+    untreated = {(run.recipe.name, run.seed) for run in runs if run.arm == UNTREATED}
+    default = find_arm(f"rescued-all-{DEFAULT_MITIGATION.replace('_', '-')}")
+    assert {(run.recipe.name, run.seed) for run in runs if run.arm == default} == untreated
+    assert {recipe for recipe, _ in untreated} == {"kb256", "kb256b128"}
 
 
 @pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union

@@ -2,9 +2,10 @@
 
 import copy
 import io
+import itertools
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ def traces(model: nn.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("attention", WAYS)
-@pytest.mark.parametrize("make", [tiny_gpt, llama])
-@pytest.mark.parametrize("way", COPIES)
+def every_copy() -> Iterator[Any]:
+    """Each way to copy with each model under each attention; the quick tier has a copy of each model by each way."""
+    for way, make, attention in itertools.product(COPIES, (tiny_gpt, llama), WAYS):
+        quick = way == "copy.deepcopy" or attention == ("auto" if make is llama else "keep")
+        yield pytest.param(way, make, attention, marks=() if quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("way", "make", "attention"), [*every_copy()])
 def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
     way: str, make: Callable[[], nn.Module], attention: str
 ) -> None:

@@ -58,7 +58,15 @@ def tiny_llama() -> nn.Module:
     return tiny("Llama", **DECODER).train()
 
 
-@pytest.mark.parametrize(("make", "attention"), [(tiny_gpt, "auto"), (tiny_gpt, "kernels"), (tiny_llama, "keep")])
+@pytest.mark.parametrize(
+    ("make", "attention"),
+    [
+        (tiny_gpt, "auto"),
+        (tiny_gpt, "kernels"),
+        (tiny_gpt, "keep"),
+        pytest.param(tiny_llama, "keep", marks=pytest.mark.full),
+    ],
+)
 def test_a_graph_serves_several_lengths_and_counts_each_row_once(make: Any, attention: Any) -> None:
     if attention == "kernels":
         with operator_alone():

@@ -108,8 +108,17 @@ MODELS: dict[str, tuple[Callable[[Mode], nn.Module], int, int]] = {
     "torch TransformerEncoder": (gpt_of(encoder_layer), 4, 24),
 }
 
+LONG = {("nanoGPT", "inductor"), ("plain attention", "torch.compile"), ("ViT", "torch.compile")}
+"""Of the full tier; the other models are compiled in the quick one."""
+
 CASES = [
-    pytest.param(model, mode, kind, id=f"{model}, {name}{n or ''}", marks=pytest.mark.execution(model, name))
+    pytest.param(
+        model,
+        mode,
+        kind,
+        id=f"{model}, {name}{n or ''}",
+        marks=[pytest.mark.execution(model, name), *[pytest.mark.full] * ((model, name) in LONG)],
+    )
     for model in MODELS
     for name, kinds in MODES.items()
     for n, kind in enumerate(kinds)

@@ -1,6 +1,7 @@
 """Fixtures of the service's tests."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.server.postgresql import started_postgres
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, Ack, Batch, Event
 from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
+from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -63,12 +65,29 @@ class Play(Protocol):
         """Open the service on the store of this name, let the story happen, close it."""
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite store of today's schema without a run. A copy is there sooner than the migrations that make one."""
+    path = tmp_path_factory.mktemp("store") / "empty.db"
+
+    async def make() -> None:
+        store = Store(f"sqlite:///{path}")
+        await store.migrate()
+        await store.close()
+
+    asyncio.run(make())
+    return path
+
+
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
+def play(tmp_path: Path, empty_store: Path) -> Play:
     """A service within the process, on a new store; settings can be given."""
 
     def run(story: Story, name: str = "foreshock", **settings: Any) -> None:
-        asyncio.run(play_at(f"sqlite:///{tmp_path / name}.db", story, **settings))
+        path = tmp_path / f"{name}.db"
+        if not path.exists():
+            shutil.copyfile(empty_store, path)
+        asyncio.run(play_at(f"sqlite:///{path}", story, **settings))
 
     return run
 

@@ -167,6 +167,21 @@ def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_sta
     live(story)
 
 
+def test_a_run_that_comes_after_a_deleted_one_is_never_taken_for_it(live: Callable[..., None]) -> None:
+    """SQLite gives a new run the number of the newest one that was deleted."""
+
+    async def story(service: Any) -> None:
+        for name in ("first", "second", "third"):
+            await trained(service, name, ended=True)
+            assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == [name]
+            shown = (await service.client.get("/metrics")).text
+            assert all((f'run="{other}"' in shown) == (other == name) for other in ("first", "second", "third"))
+            order = {"who": "Ada", "reason": "a typing error"}
+            assert (await service.client.post(f"/v1/runs/{name}/delete", json=order)).status_code == 204
+
+    live(story)
+
+
 def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Callable[..., None]) -> None:
     async def story(service: Any) -> None:
         rank = await trained(service, "trains")

@@ -48,7 +48,7 @@ def test_kill_nine_under_load_loses_nothing_acknowledged_and_doubles_nothing(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     """Each kill is at a random moment, while three ranks send without end."""
-    most, until = sizes("service_kills", quick=3, long=500), sizes.until()
+    most, until = sizes("service_kills", quick=2, long=500), sizes.until()
     when = random.Random(sizes("seed", quick=7, long=7))
     acknowledged: dict[int, set[int]] = {}
     kills = 0

@@ -2,10 +2,10 @@
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
-import { Dialog, Field, useWho } from "./dialog";
+import { Dialog, Field, FormEnd, useSending, useWho } from "./dialog";
 import { condition } from "./fleet";
 import { steps } from "./format";
-import { ErrorNote, Name } from "./parts";
+import { Name } from "./parts";
 import type { RunDetail } from "./service";
 
 export interface May {
@@ -93,22 +93,19 @@ function Describe({ detail, close }: { detail: RunDetail; close: () => void }) {
   const [name, setName] = useState(detail.display_name ?? "");
   const [tags, setTags] = useState(detail.tags.join(", "));
   const [notes, setNotes] = useState(detail.notes);
-  const [state, setState] = useState<"open" | "sending" | Error>("open");
-  const send = async (event: Event) => {
+  const [state, send] = useSending();
+  const submit = (event: Event) => {
     event.preventDefault();
-    setState("sending");
     keep();
     const named = tags.split(",").map((tag) => tag.trim()).filter(Boolean);
-    try {
+    void send(async () => {
       await api.describe(detail.run, { who, display_name: name.trim(), tags: named, notes: notes.trim() });
       close();
-    } catch (error) {
-      setState(error as Error);
-    }
+    });
   };
   return (
     <Dialog title="Name and notes" close={close}>
-      <form onSubmit={send}>
+      <form onSubmit={submit}>
         <p class="muted">
           Agents, alerts and addresses go on knowing the run as <code>{detail.run}</code>.
         </p>
@@ -119,15 +116,7 @@ function Describe({ detail, close }: { detail: RunDetail; close: () => void }) {
           <textarea name="notes" rows={5} maxLength={4000} value={notes} onInput={(event) => setNotes(event.currentTarget.value)} />
         </label>
         <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
-        {state instanceof Error && <ErrorNote error={state} />}
-        <footer>
-          <button type="button" onClick={close}>
-            Cancel
-          </button>
-          <button class="primary" disabled={state === "sending"}>
-            Save
-          </button>
-        </footer>
+        <FormEnd state={state} verb="Save" close={close} />
       </form>
     </Dialog>
   );
@@ -137,18 +126,15 @@ function Delete({ detail, close, gone }: { detail: RunDetail; close: () => void;
   const [who, setWho, keep] = useWho();
   const [reason, setReason] = useState("");
   const [confirming, setConfirming] = useState(false);
-  const [state, setState] = useState<"open" | "sending" | Error>("open");
-  const submit = async (event: Event) => {
+  const [state, send] = useSending();
+  const submit = (event: Event) => {
     event.preventDefault();
     if (!confirming) return setConfirming(true);
-    setState("sending");
     keep();
-    try {
+    void send(async () => {
       await api.remove(detail.run, { who, reason });
       gone();
-    } catch (error) {
-      setState(error as Error);
-    }
+    });
   };
   return (
     <Dialog title="Delete a run" close={close}>
@@ -170,15 +156,12 @@ function Delete({ detail, close, gone }: { detail: RunDetail; close: () => void;
             <Field label="Reason" name="reason" value={reason} set={setReason} most={500} required />
           </>
         )}
-        {state instanceof Error && <ErrorNote error={state} />}
-        <footer>
-          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>
-            {confirming ? "Back" : "Cancel"}
-          </button>
-          <button class="primary" disabled={state === "sending"}>
-            {confirming ? "Delete now" : "Continue"}
-          </button>
-        </footer>
+        <FormEnd
+          state={state}
+          verb={confirming ? "Delete now" : "Continue"}
+          close={close}
+          back={confirming ? () => setConfirming(false) : null}
+        />
       </form>
     </Dialog>
   );

@@ -1,7 +1,8 @@
-/** A dialog that gives the focus back, and the name of who acts, which this browser remembers. */
+/** A dialog that gives the focus back, what its forms are made of, and the name of who acts, which this browser remembers. */
 
 import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { ErrorNote } from "./parts";
 
 export function Dialog({ title, close, children }: { title: string; close: () => void; children: ComponentChildren }) {
   const dialog = useRef<HTMLDialogElement>(null);
@@ -53,5 +54,47 @@ export function Field({ label, name, value, set, most, required = false, hint }:
         onInput={(event) => set(event.currentTarget.value)}
       />
     </label>
+  );
+}
+
+type Sending = "open" | "sending" | Error;
+
+/** How far a form is, and what sends it: an error keeps the form open, and the form says why. */
+export function useSending(): [state: Sending, send: (deed: () => Promise<void>) => Promise<void>] {
+  const [state, setState] = useState<Sending>("open");
+  const send = async (deed: () => Promise<void>) => {
+    setState("sending");
+    try {
+      await deed();
+    } catch (error) {
+      setState(error as Error);
+    }
+  };
+  return [state, send];
+}
+
+interface EndProps {
+  state: Sending;
+  /** What the button that sends the form says. */
+  verb: string;
+  close: () => void;
+  /** Back to what was filled in, where the form asks a second time. */
+  back?: (() => void) | null;
+}
+
+/** The end of a form: what went wrong, the way out, and the button that sends it. */
+export function FormEnd({ state, verb, close, back = null }: EndProps) {
+  return (
+    <>
+      {state instanceof Error && <ErrorNote error={state} />}
+      <footer>
+        <button type="button" onClick={back ?? close}>
+          {back ? "Back" : "Cancel"}
+        </button>
+        <button class="primary" disabled={state === "sending"}>
+          {verb}
+        </button>
+      </footer>
+    </>
   );
 }

@@ -4,8 +4,8 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Problem } from "./api";
 import { condition } from "./fleet";
-import { ago, moment, number, shorten } from "./format";
-import type { Catalog, MetricLevels, RunSummary } from "./service";
+import { ago, moment, number, shorten, steps, timeLeft } from "./format";
+import type { Catalog, MetricLevels, RunDetail, RunSummary } from "./service";
 
 /** How a run is: "silent 55 min" when nothing is heard of it, "hung 12 min" when it is and no step ends. */
 export function State({ run, silent }: { run: RunSummary; silent: number }) {
@@ -50,6 +50,29 @@ export function Risk({ value, levels }: { value: number | null; levels: MetricLe
 /** From where on a risk is marked. */
 export function riskLevels({ metrics }: Catalog): MetricLevels | null {
   return metrics.find(({ key }) => key === "run.worst_risk")?.levels ?? null;
+}
+
+/** How a run stands, as cells of a table: how far it is, its loss, its risk and what it is warned about. */
+export function Standing({ run, catalog }: { run: RunSummary | RunDetail; catalog: Catalog }) {
+  return (
+    <>
+      <td data-label="Step" class="right">
+        {steps(run.last_step)}
+      </td>
+      <td data-label="Loss" class="right">
+        {number(run.loss)}
+      </td>
+      <td data-label="Risk">
+        <Risk value={run.worst_risk} levels={riskLevels(catalog)} />
+      </td>
+      <td data-label="Steps left" class={`right ${run.active_warnings ? "" : "muted"}`}>
+        {timeLeft(run)}
+      </td>
+      <td data-label="Warnings" class="right">
+        {run.active_warnings || "none"}
+      </td>
+    </>
+  );
 }
 
 /** How long ago something was, kept true while nothing else moves. */

@@ -4,11 +4,10 @@ import { useMemo, useState } from "preact/hooks";
 import { api } from "./api";
 import type { Catalog, RunSummary } from "./service";
 import { type Asked, addressOf, asked, found as matching, labelsOf, ORDERS, RISKS, STATES } from "./fleet";
-import { number, steps, timeLeft } from "./format";
 import { Tags } from "./about";
 import { address } from "./place";
 import { useResource } from "./resource";
-import { Ago, ErrorNote, Labels, Link, Name, Risk, riskLevels, State } from "./parts";
+import { Ago, ErrorNote, Labels, Link, Name, Standing, State } from "./parts";
 
 const SHOWN = 100;
 
@@ -172,21 +171,7 @@ function Row({
       <td data-label="State">
         <State run={run} silent={catalog.silent_seconds} />
       </td>
-      <td data-label="Step" class="right">
-        {steps(run.last_step)}
-      </td>
-      <td data-label="Loss" class="right">
-        {number(run.loss)}
-      </td>
-      <td data-label="Risk">
-        <Risk value={run.worst_risk} levels={riskLevels(catalog)} />
-      </td>
-      <td data-label="Steps left" class={`right ${run.active_warnings ? "" : "muted"}`}>
-        {timeLeft(run)}
-      </td>
-      <td data-label="Warnings" class="right">
-        {run.active_warnings || "none"}
-      </td>
+      <Standing run={run} catalog={catalog} />
       <td data-label="Last heard from" class="right muted">
         <Ago at={run.last_seen_unix_seconds} />
       </td>

@@ -1,7 +1,7 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
 import { number, steps, timeLeft, words } from "./format";
-import { Ago, Labels, Link, Name, Risk, riskLevels, State, Swatch } from "./parts";
+import { Ago, Labels, Link, Name, Risk, riskLevels, Standing, State, Swatch } from "./parts";
 import { Care, Identity, type May, Notes, Tags } from "./about";
 import { address } from "./place";
 import type { Loaded } from "./loaded";
@@ -88,21 +88,7 @@ function Table({ views, catalog, go }: Omit<Props, "may">) {
                 </td>
                 <td data-label="Numerics">{detail.numerics ?? "not recorded"}</td>
                 <td data-label="Policy">{detail.policy ?? "not recorded"}</td>
-                <td data-label="Step" class="right">
-                  {steps(detail.last_step)}
-                </td>
-                <td data-label="Loss" class="right">
-                  {number(detail.loss)}
-                </td>
-                <td data-label="Risk">
-                  <Risk value={detail.worst_risk} levels={riskLevels(catalog)} />
-                </td>
-                <td data-label="Steps left" class="right">
-                  {timeLeft(detail)}
-                </td>
-                <td data-label="Warnings" class="right">
-                  {detail.warnings.length || "none"}
-                </td>
+                <Standing run={detail} catalog={catalog} />
                 <td data-label="Switched heads" class="right">
                   {switchedHeads(detail.layers)}
                 </td>

@@ -2,11 +2,11 @@
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
-import { Dialog, Field, useWho } from "./dialog";
+import { Dialog, Field, FormEnd, useSending, useWho } from "./dialog";
 import type { Head, HeadRef } from "./head";
 import type { Catalog, CommandStatus } from "./service";
 import { steps, words } from "./format";
-import { Ago, ErrorNote, Name, Swatch } from "./parts";
+import { Ago, Name, Swatch } from "./parts";
 import type { Loaded } from "./loaded";
 
 type Deed = "approve" | "reject" | "undo" | "cancel";
@@ -30,7 +30,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
   const [confirming, setConfirming] = useState(false);
-  const [state, setState] = useState<"open" | "sending" | Error>("open");
+  const [state, send] = useSending();
 
   const { decide } = target;
   const heads: HeadRef[] | null = decide
@@ -49,22 +49,16 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
     ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
     : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
 
-  const send = async () => {
-    setState("sending");
+  const submit = (event: Event) => {
+    event.preventDefault();
+    if (!confirming) return setConfirming(true);
     keep();
-    try {
+    void send(async () => {
       if (decide?.decision === "undo") await api.undo(decide.command.id, { who, reason, dry_run: dryRun });
       else if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
       else await api.command(target.run, { who, reason, heads, mode, dry_run: dryRun });
       close();
-    } catch (error) {
-      setState(error as Error);
-    }
-  };
-  const submit = (event: Event) => {
-    event.preventDefault();
-    if (confirming) void send();
-    else setConfirming(true);
+    });
   };
   return (
     <Dialog title={decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"} close={close}>
@@ -138,15 +132,12 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
             )}
           </>
         )}
-        {state instanceof Error && <ErrorNote error={state} />}
-        <footer>
-          <button type="button" onClick={confirming ? () => setConfirming(false) : close}>
-            {confirming ? "Back" : "Cancel"}
-          </button>
-          <button class="primary" disabled={state === "sending"}>
-            {confirming ? `${verb} now` : "Continue"}
-          </button>
-        </footer>
+        <FormEnd
+          state={state}
+          verb={confirming ? `${verb} now` : "Continue"}
+          close={close}
+          back={confirming ? () => setConfirming(false) : null}
+        />
       </form>
     </Dialog>
   );
