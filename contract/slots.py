@@ -41,7 +41,7 @@ class Slot(IntEnum):
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
-    LOOKED_ROWS = 13
+    SKIPPED_ROWS = 13
 
     # What 0.1.0 called them.
     ROWS_TIED_BF16 = 1
@@ -89,8 +89,8 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.DELTA_BIAS_SUM: SlotInfo("float64", "sum", 0, "Sum of delta_lp - delta_hp (paper, section 3.3.1)."),
     Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
     Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),
-    Slot.LOOKED_ROWS: SlotInfo(
-        "int64", "sum", 0, "Rows whose ties, shift and delta bias were looked at: what their shares are taken of."
+    Slot.SKIPPED_ROWS: SlotInfo(
+        "int64", "sum", 0, "Rows counted in ROWS whose ties, shift and delta bias a cadence left out."
     ),
 }
 
@@ -110,16 +110,14 @@ def identity_row() -> Words:
 def fitted(words: Words) -> Words:
     """Rows of any version, [..., slots], as this version reads them, [..., SLOT_COUNT].
 
-    Slots that an older version did not have hold their identity: nothing was counted. Before LOOKED_ROWS, every row was
-    looked at. Slots of a newer version that are unknown here are left out.
+    Slots that an older version did not have hold their identity: nothing was counted. Those of a newer version that
+    are unknown here are left out.
     """
     width = words.shape[-1]
     if width >= SLOT_COUNT:
         return words[..., :SLOT_COUNT]
     fit = np.empty((*words.shape[:-1], SLOT_COUNT), dtype=np.int64)
     fit[..., :width], fit[..., width:] = words, identity_row()[width:]
-    if width <= Slot.LOOKED_ROWS:
-        fit[..., Slot.LOOKED_ROWS] = words[..., Slot.ROWS]
     return fit
 
 
@@ -140,6 +138,12 @@ def merge_words(states: Sequence[Words]) -> Words:
         floats[..., sums] += other[..., sums]
         floats[..., maxima] = np.maximum(floats[..., maxima], other[..., maxima])
     return merged
+
+
+def looked_at(words: Words) -> Floats:
+    """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
+    # An older version skipped none, and so its rows need no other rule: they hold 0 there.
+    return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
 def slot_values(words: Words, slot: Slot) -> npt.NDArray[np.float64]:

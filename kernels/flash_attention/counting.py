@@ -30,14 +30,14 @@ SCORE_OFFSET_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ
 DELTA_BIAS_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
 DELTA_BIAS_ABS_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
 DELTA_BIAS_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
-LOOKED_SLOT: tl.constexpr = tl.constexpr(int(Slot.LOOKED_ROWS))
+SKIPPED_SLOT: tl.constexpr = tl.constexpr(int(Slot.SKIPPED_ROWS))
 # One bit a slot: how it is merged, and whether it is counted here.
 _IS_COUNT: tl.constexpr = tl.constexpr(sum(1 << slot for slot in COUNT_SLOTS))
 _IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
 _COUNTED: Final = (
     *(ROWS_SLOT, TIED_BF16_SLOT, TIED_ONE_SLOT, SHIFTED_SLOT, EMPTY_SLOT, NONFINITE_SLOT, SCORE_MAX_SLOT),
     *(ROW_MAX_ABS_SLOT, SCORE_OFFSET_SUM_SLOT, SCORE_OFFSET_SUMSQ_SLOT),
-    *(DELTA_BIAS_SUM_SLOT, DELTA_BIAS_ABS_SLOT, DELTA_BIAS_SUMSQ_SLOT, LOOKED_SLOT),
+    *(DELTA_BIAS_SUM_SLOT, DELTA_BIAS_ABS_SLOT, DELTA_BIAS_SUMSQ_SLOT, SKIPPED_SLOT),
 )
 _IS_COUNTED: tl.constexpr = tl.constexpr(sum(1 << slot.value for slot in _COUNTED))
 
@@ -188,7 +188,7 @@ def count_kernel(
     blocks = tl.num_programs(0)
     own = partial + tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(own, ROWS_SLOT, blocks, tl.sum(counted.to(tl.int64), 0))
-    _put(own, LOOKED_SLOT, blocks, tl.sum(look.to(tl.int64), 0))
+    _put(own, SKIPPED_SLOT, blocks, tl.sum((counted & (look == 0)).to(tl.int64), 0))
     _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
         largest, common, log_sum * LOG2E, score_unit, unit, DTYPE
     )
@@ -218,8 +218,7 @@ def count_kernel(
     if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
         _merge(state, partial, cu_seqlens_q, head, heads, total_q, entries, strides[2], SPEC.PACKED)
         if cadence is not None:
-            if head == 0:
-                tl.atomic_add(cadence + 1, 1, sem="relaxed")
+            tl.atomic_add(cadence + 1, 1, mask=head == 0, sem="relaxed")
 
 
 def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:

@@ -24,7 +24,6 @@ from foreshock.kernels.flash_attention.counting import (
     DELTA_BIAS_SUM_SLOT,
     DELTA_BIAS_SUMSQ_SLOT,
     EMPTY_SLOT,
-    LOOKED_SLOT,
     NONFINITE_SLOT,
     ROW_MAX_ABS_SLOT,
     ROWS_SLOT,
@@ -196,7 +195,6 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
             add_count(state + ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
-            add_count(state + LOOKED_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
             add_count(state + TIED_BF16_SLOT * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
             add_count(state + TIED_ONE_SLOT * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
             add_count(state + EMPTY_SLOT * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))

@@ -33,7 +33,7 @@ _COUNTS: Final = _runs(
         Slot.SHIFTED_ROWS,
         Slot.EMPTY_ROWS,
         Slot.NONFINITE_ROWS,
-        Slot.LOOKED_ROWS,
+        Slot.SKIPPED_ROWS,
     ]
 )
 _MAXIMA: Final = _runs([Slot.SCORE_MAX, Slot.ROW_MAX_ABS])
@@ -100,7 +100,7 @@ def accumulate(state: Tensor, rows: Rows) -> None:
     finite = (rows.row_max + rows.lse + rows.delta + bias).abs() < math.inf
     counted = finite & seen
     looked = counted if rows.looked is None else counted & rows.looked
-    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite, looked])
+    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite, counted & ~looked])
     counts[1:4] &= looked
     counts[4:6].logical_not_()  # empty; not finite
     counts[5] &= seen
