@@ -21,7 +21,7 @@ from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.server.testing import FakeRank
 
-NEW = [Slot(13), Slot(14), Slot(15)]
+NEW = [Slot(14), Slot(15), Slot(16)]
 pytest_plugins = ["tests.server.conftest"]
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
@@ -46,8 +46,8 @@ def brute(parts: list[Words], head: int, slot: Slot) -> float:
     return max(values) if SLOTS[slot].merge == "max" else math.fsum(values)
 
 
-def test_the_contract_has_sixteen_slots() -> None:
-    assert SLOT_COUNT == 16
+def test_the_contract_has_seventeen_slots() -> None:
+    assert SLOT_COUNT == 17
     assert [slot.name for slot in NEW] == ["MASS_SUM", "LOOKED_AT_ROWS", "DEPTH_MAX"]
     assert slot_values(identity_row(), NEW[2]) == -np.inf
 
@@ -134,7 +134,7 @@ def test_the_reference_counts_what_it_counted_and_leaves_the_new_slots_alone() -
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), lse.square().sum((0, 2)), rtol=1e-9)
     largest = scores.masked_fill(~seen, -math.inf).amax((0, 2, 3))
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), largest.numpy(), rtol=1e-9)
-    assert words[:, 13:].tolist() == [[0, 5, identity_row()[15]]] * 3
+    assert words[:, 14:].tolist() == [[0, 5, identity_row()[16]]] * 3
 
 
 @settings(max_examples=10, deadline=None)
