@@ -168,12 +168,11 @@ def _block(
         acc += missing[:, None] * mean[None, :]
     exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
-    if residual is not None:
-        if keeps:
-            lost = exact - to_operand(exact, DTYPE).to(tl.float32)
-            if tl.float16 == DTYPE:
-                lost *= RESIDUAL_SCALE_FP16
-            store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, SPEC)
+    if residual is not None and keeps:
+        lost = exact - to_operand(exact, DTYPE).to(tl.float32)
+        if tl.float16 == DTYPE:
+            lost *= RESIDUAL_SCALE_FP16
+        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, SPEC)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
     log_sum = (before + tl.log2(total)) * LN2
@@ -228,23 +227,23 @@ def forward_kernel(
             if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
                 mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(
-                    q, tensors, outputs, mean, mode, keeps, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, False, True, SPEC, TILE, dtype,
+                    q, tensors, outputs, mean, mode, keeps, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif served_shift(mode) != 0:
                 _block(
-                    q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, True, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, True, False, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, False, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                numbers, False, False, SPEC, TILE, dtype,
+                q, tensors, outputs, 0.0, mode, keeps, first, rows, length_q, seen, chance, key_strides,
+                stride_o[2], numbers, False, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
 

@@ -215,8 +215,8 @@ def grad_query_kernel(
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
-        # Whole versions, chosen once: a branch inside a loop would stop its pipelining. What a corrected or centred head
-        # counts of rows that are not looked at is left out by the counting kernel.
+        # Whole versions, chosen once: a branch inside a loop would stop its pipelining. What a corrected or centred
+        # head counts of rows that are not looked at is left out by the counting kernel.
         COUNT: tl.constexpr = codes is not None
         THINNED: tl.constexpr = looked is not None
         means = (mean_keys, which // heads * (heads // group) + kv_head)

@@ -311,8 +311,8 @@ def flash_attention(
     window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
-    cadence: int64 [2], k and tick, on the query's device, beside a state: ties, shifts and delta bias are counted of one
-    in k blocks of 128 rows, others at each tick; every counted backward moves the tick on by 1. None: of all rows.
+    cadence: int64 [2], k and tick, on the query's device, beside a state: ties, shifts and delta bias are counted of
+    one in k blocks of 128 rows, others at each tick; a backward that counts moves the tick on by 1. None: of all rows.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).

@@ -100,11 +100,9 @@ def row_kernel(
         if (look & LOOKED) != 0:
             tl.store(biases + rows + queries, bias, mask=inside)
             largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-            wide, narrow, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
-                largest, common, log2_lse, score_unit, unit, out.dtype.element_ty
-            )
-            tl.store(factors + 2 * (rows + queries), wide, mask=inside)
-            tl.store(factors + 2 * (rows + queries) + 1, narrow, mask=inside)
+            found = tie_factors(largest, common, log2_lse, score_unit, unit, out.dtype.element_ty)
+            tl.store(factors + 2 * (rows + queries), found[0], mask=inside)
+            tl.store(factors + 2 * (rows + queries) + 1, found[1], mask=inside)
             size = tl.abs(largest - common)
             odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
         tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
