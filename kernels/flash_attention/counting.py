@@ -101,11 +101,12 @@ def _count_slow_rows(
 
 
 @triton.jit
-def _merge(state, partial, cu_seqlens_q, head, heads, total_q, entries, strides, PACKED: tl.constexpr):
-    """Add every block's statistics to one head's state, in the order of sequences and blocks."""
-    BLOCK: tl.constexpr = 128
+def merge(
+    state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the statistics of `entries` blocks, so many of each sequence, to one head's state, in their order."""
     stride_head, stride_slot = strides
-    blocks = tl.num_programs(0)
     slot = tl.arange(0, _SLOTS_WIDE)
     known = slot < _SLOTS
     count = tl.zeros((_SLOTS_WIDE,), tl.int64)
@@ -216,7 +217,7 @@ def count_kernel(
     tl.debug_barrier()  # all of this program's threads have written
     entries = tl.num_programs(1) // heads * blocks
     if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
-        _merge(state, partial, cu_seqlens_q, head, heads, total_q, entries, strides[2], SPEC.PACKED)
+        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides[2], SPEC.PACKED, 128)
         if cadence is not None:
             tl.atomic_add(cadence + 1, 1, mask=head == 0, sem="relaxed")
 

@@ -67,7 +67,7 @@ class Ready:
             if tensor is None:
                 arguments.append(None)
                 continue
-            address = tensor if tensor.__class__ is int else tensor.data_ptr()
+            address = tensor if isinstance(tensor, int) else tensor.data_ptr()
             if tile is None:
                 arguments.append(address)
             else:

@@ -1,7 +1,7 @@
 """The first pass of the backward: delta of every row, and what the other passes need of it."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -148,8 +148,10 @@ def _vectors(call: Call, given: Tensors, addresses: bool) -> RowVectors:
     memory = torch.empty(plan.size, dtype=torch.uint8, device=given.lse.device)
     if addresses:
         start = memory.data_ptr()
-        return RowVectors(*[None if part is None else start + part[0] for part in plan.parts], memory)
-    return RowVectors(*[None if part is None else _view(memory, *part) for part in plan.parts], memory)
+        made: list[Any] = [None if part is None else start + part[0] for part in plan.parts]
+    else:
+        made = [None if part is None else _view(memory, *part) for part in plan.parts]
+    return RowVectors(*made, memory=memory)
 
 
 def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server import version_0_1_0 as old
@@ -17,6 +19,7 @@ from tests.server import version_0_1_0 as old
 from foreshock.contract import version_0_1_0, wire
 from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, fitted, identity_row, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.counting import merge
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.server.testing import FakeRank
@@ -28,6 +31,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
+
+
+@triton.jit
+def merge_head(state, partial, heads, blocks, entries, strides):  # type: ignore[no-untyped-def]
+    merge(state, partial, None, tl.program_id(0), heads, 0, blocks, entries, strides, False, 4)
 
 
 def words_of(heads: int, seed: int) -> Words:
@@ -140,15 +148,11 @@ def test_the_reference_counts_what_it_counted_and_leaves_the_new_slots_alone() -
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
 def test_the_kernel_merges_every_slot_by_its_own_kind(sequences: int, heads: int, blocks: int, seed: int) -> None:
-    from foreshock.kernels.flash_attention.counting import merge_kernel
-
     parts = words_of(sequences * heads * blocks, seed).reshape(sequences * heads, blocks, SLOT_COUNT)
     partial = torch.from_numpy(np.ascontiguousarray(parts.transpose(0, 2, 1)))
     before = words_of(heads, seed + 1)
     state = torch.from_numpy(before.copy())
-    merge_kernel[(heads, SLOT_COUNT, 1)](
-        state, partial, None, *state.stride(), heads, sequences, 0, blocks, PACKED=False, BLOCK=4
-    )
+    merge_head[(heads,)](state, partial, heads, blocks, sequences * blocks, state.stride())
     for head, slot in itertools.product(range(heads), Slot):
         own = [parts[s * heads + head, b][None] for s in range(sequences) for b in range(blocks)]
         assert slot_values(state.numpy(), slot)[head] == brute([before[head : head + 1], *own], 0, slot)

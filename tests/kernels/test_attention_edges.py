@@ -1,5 +1,7 @@
 """The edges of the public function: dynamic shapes, omitted lengths, a second backward, evaluation."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,7 +86,7 @@ def test_a_gradient_of_the_log_sum_exp_is_refused_and_none_asked_is_none_given()
 def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, forward = [], op._attention_forward
 
-    def taking(*inputs: object) -> tuple[Tensor, ...]:
+    def taking(*inputs: Any) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = forward(*inputs)
         kept.append(result[1].numel())
         return result
