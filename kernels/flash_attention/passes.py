@@ -1,6 +1,6 @@
 """What the passes of the backward read, and what one leaves for the others."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
