@@ -64,43 +64,59 @@ requestAnimationFrame(turn);
 """
 
 
-def main(json_path: Path | None = None, *, folder: Path | None = None) -> dict[str, Any]:
-    """Measure, print a table, write JSON; the figures. `folder` keeps the filled store for another time."""
+def main(json_path: Path | None = None, *, folder: Path | None = None, fleet: bool = False) -> dict[str, Any]:
+    """Measure, print a table, write JSON; the figures. `folder` keeps the filled store for another time.
+
+    fleet: only the list of 1,000 runs; the other figures of the JSON that is there stay.
+    """
+    command = "foreshock bench page" + (" --fleet" if fleet else "") + " --json FILE"
+    report: dict[str, Any] = {}
+    if fleet and json_path is not None and json_path.exists():
+        report = json.loads(json_path.read_text())
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-page-")))
         place.mkdir(parents=True, exist_ok=True)
         service = stack.enter_context(LiveService(place, {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}))
         client = stack.enter_context(service.client(timeout=120.0))
-        for run in (DEEP, WIDE):
+        long_runs = () if fleet else (DEEP, WIDE)
+        for run in long_runs:
             fill(client, run, place)
-        report = _device()
-        report["runs"] = {
-            run.name: {
-                "steps": STEPS,
-                "samples": STEPS // run.every,
-                "layers": run.layers,
-                "heads": run.heads,
-                **queries(client, run),
+        if long_runs:
+            report = _device(command)
+            report["runs"] = {
+                run.name: {
+                    "steps": STEPS,
+                    "samples": STEPS // run.every,
+                    "layers": run.layers,
+                    "heads": run.heads,
+                    **queries(client, run),
+                }
+                for run in long_runs
             }
-            for run in (DEEP, WIDE)
-        }
         with chromium() as browser:
-            report["chromium"] = browser.capabilities["browserVersion"]
-            for run in (DEEP, WIDE):
+            if long_runs:
+                report["chromium"] = browser.capabilities["browserVersion"]
+            for run in long_runs:
                 report["runs"][run.name] |= _page(browser, service.url, run)
             page_fleet.fill(client)
-            report["fleet"] = page_fleet.measure(browser, service.url, REPEATS)
-    _show(report)
+            about = _device(command) | {"chromium": browser.capabilities["browserVersion"]}
+            report["fleet"] = about | page_fleet.measure(browser, service.url, REPEATS)
+    console = Console(width=max(110, Console().width))
+    if long_runs:
+        console.print(_table(report))
+    found = report["fleet"]
+    took = (f"{what} in {found[f'{what}_seconds']['median']:.2f} s" for what in ("listed", "searched"))
+    console.print(f"{found['runs']:,} runs: {', '.join(took)}")
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 
-def _device() -> dict[str, Any]:
+def _device(command: str) -> dict[str, Any]:
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "command": "foreshock bench page --json FILE",
+        "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": {
             "cpu": models[0].partition(": ")[2] if models else platform.machine(),
@@ -218,7 +234,7 @@ def chromium() -> Iterator[Chrome]:
             browser.quit()
 
 
-def _show(report: dict[str, Any]) -> None:
+def _table(report: dict[str, Any]) -> Table:
     machine = report["device"]
     title = f"Page: {machine['cpu']}, {machine['cores']} cores, load {machine['load_at_start']}; {STEPS:,} steps"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -235,8 +251,4 @@ def _show(report: dict[str, Any]) -> None:
         cells = (f"{figures['first_paint_seconds'][window]['median']:.2f} s" for figures in (deep, wide))
         table.add_row(f"first paint, {window}", *cells)
     table.add_row("heat map", *(f"{figures['heat_map_frames_per_second']:.0f} frames/s" for figures in (deep, wide)))
-    fleet = report["fleet"]
-    took = (f"{what} in {fleet[f'{what}_seconds']['median']:.2f} s" for what in ("listed", "searched"))
-    console = Console(width=max(110, Console().width))
-    console.print(table)
-    console.print(f"{fleet['runs']:,} runs: {', '.join(took)}")
+    return table

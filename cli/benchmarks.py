@@ -103,8 +103,11 @@ def bench_page(
         Path | None,
         typer.Option(help="Folder to keep the filled store in (3 GB); a store that is there is used again."),
     ] = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Only list and search 1,000 runs; other figures of the JSON file stay.")
+    ] = False,
 ) -> None:
-    """Time the live page in a real Chromium with runs of 600,000 steps: queries, first paint and heat map."""
+    """Time the live page in a real Chromium: with runs of 600,000 steps, and the list of 1,000 runs."""
     from foreshock.benchmarks import page
 
-    page.main(json, folder=folder)
+    page.main(json, folder=folder, fleet=fleet)

@@ -37,6 +37,8 @@ class ModeInfo:
     """What it takes away, and what it leaves."""
     ends_rounding_growth: bool = False
     """Whether growth that rounding causes ends under it: such a head is not said to fail from rounding."""
+    moves_scores: bool = False
+    """Whether statistics speak of other scores under it than without it: one is no past of the other."""
     excludes: Mode = Mode.PLAIN
     """Modes that it takes the place of."""
     escalates_to: Mode = Mode.PLAIN
@@ -85,8 +87,9 @@ MODES: Final = (
     ModeInfo(
         flag=Mode.CENTRED_KEYS,
         does="The mean key of each sequence leaves dQ's rounding errors, and the scores that statistics speak of.",
-        cures="What rounding adds to dQ along the part that all keys share; given after harm it saved no run.",
+        cures="What rounding adds to dQ along the part that all keys share; given after harm it saved some runs.",
         ends_rounding_growth=True,
+        moves_scores=True,
         escalates_to=Mode.ROW_CORRECTED,
     ),
     ModeInfo(
@@ -113,6 +116,8 @@ def _all_of(modes: "tuple[ModeInfo, ...]") -> Mode:
 
 ROUNDING_ENDS: Final = _all_of(tuple(mode for mode in MODES if mode.ends_rounding_growth))
 """Flags of the modes under which growth by rounding ends."""
+SCORES_MOVED: Final = _all_of(tuple(mode for mode in MODES if mode.moves_scores))
+"""Flags of the modes under which statistics speak of other scores."""
 _SERVED: Final = _all_of(tuple(mode for mode in MODES if mode.served))
 _PROPOSED: Final = _all_of(tuple(mode for mode in MODES if mode.served and mode.proposed))
 

@@ -73,9 +73,7 @@ class _Story:
             return "nothing measured yet"
         row = int(np.argmax(np.abs(record.offsets[-1])))
         layer, head = record.heads[row]
-        return (
-            f"loss {record.losses[-1]:.2f}, farthest offset {record.offsets[-1][row]:+.1f} (layer {layer} head {head})"
-        )
+        return f"loss {record.losses[-1]:.2f}, offset {record.offsets[-1][row]:+.1f} (layer {layer} head {head})"
 
     def say(self, arm: str, step: int, text: str) -> None:
         self.console.print(f"[bold]step {step:>5}[/bold]  {arm:<9}  {text}", highlight=False)
@@ -285,7 +283,10 @@ def comparison(result: dict[str, Any]) -> str:
         )
     reached = min(arm["steps"] for arm in arms.values())
     if reached < result["planned_steps"]:
-        lines.append(f"This machine was too slow: time ran out at step {reached} of {result['planned_steps']}.")
+        lines.append(
+            f"The demo's time ran out at step {reached} of {result['planned_steps']}; "
+            "a quicker machine, or one that is less busy, gets further."
+        )
     losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
     scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")

@@ -1,7 +1,7 @@
 #!/bin/sh
 # TaskProlog of slurm.conf, on every node: what it prints as `export NAME=VALUE` is in the environment of the task.
 # A job that names its own service, run or spool keeps them.
-# The token is read by the user's job itself, from a file that only this team may read (deploy/slurm/train.sbatch).
+# The token is not set here: the job names a file that only its team may read (deploy/slurm/train.sbatch).
 set -u
 
 [ -n "${FORESHOCK_URL:-}" ] || echo "export FORESHOCK_URL=https://foreshock.example.org"

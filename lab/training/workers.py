@@ -1,5 +1,6 @@
 """Arms of one recipe in worker processes, one thread each; what they report comes back over a queue."""
 
+import logging
 import time
 import traceback
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ class Workers:
 
 def _work(order: ArmOrder, queue: Any) -> None:
     name = order.arm.name
+    # Who started this worker tells of every warning; the agent's own log would say it a second time.
+    logging.getLogger("foreshock").addHandler(logging.NullHandler())
     try:
         _train(order, queue)
     except KeyboardInterrupt:

@@ -35,8 +35,9 @@ logger: Final = logging.getLogger("foreshock")
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""
 
-GATHERED_BYTES: Final = 64 * 2**20
-"""Keys of sampled rows that are widened at a time."""
+GATHERED_BYTES: Final = 16 * 2**20
+"""Keys of sampled rows that are widened at a time. The C library hands a piece of over 32 MiB back to the system at
+once, which costs a CPU as much again as copying it."""
 
 
 @dataclass(slots=True)

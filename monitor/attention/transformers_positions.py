@@ -1,53 +1,71 @@
 """Tells transformers that a sequence is not packed where nobody can have packed it.
 
 Its models make their masks from position numbers, which may say that a row holds several sequences. In eager mode they
-read the numbers back from the device to find out; under torch.compile they cannot, and make a mask of the general kind,
-which no kernel serves. But packing is told by giving `position_ids`: numbers that the model makes itself count straight
-up from 0.
+read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and make a
+mask of the general kind, which no kernel serves. But packing is told by giving `position_ids`: numbers that the model
+makes itself count straight up from 0.
 """
 
 import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
 from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 
-_NAME: Final = "find_packed_sequence_indices"
-_original: Final[Callable[[Tensor], Tensor | None] | None] = getattr(masking_utils, _NAME, None)
+_NAME: Final = "_preprocess_mask_arguments"
+_ARGUMENTS: Final = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
+_function: Final[Any] = getattr(masking_utils, _NAME, None)
+_original: Final[Any] = (
+    _function if _function and list(inspect.signature(_function).parameters)[:5] == _ARGUMENTS else None
+)
 """None in a version that finds out otherwise; models that are compiled whole then go unwatched, and are told so."""
 
 
-class _Positions:
-    """What the watched model whose forward runs was given, process-wide, as torch.compile can follow it."""
+class _Counting:
+    """The watched model that counts its own positions in the forward that is traced; process-wide, as torch.compile can
+    follow it. What makes a mask for any other model, in this thread or another, finds a configuration not its own."""
 
-    given: bool = True
-    """Also where it cannot be told, and outside every watched model."""
+    config: Any = None
+    """Of that model; None where numbers were given, where it cannot be told, and in eager mode."""
     users: int = 0
 
 
-_positions: Final = _Positions()
+_counting: Final = _Counting()
 
 
-def _find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    return _original(position_ids) if _positions.given and _original is not None else None
+def _preprocess(
+    config: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    if torch.compiler.is_compiling() and config is _counting.config:
+        position_ids = None
+    return _original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
 
 
 def _hook(index: int | None) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
     def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            return
         given = kwargs.get("position_ids")
         if given is None and index is not None and len(args) > index:
             given = args[index]
-        _positions.given = given is not None or index is None
+        _counting.config = module.config if given is None and index is not None else None
 
     return note
 
 
 def _forget(module: nn.Module, args: Any, output: Any) -> None:
-    _positions.given = True
+    _counting.config = None
 
 
 def watch_positions(root: nn.Module) -> Callable[[], None]:
@@ -62,17 +80,17 @@ def watch_positions(root: nn.Module) -> Callable[[], None]:
         handles.append(model.register_forward_pre_hook(_hook(index), with_kwargs=True))
         handles.append(model.register_forward_hook(_forget, always_call=True))
         stay_clean.append(leave_no_trace_in_copies(model))
-    _positions.users += 1
-    vars(masking_utils)[_NAME] = _find_packed_sequence_indices
+    _counting.users += 1
+    vars(masking_utils)[_NAME] = _preprocess
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
         for undo_copies in stay_clean:
             undo_copies()
-        _positions.users -= 1
-        if _positions.users == 0:
+        _counting.users -= 1
+        if _counting.users == 0:
             vars(masking_utils)[_NAME] = _original
-            _positions.given = True
+            _counting.config = None
 
     return undo

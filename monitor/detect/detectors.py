@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel
 
 from foreshock.contract import wire
-from foreshock.contract.modes import ROUNDING_ENDS
+from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.forecast import forecast, sentence, who
@@ -127,8 +128,15 @@ class Detectors:
         if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
             self._rate[:] = readings.learning_rate, readings.step
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
+            anew = self._measured_anew(readings)
             self._weigh_bias(readings)
             values = [info.read(readings) for info in SIGNALS.values()]
+            if anew.any():  # this sample may hold scores of both kinds
+                self._history.restart(anew)
+                values = [
+                    np.where(anew, np.nan, value) if value is not None and info.of_scores else value
+                    for value, info in zip(values, SIGNALS.values(), strict=True)
+                ]
             counted = [values[signal] for signal in _COUNTED]
             whole = all(each is not None and math.isfinite(each.sum()) for each in counted)
             whole = whole and bool(readings.rows.min(initial=1.0) > 0)
@@ -139,6 +147,11 @@ class Detectors:
                 if growth is not None:
                     tripped = {**self._judge(growth, readings.step), **tripped}
             return self._tell(tripped, readings.step)
+
+    def _measured_anew(self, readings: Readings) -> npt.NDArray[np.bool_]:
+        """The heads [N] whose statistics speak of other scores than before: a mode that moves them went on or off."""
+        moved: npt.NDArray[np.bool_] = (self._modes >= 0) & ((self._modes ^ readings.modes) & SCORES_MOVED != 0)
+        return moved
 
     def _weigh_bias(self, readings: Readings) -> None:
         """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.

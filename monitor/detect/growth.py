@@ -14,6 +14,7 @@ from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_nam
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
 _LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "largest"]
+_OF_SCORES: Final = np.array([int(row) for row, info in SIGNALS.items() if info.of_scores])
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
@@ -84,6 +85,15 @@ class HeadPasts:
         self._weight = np.zeros((len(SIGNALS), heads))
         """of a mean: the rows that were summed"""
         self._open_steps = 0
+        self._anew = np.zeros((len(SIGNALS), heads))
+        """1 where the past is of another measure: it becomes level at the first block of the new one"""
+
+    def restart(self, heads: npt.NDArray[np.bool_]) -> None:
+        """From the next sample on the scores of `heads` [N] are others: their past is no measure of them."""
+        rows = np.ix_(_OF_SCORES, heads)
+        self._anew[rows] = 1.0
+        self._open[rows] = np.where(np.isin(_OF_SCORES, _MEANS), 0.0, np.nan)[:, None]
+        self._weight[rows] = 0.0
 
     def add(self, step: int, since_step: int, rows: Floats, values: Sequence[Floats | None], *, whole: bool) -> bool:
         """Add one sample, every signal [N] or None where it was not measured, by its reduction; true closes a block.
@@ -114,6 +124,10 @@ class HeadPasts:
         block[:] = self._open
         for signal in _MEANS:
             block[signal] /= self._weight[signal]
+        if self._anew.any():
+            known = (self._anew > 0) & np.isfinite(block)
+            self._values[:, known] = block[known]
+            self._anew[known] = 0.0
         if self.closed:
             square = block - self._values[place - 1]
             square *= square
@@ -170,6 +184,9 @@ class HeadPasts:
         names = state.get("signals")
         for name in self._ARRAYS:
             own = getattr(self, name)
+            if name == "_anew" and name not in state:  # saved by an older version
+                own[:] = 0.0
+                continue
             saved = _open_of_0_1(state) if name == "_open" and names is None else array(state[name])
             if name == "_weight" and saved.ndim == 1:  # it was one for all signals
                 saved = np.tile(saved, (len(SIGNALS) if names is None else len(names), 1))
@@ -183,7 +200,7 @@ class HeadPasts:
             setattr(self, name, saved)
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
-    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight")
+    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight", "_anew")
 
 
 def array(saved: Any) -> npt.NDArray[Any]:

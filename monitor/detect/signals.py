@@ -57,6 +57,8 @@ class SignalInfo:
     """A little growth that all heads of a layer share is no warning."""
     goes_on: bool = True
     """Growth must go on in the newer half of the window; not of a share, which cannot grow for ever."""
+    of_scores: bool = True
+    """It speaks of the scores that a head computes with, which a mode may move."""
     one_for_a_layer: bool = False
     """Some recordings hold one value for a whole layer: one head of it is named then."""
     evidence: Mapping[str, Part]
@@ -109,6 +111,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
         read=lambda readings: readings.query_norm,
         reduction="last",
         least=lambda config, pushed: (0.0, config.norm_growth),
+        of_scores=False,
         evidence={"query_norm": "end", "query_norm_before": "start"},
         says="grows: the spectral norm of its W_Q went from",
     ),

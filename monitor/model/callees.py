@@ -1,4 +1,7 @@
-"""Which functions a module's own code calls, read from its code objects: nothing is run."""
+"""Which functions a module's own code calls, read from its code objects: nothing is run.
+
+Layers of one class are alike: what their code calls is read once and remembered until `forget`.
+"""
 
 import dis
 import functools
@@ -28,22 +31,52 @@ _MANY: Final = 64
 """A container with more entries is data, no table of functions."""
 
 
-def functions_of(module: nn.Module) -> Iterator[FunctionType]:
+def functions_of(module: nn.Module) -> tuple[FunctionType, ...]:
     """The methods of a module and the functions that it was given, with the helpers that they call."""
-    seen: set[CodeType] = set()
-    level = [*_methods(type(module)), *(f for v in _given(module) for f in _functions_in(v, _called_on(module)))]
+    kind: Any = type(module)
+    names = _called_on(kind)
+    return _reached_from((*_methods(kind), *(f for v in _given(module) for f in _functions_in(v, names))))
+
+
+def called_by(module: nn.Module) -> frozenset[str]:
+    """Every name that its code looks up, and the own name of a function that was imported under another."""
+    return _called_by(functions_of(module))
+
+
+def kept_by(module: nn.Module) -> Iterator[Any]:
+    """Every object that the module reaches by what it or its code keeps, and not by a name of a Python module: in an
+    attribute, a partial, a default argument, a closure, an entry of a table."""
+    kind: Any = type(module)
+    yield from attributes_of(module)
+    yield from _kept_by_class(kind)
+    yield from _kept_by(functions_of(module))
+
+
+def forget() -> None:
+    """Look at classes and functions anew: what they hold may have changed since they were looked at last."""
+    for remembered in (_methods, _called_on, _reached_from, _called_by, _kept_by_class, _kept_by):
+        remembered.cache_clear()
+
+
+@functools.cache
+def _reached_from(level: tuple[FunctionType, ...]) -> tuple[FunctionType, ...]:
+    seen: dict[CodeType, FunctionType] = {}
     for _ in range(_DEPTH + 1):
         deeper: list[FunctionType] = []
         for function in map(_unwrapped, level):
             if function.__code__ not in seen:
-                seen.add(function.__code__)
-                yield function
+                seen[function.__code__] = function
                 deeper += _helpers_of(function)
-        level = deeper
+        level = tuple(deeper)
+    return tuple(seen.values())
 
 
-def called_names(function: FunctionType) -> Iterator[str]:
-    """Every name that the code looks up, and the own name of a function that was imported under another."""
+@functools.cache
+def _called_by(functions: tuple[FunctionType, ...]) -> frozenset[str]:
+    return frozenset(name for function in functions for name in _called_names(function))
+
+
+def _called_names(function: FunctionType) -> Iterator[str]:
     for name in _names(function.__code__):
         yield name
         yield own_name(function.__globals__.get(name))
@@ -53,14 +86,18 @@ def called_names(function: FunctionType) -> Iterator[str]:
     yield from _strings(function.__code__)  # getattr(F, "...")
 
 
-def kept_by(module: nn.Module) -> Iterator[Any]:
-    """Every object that the module reaches by what it or its code keeps, and not by a name of a Python module: in an
-    attribute, a partial, a default argument, a closure, an entry of a table."""
-    kept = [*_given(module), *(v for kind in type(module).__mro__ for v in vars(kind).values())]
-    for each in functions_of(module):
+@functools.cache
+def _kept_by_class(kind: type) -> tuple[Any, ...]:
+    return tuple(value for base in kind.__mro__ for whole in vars(base).values() for value in _opened(whole))
+
+
+@functools.cache
+def _kept_by(functions: tuple[FunctionType, ...]) -> tuple[Any, ...]:
+    kept: list[Any] = []
+    for each in functions:
         tables = (v for v in _looked_up(each) if isinstance(v, functools.partial | dict | list | tuple))
         kept += [*_bound(each), *tables]
-    return (value for whole in kept for value in _opened(whole))
+    return tuple(value for whole in kept for value in _opened(whole))
 
 
 def attributes_of(module: nn.Module) -> Iterator[Any]:
@@ -94,6 +131,7 @@ def _multiplies(code: CodeType) -> bool:
     return any(i.opname == "BINARY_OP" and i.argrepr.startswith("@") for i in dis.get_instructions(code))
 
 
+@functools.cache
 def _methods(kind: type) -> tuple[FunctionType, ...]:
     """The methods of a class, its own and inherited ones, without those that are overridden and not called by super."""
     methods: dict[str, list[FunctionType]] = {}
@@ -117,9 +155,10 @@ def _given(module: nn.Module) -> Iterator[Any]:
     )
 
 
-def _called_on(module: nn.Module) -> set[str]:
-    """Names that the module's methods look up: on what it holds, among others."""
-    return {name for method in _methods(type(module)) for name in _names(method.__code__)}
+@functools.cache
+def _called_on(kind: type) -> frozenset[str]:
+    """Names that the methods of a class look up: on what its instances hold, among others."""
+    return frozenset(name for method in _methods(kind) for name in _names(method.__code__))
 
 
 def _helpers_of(function: FunctionType) -> Iterator[FunctionType]:

@@ -17,8 +17,8 @@ except ImportError:  # before torch 2.9
 
 from foreshock.monitor.model.callees import (
     attributes_of,
-    called_names,
-    functions_of,
+    called_by,
+    forget,
     is_by_hand,
     kept_by,
     own_name,
@@ -89,6 +89,14 @@ def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
 
     `told_heads` gives the number of heads, by module name, where no attribute of the module tells it.
     """
+    forget()
+    try:
+        return _find_attention(model, told_heads)
+    finally:
+        forget()  # and hold on to nobody's functions
+
+
+def _find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
@@ -108,7 +116,7 @@ def _route(module: nn.Module) -> Route | None:
         return "scaled_dot_product_attention"
     if _keeps_ours(attributes_of(module)):
         return "unserved"
-    names = {name for function in functions_of(module) for name in called_names(function)}
+    names = called_by(module)
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
     if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS):
@@ -121,8 +129,7 @@ def _why_unserved(module: nn.Module) -> str | None:
     kept = list(kept_by(module))
     if _keeps_ours(kept):
         return "keeps PyTorch's attention in an attribute, a table, a partial or a default, where it cannot be met"
-    called = (name for function in functions_of(module) for name in called_names(function))
-    if any(_UNSERVED.fullmatch(name) for name in (*called, *map(own_name, kept))):
+    if any(_UNSERVED.fullmatch(name) for name in {*called_by(module), *map(own_name, kept)}):
         return "calls an attention of another make"
     return "computes its attention by hand" if is_by_hand(module) else None
 

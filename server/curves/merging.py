@@ -6,7 +6,7 @@ does not hold, or that no rank counted, has no value: it is never taken as zero.
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
 from foreshock.contract.metric import AcrossRanks, Metric
-from foreshock.contract.slots import Floats, identity_row, merge_words
+from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
 from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
 from foreshock.server.store.schema import boots, samples, topologies
@@ -43,12 +43,10 @@ class Axis:
     rows: dict[int, npt.NDArray[np.intp]]
     """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
 
-    @cached_property
+    @property
     def columns(self) -> dict[int, slice]:
         """Where the heads of each layer stand, layers ascending."""
-        layers = np.array([layer for layer, _ in self.heads], dtype=np.int64)
-        found, first, count = np.unique(layers, return_index=True, return_counts=True)
-        return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
+        return _columns(self.heads)
 
     @property
     def layers(self) -> list[int]:
@@ -66,6 +64,13 @@ class Axis:
         return Axis(tuple(self.heads[i] for i in picked), {boot: place[where] for boot, where in self.rows.items()})
 
 
+@lru_cache(maxsize=64)
+def _columns(heads: tuple[HeadRef, ...]) -> dict[int, slice]:
+    layers = np.array([layer for layer, _ in heads], dtype=np.int64)
+    found, first, count = np.unique(layers, return_index=True, return_counts=True)
+    return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
+
+
 async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
     """The heads of a run."""
     return (await axes_of(connection, [run_id]))[run_id]
@@ -81,15 +86,25 @@ async def axes_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict
     hashes = {digest for by_boot in by_run.values() for digest in by_boot.values()}
     found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
     refs = {row.hash: heads_of_layers(row.layers) for row in found}
-    return {run_id: _axis(by_boot, refs) for run_id, by_boot in by_run.items()}
+    shared: dict[frozenset[str], _Places] = {}  # of a fleet of runs most have the same heads
+    axes = {}
+    for run_id, by_boot in by_run.items():
+        key = frozenset(by_boot.values())
+        if key not in shared:
+            shared[key] = _places({digest: refs[digest] for digest in key})
+        heads, rows = shared[key]
+        axes[run_id] = Axis(heads, {boot: rows[digest] for boot, digest in by_boot.items()})
+    return axes
 
 
-def _axis(by_boot: dict[int, str], known: dict[str, tuple[HeadRef, ...]]) -> Axis:
-    refs = {digest: known[digest] for digest in set(by_boot.values())}
+_Places = tuple[tuple[HeadRef, ...], dict[str, npt.NDArray[np.intp]]]
+"""The heads of some topologies together, and where the rows of each stand."""
+
+
+def _places(refs: dict[str, tuple[HeadRef, ...]]) -> _Places:
     heads = tuple(sorted({ref for known in refs.values() for ref in known}))
     index = {ref: i for i, ref in enumerate(heads)}
-    rows = {digest: np.array([index[ref] for ref in known], dtype=np.intp) for digest, known in refs.items()}
-    return Axis(heads, {boot: rows[digest] for boot, digest in by_boot.items()})
+    return heads, {digest: np.array([index[ref] for ref in known], dtype=np.intp) for digest, known in refs.items()}
 
 
 LIVE_SAMPLES: Final[Select[Any]] = (
@@ -148,9 +163,9 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     """Merge samples given in the fixed order. `names` limits which arrays, and so metrics, are read."""
     by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
     shape = len(by_step), len(axis.heads)
-    words = (
-        np.tile(identity_row(), (*shape, 1)) if names is None or "states" in names else np.empty((*shape, 0), np.int64)
-    )
+    words = np.empty((*shape, SLOT_COUNT if names is None or "states" in names else 0), np.int64)
+    if words.size:
+        words[:] = identity_row()
     counted = np.zeros(shape, dtype=np.bool_)
     fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS if names is None or name in names}
     held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}

@@ -9,28 +9,23 @@ changes.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Final
 
 import structlog
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
 from sqlalchemy import Row, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, METRICS
-from foreshock.contract.metric import Metric
+from foreshock.contract.catalog import BY_KEY
 from foreshock.server.access.auth import Keyring
 from foreshock.server.access.quotas import owners
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
-from foreshock.server.http.run_series import Entry, Labels, RunRows, RunSeries, read_rows, series_of
+from foreshock.server.http.head_tables import HEADS_AT_ONCE, Reading, head_tables
+from foreshock.server.http.lines import Line, encoder, line
+from foreshock.server.http.run_series import RunRows, RunSeries, read_rows, series_of
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import unreadable
@@ -43,67 +38,40 @@ _RUNS_AT_ONCE: Final = 64
 
 @dataclass
 class Exposition:
-    """Values by metric name, filled run by run until the budget is spent."""
+    """Lines by metric name, filled run by run until the budget is spent."""
 
     budget: int
-    values: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    lines: dict[str, list[str]] = field(default_factory=dict)
     dropped: int = 0
     used: int = 0
     owners: dict[str, str] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     """By run its token, and by token the series that its quota leaves."""
 
-    def add(self, name: str, labels: Labels, value: float | None) -> None:
-        """Add one series, or count it as dropped. None and series that are there already are left out."""
+    def add(self, key: str, value: float | None, *labels: str) -> None:
+        """Add one of the service's own, by the metric's key; None is left out."""
         if value is not None:
-            self.extend([(name, labels, value)])
+            self.extend("", [line(BY_KEY[key].name, labels, value)])
 
-    def extend(self, entries: Iterable[Entry]) -> None:
-        """Add series in this order."""
-        for name, labels, value in entries:
-            of_name = self.values.setdefault(name, {})
-            if labels in of_name:
-                continue
-            if self.used < self.budget and (not self.left or self._within_quota(labels)):
+    def set(self, key: str, value: float) -> None:
+        """Write a metric without labels (again), beside the budget."""
+        name, text = line(BY_KEY[key].name, (), value)
+        self.lines[name] = [text]
+
+    def extend(self, run: str, lines: Iterable[Line]) -> None:
+        """Add series of a run in this order, none of which is there."""
+        owner = self.owners.get(run)
+        for name, text in lines:
+            if self.used < self.budget and (owner not in self.left or self._within_quota(owner)):
                 self.used += 1
-                of_name[labels] = value
+                self.lines.setdefault(name, []).append(text)
             else:
                 self.dropped += 1
 
-    def _within_quota(self, labels: Labels) -> bool:
-        """Take one of what is left to the token whose run the first label names."""
-        owner = self.owners.get(labels[0]) if labels else None
-        if owner not in self.left:
-            return True
+    def _within_quota(self, owner: str) -> bool:
+        """Take one of what is left to this token."""
         self.left[owner] -= 1
         return self.left[owner] >= 0
-
-
-class _Snapshot(Collector):
-    """Hands an exposition to prometheus_client."""
-
-    def __init__(self, exposition: Exposition) -> None:
-        self._exposition = exposition
-
-    def collect(self) -> Iterable[Family]:
-        for metric in METRICS:
-            yield from self._families(metric, metric.name, metric.help, metric.labels)
-            if metric.head is not None:
-                text = f"{metric.help} Value of the layer's worst head."
-                yield from self._families(metric, metric.layer_name, text, ("run", "layer"))
-
-    def _families(self, metric: Metric, name: str, text: str, labels: Labels) -> Iterator[Family]:
-        values = self._exposition.values.get(name)
-        if not values:
-            return
-        family: GaugeMetricFamily | CounterMetricFamily
-        if metric.kind == "counter":
-            family = CounterMetricFamily(name.removesuffix("_total"), text, labels=labels)
-        else:
-            family = GaugeMetricFamily(name, text, labels=labels)
-        for label_values, value in sorted(values.items()):
-            family.add_metric(label_values, value)
-        yield family
 
 
 class Exposer:
@@ -124,10 +92,8 @@ class Exposer:
             if prefix not in self._taken:
                 self._taken[prefix] = now, await self._take(prefix)
             exposition = self._taken[prefix][1]
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Snapshot(exposition))
-        encoder, content_type = choose_encoder(accept)
-        return await asyncio.to_thread(encoder, registry), content_type
+        encode, content_type = encoder(accept)
+        return await asyncio.to_thread(encode, exposition.lines), content_type
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
@@ -140,21 +106,11 @@ class Exposer:
         exposition.left = {name: series for name, series in quotas.items() if series is not None}
         if exposition.left:
             exposition.owners = await self._store.look(owners)
-        rounds = zip_longest(*(series.urgent for _, series in shown), fillvalue=())
-        exposition.extend(entry for one_round in rounds for told in one_round for entry in told)
-        for key, counts in per_run.items():
-            name = BY_KEY[key].name
-            exposition.extend((name, (row.name,), float(counts.get(row.id, 0))) for row, _ in shown)
-        exposition.extend(entry for _, series in shown for entry in series.whole)
-        for table in (*(series.layers for _, series in shown), *(series.heads for _, series in shown)):
-            if exposition.used >= exposition.budget:
-                exposition.dropped += len(table or ())
-            else:
-                exposition.extend(table or ())
+        await asyncio.to_thread(_fill, exposition, shown, per_run)
         # counted anew, now that the runs have been read
-        exposition.values[BY_KEY["service.unreadable_rows"].name] = {(): float(len(unreadable))}
+        exposition.set("service.unreadable_rows", float(len(unreadable)))
         self._counters.series_dropped = exposition.dropped
-        exposition.values[BY_KEY["service.series_dropped"].name] = {(): float(exposition.dropped)}
+        exposition.set("service.series_dropped", float(exposition.dropped))
         return exposition
 
     def _in_turns(self, shown: Sequence[tuple[Row[Any], RunSeries]]) -> list[tuple[Row[Any], RunSeries]]:
@@ -197,34 +153,70 @@ class Exposer:
             self._made |= {row.id: (row.changes, made[row.id]) for row in some}
 
     def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:
-        return {run_id: self._make(rows) for run_id, rows in found.items()}
+        made: dict[int, RunSeries] = {}
+        waiting: dict[int, Reading] = {}
+        for run_id, rows in found.items():
+            try:
+                made[run_id], reading = series_of(rows)
+            except Exception:  # one run's fault stays that run's
+                log.exception("a run cannot be shown in /metrics", run=rows.name)
+                made[run_id] = RunSeries(finished=False)
+                continue
+            if reading is not None and rows.newest is not None and rows.newest[0].heads:
+                waiting[run_id] = rows.name, rows.newest[0], reading
+            if sum(len(axis.heads) for _, axis, _ in waiting.values()) >= HEADS_AT_ONCE:
+                self._add_tables(made, waiting)
+                waiting = {}
+        self._add_tables(made, waiting)
+        return made
+
+    def _add_tables(self, made: dict[int, RunSeries], readings: dict[int, Reading]) -> None:
+        if not readings:
+            return
+        for run_id, tables in zip(readings, head_tables([*readings.values()], self._settings.worst_heads), strict=True):
+            made[run_id].layers, made[run_id].heads = tables
 
     async def read_changed(self, connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
         """What the store knows of runs that changed."""
         return await read_rows(connection, rows, self._settings.verify_steps)
-
-    def _make(self, rows: RunRows) -> RunSeries:
-        try:
-            return series_of(rows, self._settings.worst_heads)
-        except Exception:  # one run's fault stays that run's
-            log.exception("a run cannot be shown in /metrics", run=rows.name)
-            return RunSeries(finished=False)
 
     def _is_shown(self, row: Row[Any], series: RunSeries, now: float) -> bool:
         life = self._settings.finished_run_seconds if series.finished else self._settings.silent_run_seconds
         return bool(now - row.last_seen <= life)
 
 
-async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
-    def add(key: str, labels: Labels, value: float | None) -> None:
-        exposition.add(BY_KEY[key].name, labels, value)
+def _fill(
+    exposition: Exposition, shown: Sequence[tuple[Row[Any], RunSeries]], per_run: dict[str, dict[int, int]]
+) -> None:
+    """Spend the budget on runs, in this order."""
+    for own in range(max((len(series.urgent) for _, series in shown), default=0)):
+        for row, series in shown:
+            if own < len(series.urgent):
+                exposition.extend(row.name, series.urgent[own])
+    for key, counts in per_run.items():
+        name = BY_KEY[key].name
+        for row, _ in shown:
+            exposition.extend(row.name, [line(name, (row.name,), float(counts.get(row.id, 0)))])
+    for row, series in shown:
+        exposition.extend(row.name, series.whole)
+    tables = [(row.name, series.layers) for row, series in shown] + [(row.name, series.heads) for row, series in shown]
+    for run, table in tables:
+        if table is None:
+            continue
+        if exposition.used >= exposition.budget:
+            exposition.dropped += len(table)
+        else:
+            exposition.extend(run, table.lines)
 
+
+async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
+    add = exposition.add
     for result, count in sorted(counters.batches.items()):
-        add("service.batches", (result,), count)
+        add("service.batches", count, result)
     for (sender, result), count in sorted(counters.webhooks.items()):
-        add("service.webhooks", (sender, result), count)
-    add("service.commit", (), counters.commit_seconds)
-    add("service.store", (), await store.size_bytes(connection))
-    add("service.unreadable_rows", (), float(len(unreadable)))
+        add("service.webhooks", count, sender, result)
+    add("service.commit", counters.commit_seconds)
+    add("service.store", await store.size_bytes(connection))
+    add("service.unreadable_rows", float(len(unreadable)))
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
-    add("service.watchdog", (), (await connection.execute(watchdog)).scalar())
+    add("service.watchdog", (await connection.execute(watchdog)).scalar())

@@ -1,22 +1,21 @@
-"""The time series of one run, by how much they are needed: alerts first, single heads last."""
+"""The time series of runs, by how much they are needed: alerts first, single heads last."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
+from foreshock.contract.catalog import METRICS
 from foreshock.contract.incident import Incident
 from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
 from foreshock.contract.modes import is_mode
-from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
+from foreshock.server.http.head_tables import Table
+from foreshock.server.http.lines import Labels, Line, line
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.listing import active_warnings, health_totals, status_of
@@ -24,12 +23,9 @@ from foreshock.server.runs.newest import newest_samples
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, events, warnings
 
-Labels = tuple[str, ...]
 Entry = tuple[str, Labels, float]
 """(metric name, label values, value)."""
 _NAMES: Final = {metric.key: metric.name for metric in METRICS}
-_HEAD_NAMES: Final = tuple(metric.name for metric in HEAD_METRICS)
-_LAYER_NAMES: Final = tuple(metric.layer_name for metric in HEAD_METRICS)
 _SEVERITIES: Final = ("critical", "warning", "info")
 
 
@@ -38,32 +34,11 @@ class RunSeries:
     """What is shown of a run, by how much it is needed."""
 
     finished: bool
-    urgent: list[list[Entry]] = field(default_factory=list)
+    urgent: list[list[Line]] = field(default_factory=list)
     """State, step, an incident and the worst warning; then one more of each."""
-    whole: list[Entry] = field(default_factory=list)
-    layers: "Table | None" = None
-    heads: "Table | None" = None
-
-
-@dataclass
-class Table:
-    """Per-head metrics at some places, kept as numbers: of thousands of runs few fit into the budget."""
-
-    names: Sequence[str]
-    labels: Sequence[Labels]
-    values: Floats
-    """[places, names]; NaN where nothing was counted."""
-    by_place: bool
-    """In which order the entries stand: place by place, or name by name."""
-
-    def __len__(self) -> int:
-        return int(np.count_nonzero(~np.isnan(self.values)))
-
-    def __iter__(self) -> Iterator[Entry]:
-        there = ~np.isnan(self.values)
-        where = np.argwhere(there) if self.by_place else np.argwhere(there.T)[:, ::-1]
-        for place, name in where.tolist():
-            yield self.names[name], self.labels[place], float(self.values[place, name])
+    whole: list[Line] = field(default_factory=list)
+    layers: Table | None = None
+    heads: Table | None = None
 
 
 @dataclass
@@ -105,22 +80,30 @@ async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verif
     return found
 
 
-def series_of(rows: RunRows, worst_heads: int) -> RunSeries:
-    """The series of a run; work for the processor, best done beside the event loop."""
+def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
+    """The series of a run, but for its tables, and its newest reading; work for the processor, best done beside the
+    event loop."""
+    reading = merge(*rows.newest) if rows.newest is not None else None
     series = RunSeries(finished=status_of(rows.boots) != "active")
-    reading = None
-    if rows.newest is not None:
-        axis, own = rows.newest
-        reading = merge(axis, own)
-        _add_heads(series, rows.name, axis, reading, worst_heads)
-    _add_urgent(series, rows, reading)
-    _add_whole(series, rows, reading)
-    return series
+    told: set[tuple[str, Labels]] = set()
+    series.urgent = [_lines(entries, told) for entries in _urgent(rows, reading, finished=series.finished)]
+    series.whole = _lines(_whole(rows, reading), told)
+    return series, reading
 
 
-def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
+def _lines(entries: Iterable[Entry], told: set[tuple[str, Labels]]) -> list[Line]:
+    """As text, without what has been told of the run."""
+    made = []
+    for name, labels, value in entries:
+        if (name, labels) not in told:
+            told.add((name, labels))
+            made.append(line(name, labels, value))
+    return made
+
+
+def _urgent(rows: RunRows, reading: MergedSteps | None, *, finished: bool) -> list[list[Entry]]:
     name = rows.name
-    first: list[Entry] = [(_NAMES["run.active"], (name,), float(not series.finished))]
+    first: list[Entry] = [(_NAMES["run.active"], (name,), float(not finished))]
     if reading is not None:
         first.append((_NAMES["run.step"], (name,), float(reading.steps[-1])))
     incidents = [_of_incident(name, incident) for incident in rows.incidents]
@@ -135,7 +118,7 @@ def _add_urgent(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -
             told.append((_NAMES["warning.forecast"], where, warning.forecast_steps))
         shown.append(told)
     rounds = [[*incident, *warning] for incident, warning in zip_longest(incidents, shown, fillvalue=())]
-    series.urgent = [first + (rounds[0] if rounds else []), *rounds[1:]]
+    return [first + (rounds[0] if rounds else []), *rounds[1:]]
 
 
 def _of_incident(run: str, incident: Incident) -> list[Entry]:
@@ -151,10 +134,12 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
     return told
 
 
-def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) -> None:
+def _whole(rows: RunRows, reading: MergedSteps | None) -> list[Entry]:
+    whole: list[Entry] = []
+
     def add(key: str, value: float | None, *labels: str) -> None:
         if value is not None:
-            series.whole.append((_NAMES[key], (rows.name, *labels), value))
+            whole.append((_NAMES[key], (rows.name, *labels), value))
 
     by_rank: Counter[int] = Counter()
     for boot in rows.boots:
@@ -176,6 +161,7 @@ def _add_whole(series: RunSeries, rows: RunRows, reading: MergedSteps | None) ->
         add("warning.raised", float(count), cause)
     for (mode, outcome), count in rows.switches.items():
         add("switch.outcomes", float(count), mode, outcome)
+    return whole
 
 
 def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
@@ -183,35 +169,6 @@ def _by_known(counts: dict[str, int], words: Collection[str]) -> Counter[str]:
     for word, count in counts.items():
         found[known(word, words)] += max(0, count)
     return found
-
-
-def _add_heads(series: RunSeries, run: str, axis: Axis, reading: MergedSteps, worst_heads: int) -> None:
-    values = np.stack([reading.head_values(metric)[-1] for metric in HEAD_METRICS], axis=1)
-    worst = _worst_of_layers(axis, values)
-    series.layers = Table(_LAYER_NAMES, [(run, str(layer)) for layer in axis.layers], worst, by_place=False)
-    risk, size = (values[:, HEAD_METRICS.index(BY_KEY[key])] for key in ("head.risk", "head.row_max_abs"))
-    first = worst_first(risk, size)[:worst_heads]
-    labels = [(run, str(axis.heads[i][0]), str(axis.heads[i][1])) for i in first.tolist()]
-    series.heads = Table(_HEAD_NAMES, labels, values[first], by_place=True)
-
-
-def _worst_of_layers(axis: Axis, values: Floats) -> Floats:
-    """[layers, metrics]: the value of each layer's worst head, the first of several; NaN where no head has one."""
-    counts = [own.stop - own.start for own in axis.columns.values()]
-    layers, ends, earlier = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - 1, -np.arange(len(values))
-    worst = np.empty((len(counts), len(HEAD_METRICS)))
-    for i, metric in enumerate(HEAD_METRICS):
-        none = np.isnan(values[:, i])
-        size = np.where(none, -np.inf, metric.badness(values[:, i]))
-        worst[:, i] = values[np.lexsort((earlier, ~none, size, layers))[ends], i]
-    return worst
-
-
-def worst_first(risk: Floats, size: Floats) -> npt.NDArray[np.intp]:
-    """Heads by risk, then by their largest |row maximum|, then by number; those with neither are left out."""
-    order: npt.NDArray[np.intp] = np.lexsort((-np.nan_to_num(size, nan=-1.0), -np.nan_to_num(risk, nan=-1.0)))
-    told: npt.NDArray[np.intp] = order[~(np.isnan(risk) & np.isnan(size))[order]]
-    return told
 
 
 def _text(value: int | None) -> str:

@@ -43,7 +43,8 @@ class Series:
     """One metric of one head, one layer or the whole run against the step: P points, arrays of shape [P].
 
     A point spans the steps since the point before: `low` and `high` are the smallest and largest value in that span,
-    `last` is the value at its end. NaN means that nothing was counted.
+    `last` is the value at its end, all in `unit`: seconds, bytes, steps, ratio, or empty for a bare number, as scores
+    and offsets (in nats) are. NaN means that nothing was counted. What each metric is stands in docs/metrics.md.
     """
 
     run: str
@@ -71,7 +72,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One metric of every head at one step: `values` has the shape [layers, heads], NaN where there is no head."""
+    """One metric of every head at one step: `values` has the shape [layers, heads], NaN where there is no head.
+
+    `layers` and `heads` are the numbers of its rows and columns, `unit` is as in Series; `step` is None where nothing
+    was counted yet.
+    """
 
     run: str
     metric: str
@@ -95,6 +100,8 @@ class Service:
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
     token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default it comes
     from FORESHOCK_TOKEN.
+    timeout_seconds: how long one question may take; a deletion may take ten minutes.
+    transport: httpx's own, to reach a service otherwise than by the network.
     """
 
     def __init__(

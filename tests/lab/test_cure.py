@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from foreshock.cli.main import app
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
-from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.cure import as_json, cured_runs, fisher, table
 from foreshock.lab.training.arm import RESCUED
+from foreshock.monitor.detect.detectors import Detectors
 
 RECORDED = Path(__file__).parents[2] / "lab" / "traces"
 
@@ -158,3 +159,16 @@ def test_the_command_writes_what_the_table_was_made_of(tmp_path: Path) -> None:
     }
     assert all(names <= run.keys() for run in written["runs"])
     assert [run["arm"] for run in written["runs"]] == ["control", "exact-delta", "untreated"]
+
+
+@pytest.mark.parametrize("name", ["kb256b128_rescued-all-centred-keys_seed1", "kb256_rescued-all-centred-keys_seed2"])
+def test_a_recorded_run_that_was_switched_is_not_warned_about_for_what_the_switch_does_to_its_statistics(
+    name: str,
+) -> None:
+    """Centred, the largest score of a healthy head of the first went from 18 to 53 at once: no growth."""
+    trace = read_trace(RECORDED / "cure" / f"{name}.jsonl.gz")
+    detectors = Detectors(trace.heads)
+    raised = [v.step for sample in readings(trace) for v in detectors.update(sample) if v.state == "raised"]
+    switched = next(event.step for event in trace.events if isinstance(event, wire.Switched))
+    assert len(raised) == 1
+    assert switched - 10 <= raised[0] <= switched

@@ -215,7 +215,7 @@ def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> None:
+def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = io.StringIO()
     told = demo.main(
         tmp_path / "report.json",
@@ -239,4 +239,5 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path) -> N
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     text = said.getvalue()
     assert "Live page: http://127.0.0.1:" in text
+    assert "foreshock, step" not in capfd.readouterr().err, "the demo tells it, once"
     assert f"step {report['first_warning_step']:>5}  untreated" in text

@@ -266,6 +266,6 @@ def test_our_kernels_hold_against_every_backend_of_pytorch(
     scale = width**-0.5 * 3
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     spec = AttentionSpec(scale=scale, causal="top_left" if causal else "none", numerics="kernel")
-    assert difference_from_own((q, k, v, grad), out, spec) is None
+    assert not isinstance(difference_from_own((q, k, v, grad), out, spec), str)
     wrong = F.scaled_dot_product_attention(q, k, v, is_causal=not causal, scale=scale, enable_gqa=grouped)
-    assert difference_from_own((q, k, v, grad), wrong, spec) is not None
+    assert isinstance(difference_from_own((q, k, v, grad), wrong, spec), str)

@@ -146,6 +146,55 @@ def test_a_drift_against_its_delta_bias_is_believed_only_when_it_is_large() -> N
     assert play(line, until=7000, bias=-0.6)[1] == []
 
 
+def rescored(course: Course, since: int, factor: float) -> Course:
+    """From a step on the scores of one healthy head are counted otherwise, as when its mode changes."""
+
+    def told(step: int) -> tuple[Floats, Floats]:
+        offset, score = course(step)
+        if step > since:
+            offset[OTHER], score[OTHER] = offset[OTHER] - 12.0, score[OTHER] * factor
+        return offset, score
+
+    return told
+
+
+OTHER = 9
+"""Row of a head that does not fail: layer 2 head 1."""
+
+
+@pytest.mark.parametrize("before", [Mode.PLAIN, Mode.ROW_CORRECTED])
+@pytest.mark.parametrize(("switched", "factor"), [(4310, 3.0), (5000, 5.0)])
+def test_what_a_mode_does_to_the_scores_that_are_counted_is_no_growth(
+    before: Mode, switched: int, factor: float
+) -> None:
+    course = rescored(healthy, switched, factor)
+    detectors, told = play(course, until=switched, mode=before)
+    centred = before | Mode.CENTRED_KEYS
+    assert play(course, switched // EVERY * EVERY + 3000, detectors, switched // EVERY * EVERY, mode=centred)[1] == []
+    later = detectors.state_dict()
+    back = rescored(healthy, 0, 1 / factor)  # and off again, with a checkpoint in between
+    resumed = Detectors(HEADS)
+    resumed.load_state_dict(json.loads(json.dumps(later)))
+    start = switched // EVERY * EVERY + 3000
+    assert play(back, start + 3000, resumed, start, mode=before)[1] == []
+    assert told == []
+
+
+def test_a_jump_of_the_scores_under_one_mode_is_growth_and_so_is_what_comes_after_a_switch() -> None:
+    jumped = rescored(healthy, 4300, 5.0)
+    assert raised(play(jumped, until=7000)[1]) == [HEADS[OTHER]]
+    centred = play(jumped, until=4300)[0]
+
+    def grows(step: int) -> tuple[Floats, Floats]:
+        offset, score = jumped(step)
+        score[OTHER] *= 2 ** (max(0, step - 4300) / 1000)
+        return offset, score
+
+    told = play(grows, 8000, centred, 4300, mode=Mode.CENTRED_KEYS)[1]
+    assert raised(told) == [HEADS[OTHER]]
+    assert told[0].evidence["score_before"] > 150  # since the switch
+
+
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
     assert play(line, bias=0.6, rounds=False)[1] == []
     _, told = play(explosion, bias=0.6, rounds=False)

@@ -313,3 +313,26 @@ def test_pytorchs_function_where_it_cannot_be_met_is_named_before_the_first_step
     (found,) = find_attention(nn.Sequential(module), {})
     assert found.problem is not None
     assert "cannot be met" in found.problem
+
+
+def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query + key * value
+
+
+def test_layers_of_one_class_are_told_apart_by_the_functions_that_each_was_given() -> None:
+    given = (helper, no_attention, torch.softmax, closure_over(helper), closure_over(no_attention))
+    model = nn.Sequential(*(ThroughAnAttribute(function) for function in given))
+    assert [found.name for found in find_attention(model, {})] == ["0", "3"]
+
+
+def test_what_a_class_does_is_read_anew_by_each_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return no_attention(x, x, x)
+
+    model = nn.Sequential(Layer(), Layer())
+    assert find_attention(model, {}) == []
+    monkeypatch.setattr(Layer, "forward", ThroughAHelper.forward)
+    assert [found.name for found in find_attention(model, {})] == ["0", "1"]
+    monkeypatch.setitem(globals(), "helper", no_attention)
+    assert find_attention(model, {}) == []

@@ -177,9 +177,119 @@ def test_the_truth_is_pytorchs_function_in_float64_and_an_error_is_judged_by_its
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.25)
 
     out = both_ways(own, *operands)[0]
-    assert difference_from_own(operands, out, spec) is None
+    assert not isinstance(difference_from_own(operands, out, spec), str)
     other = F.scaled_dot_product_attention(operands[0], operands[1], operands[2], scale=0.25)
     told = difference_from_own(operands, other, spec)
-    assert told is not None
+    assert isinstance(told, str)
     assert "from that of the attention that it seems to call" in told
     assert np.isfinite(float(told.split("differs by ")[1].split()[0]))
+
+
+DOUBLES = [
+    pytest.param((2, 4, 4, 33, 16), 1.0, "top_left", id="causal"),
+    pytest.param((1, 4, 2, 140, 64), 3.0, "top_left", id="sharp, grouped heads"),
+    pytest.param((1, 2, 1, 200, 24), 0.2, "none", id="even, not causal"),
+]
+
+
+def doubles(sizes: tuple[int, ...], spread: float) -> tuple[Tensor, ...]:
+    batches, heads, key_heads, length, width = sizes
+    random = torch.Generator().manual_seed(17)
+    return tuple(
+        torch.randn(batches, h, length, width, generator=random, dtype=torch.float64) * scale
+        for h, scale in ((heads, spread), (key_heads, spread), (key_heads, 1.0), (heads, 1.0))
+    )
+
+
+def own_in_float64(operands: tuple[Tensor, ...], causal: Any) -> Tensor:
+    query, key, value, _ = operands
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal == "top_left", enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+@pytest.mark.parametrize(("sizes", "spread", "causal"), DOUBLES)
+def test_operands_in_float64_are_judged_by_what_a_rounding_of_them_does(
+    sizes: tuple[int, ...], spread: float, causal: Any
+) -> None:
+    operands = doubles(sizes, spread)
+    spec = AttentionSpec(scale=sizes[-1] ** -0.5, causal=causal, numerics="float64")
+    before = torch.random.get_rng_state()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not isinstance(difference_from_own(operands, own_in_float64(operands, causal), spec), str)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("error", [1e-13, 1e-9])
+@pytest.mark.parametrize(("sizes", "spread", "causal"), DOUBLES)
+def test_an_error_far_below_that_of_other_types_is_found_in_float64(
+    sizes: tuple[int, ...], spread: float, causal: Any, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        return flash_attention(query, key, value * (1 + error), **options)
+
+    monkeypatch.setattr(proof, "flash_attention", off)
+    operands = doubles(sizes, spread)
+    spec = AttentionSpec(scale=sizes[-1] ** -0.5, causal=causal, numerics="float64")
+    told = difference_from_own(operands, own_in_float64(operands, causal), spec)
+    assert isinstance(told, str)
+    assert "the output of our kernels is off by" in told
+
+
+def test_a_model_in_float64_goes_to_our_kernels() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, listener, _ = watch(tiny_gpt().double())
+    assert rows(listener)[-1] == [24] * 4
+
+
+def half_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Sizes of the queries of each call of our kernels in a proof."""
+    seen: list[tuple[int, ...]] = []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        seen.append(tuple(query.shape))
+        return flash_attention(query, key, value, **options)
+
+    monkeypatch.setattr(proof, "flash_attention", noting)
+    return seen
+
+
+def told_of(*calls: tuple[Tensor, ...], spec: AttentionSpec) -> Proof:
+    told = Proof()
+    for query, key, value, grad in calls:
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        told.compare(grad, out, query, key, value, spec)
+    return told
+
+
+def test_a_second_call_like_the_first_is_compared_in_its_last_heads_and_another_kind_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = half_calls(monkeypatch)
+    spec = AttentionSpec(scale=16**-0.5, causal="top_left", numerics="float32")
+    one, same, longer = (tuple(torch.randn(3, heads, length, 16) for heads in (8, 4, 4, 8)) for length in (20, 20, 21))
+    assert told_of(one, same, spec=spec).holds
+    assert seen == [(3, 8, 20, 16), (1, 4, 20, 16)]
+    seen.clear()
+    assert told_of(one, longer, spec=spec).holds
+    assert seen == [(3, 8, 20, 16), (3, 8, 21, 16)]
+
+
+def test_a_second_call_that_differs_is_compared_whole_and_never_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(scale=16**-0.5, causal="top_left", numerics="float32")
+    calls = 0
+
+    def wrong_from_the_second_on(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return (flash_attention if calls == 1 else careless_gradient)(query, key, value, **options)
+
+    monkeypatch.setattr(proof, "flash_attention", wrong_from_the_second_on)
+    one, same = (tuple(torch.randn(2, 2, 12, 16) for _ in range(4)) for _ in range(2))
+    told = told_of(one, same, spec=spec)
+    assert not told.holds
+    assert told.reason is not None
+    assert "gradient of the keys of our kernels" in told.reason
+    assert calls == 3

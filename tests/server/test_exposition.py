@@ -255,3 +255,58 @@ def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(p
         assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
 
     play(story)
+
+
+@pytest.mark.full
+@pytest.mark.promise("S4")
+def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_those_that_are_deleted(
+    play: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read of a run is read for many at once, and once: a scrape cost 25 processor seconds where it was not."""
+    names = [f"run-{number:04}" for number in range(2000)]
+    read: list[str] = []
+
+    async def story(service: Any) -> None:
+        exposer, store = service.app.state.exposer, service.app.state.store
+        look = exposer.read_changed
+        statements: list[str] = []
+        for engine in (store.engine.sync_engine, store._looking._engine):
+            event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+
+        async def counted(connection: Any, *, rows: Any) -> Any:
+            read.extend(row.name for row in rows)
+            return await look(connection, rows=rows)
+
+        async def scraped(what: str) -> tuple[set[str], int]:
+            read.clear()
+            statements.clear()
+            began = time.process_time()
+            text = (await service.client.get("/metrics")).text
+            record_property(f"{what}, processor seconds", round(time.process_time() - began, 2))
+            told = {key[1].removeprefix("run=") for key in series_of(text) if key[0] == "foreshock_run_step"}
+            return told, len(statements)
+
+        monkeypatch.setattr(exposer, "read_changed", counted)
+        ranks = [FakeRank(run=name, layers=2, heads=range(2)) for name in names]
+
+        async def send(some: list[FakeRank]) -> None:
+            for rank in some:
+                await service.store(rank, rank.started(), rank.sample(1))
+
+        await asyncio.gather(*(send(ranks[first::32]) for first in range(32)))
+        told, queries = await scraped("2,000 new runs")
+        assert told == set(names)
+        assert sorted(read) == names
+        assert queries < len(names) / 4
+        assert (await scraped("nothing new"))[0] == set(names)
+        assert read == []
+        await service.store(ranks[7], ranks[7].sample(2), Finished(step=2, unix_seconds=1.0, status="completed"))
+        await scraped("one run new")
+        assert read == [names[7]]
+        decision = {"who": "ann", "reason": "no longer needed"}
+        answer = await service.client.post(f"/v1/runs/{names[7]}/delete", json=decision)
+        assert answer.status_code < 300, answer.text
+        assert (await scraped("one run deleted"))[0] == {*names} - {names[7]}
+        assert len(exposer._made) == len(names) - 1
+
+    play(story)

@@ -1,5 +1,6 @@
 """What is spent of the series budget, and on whom: alerts come first, and no token spends for the others."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from foreshock.contract import labels
 from foreshock.contract.wire import AgentHealth, Switched
-from foreshock.server.http.run_series import Table
+from foreshock.server.http.head_tables import Table
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 
@@ -40,6 +41,37 @@ def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(play: An
         assert runs_of(found, "foreshock_layer_risk_ratio")  # what is left is spent on layers
 
     play(story, max_series=1000)
+
+
+@pytest.mark.promise("S6")
+def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_left_out(play: Any) -> None:
+    """At the settings as they come: the budget is 50,000 series, and these runs would fill it twice."""
+    names = {f"run-{number:03}" for number in range(200)}
+
+    def of_runs(found: Shown) -> int:
+        return sum("run" in dict(own) for _, own in found)
+
+    async def story(service: Any) -> None:
+        async def send(some: list[str]) -> None:
+            for name in some:
+                rank = FakeRank(run=name, layers=12, heads=range(12))
+                critical = rank.verdict(5, layer=int(name[-1]), head=int(name[-2]), severity="critical")
+                await service.store(rank, rank.started(), rank.sample(5), critical)
+
+        first, *others = sorted(names)
+        await send([first])
+        each = of_runs(await shown(service))
+        await asyncio.gather(*(send(others[turn::16]) for turn in range(16)))
+        found = await shown(service)
+        for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step"):
+            told = [dict(own)["run"] for name, own in found if name == f"foreshock_{metric}"]
+            assert sorted(told) == sorted(names), metric
+        dropped = service.app.state.counters.series_dropped
+        assert dropped > 0
+        assert of_runs(found) + dropped == 200 * each
+        assert len(found) <= 50_000 + 1  # and the number of those left out
+
+    play(story)
 
 
 @pytest.mark.promise("S6")

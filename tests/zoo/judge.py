@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from tests.zoo.comparison import Rounding, first_difference
@@ -24,7 +25,7 @@ from foreshock.monitor.config import AgentConfig, Served
 
 WAYS: Final[tuple[Served, ...]] = typing.get_args(AgentConfig.model_fields["attention"].annotation)
 """Every value of attach's `attention`."""
-EXACT_WAYS: Final = ("keep", "auto")
+EXACT_WAYS: Final[tuple[Served, ...]] = ("keep", "auto")
 """Those that change no bit on a CPU, where auto does as keep does: it is tried in the first case alone."""
 
 
@@ -54,8 +55,15 @@ class Record:
     """Cases that the model itself cannot do, and what it raises."""
 
 
-def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
-    """Run the entry in every case and way."""
+def examine(entry: Entry, ways: tuple[Served, ...] = WAYS, *, proving: bool = False) -> Record:
+    """Run the entry in every case and way. proving: auto does as on a GPU, with the reference in the kernels' place."""
+    if proving:
+        with mock.patch.dict(attach.__globals__, {"_accelerated": lambda device: True}):
+            return _examine(entry, ways, EXACT_WAYS[:1])
+    return _examine(entry, ways, EXACT_WAYS)
+
+
+def _examine(entry: Entry, ways: tuple[Served, ...], exact_ways: tuple[Served, ...]) -> Record:
     record = Record(entry.name, entry.family)
     pristine = entry.build()
     cases = entry.cases(pristine)
@@ -75,7 +83,7 @@ def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
             with recorded_attention(model := copy.deepcopy(pristine)) as attention:
                 model(**case.given)
         for way in ways:
-            if (case is not first or case.compiled) and (way == "auto" or (way == "keep" and not _tried_in_keep(case))):
+            if (case is not first or case.compiled) and way in exact_ways and not _tried(case, way):
                 continue
             label = f"{way}, {case.name}"
             told = _Told()
@@ -90,7 +98,7 @@ def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
                 record.wrong.append(f"{label}: {type(crash).__name__}: {str(crash)[:200]}")
                 continue
             difference = first_difference(plain, watched)
-            if difference and way not in EXACT_WAYS:
+            if difference and way not in exact_ways:
                 difference = rounding.excess(watched, functools.partial(_quietly_watched, way=way))
             if difference:
                 record.wrong.append(f"{label}: {difference}")
@@ -108,9 +116,9 @@ def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
     return record
 
 
-def _tried_in_keep(case: Case) -> bool:
-    """Where the model's own attention stays, one place of padding says as much as another."""
-    return case.generates or case.compiled or case.name == "padded inside"
+def _tried(case: Case, way: Served) -> bool:
+    """Where the model's own attention stays, auto does as keep, and one place of padding says as much as another."""
+    return way == "keep" and (case.generates or case.compiled or case.name == "padded inside")
 
 
 class _Told(logging.Handler):
@@ -162,7 +170,8 @@ def _states(agent: Any) -> Iterator[tuple[str, int]]:
     instruments = agent._instruments
     sizes = [len(layer.heads) for layer in instruments.layers]
     for layer, state in zip(instruments.layers, torch.split(instruments.state, sizes), strict=True):
-        yield layer.name, int(slot_values(state.numpy(), Slot.ROWS).sum())
+        words = state.numpy()
+        yield layer.name, int(sum(slot_values(words, slot).sum() for slot in (Slot.ROWS, Slot.NONFINITE_ROWS)))
 
 
 def _traces(model: nn.Module) -> dict[str, Any]:

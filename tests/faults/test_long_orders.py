@@ -1,0 +1,55 @@
+"""More orders than one acknowledgement may hold: the agent takes them all, and sends no batch twice for them."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from foreshock.contract import wire
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.transport.sender import Sender
+from foreshock.server.testing import FakeRank, LiveService
+
+ORDERS = 14
+
+
+def until(what: str, look: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.full
+@pytest.mark.promise("S11")
+def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(tmp_path: Path) -> None:
+    rank = FakeRank(run="a-run", layers=100, heads=range(100))
+    config = AgentConfig(run="a-run", url=None, spool_directory=None, send_every_seconds=0.02, heartbeat_seconds=3600)
+    order = {"who": "ann", "reason": "it drifts", "heads": wire.head_refs(rank.layers), "mode": "row_corrected"}
+    taken: dict[str, wire.Command] = {}
+    with LiveService(tmp_path) as service, service.client() as client:
+        config = config.model_copy(update={"url": service.url})
+        sender = Sender(config, run="a-run", boot="boot-1", health=lambda: (7, {}))
+        sender.start()
+        sender.put(rank.started())
+        until("the run is known", lambda: client.get("/v1/runs/a-run").status_code == 200)
+        wanted = [client.post("/v1/runs/a-run/commands", json=order).json()["id"] for _ in range(ORDERS)]
+
+        def obey() -> bool:
+            if sender._oldest_unsent_at is None:  # every batch has been acknowledged
+                sender.put(wire.AgentHealth(step=8))
+            for command in sender.commands():
+                taken[command.id] = command
+                sender.put(
+                    rank.answer(command, 8, "refused").model_copy(update={"heads": (), "before": (), "after": ()})
+                )
+            return len(taken) == ORDERS
+
+        until("every order has come", obey)
+        sender.close(10)
+        counted = client.get("/metrics").text
+    assert sum(len(command.model_dump_json()) for command in taken.values()) > wire.MAX_ACK_BYTES
+    assert sorted(taken) == sorted(wanted)
+    assert 'foreshock_service_batches_total{result="duplicate"} 0.0' in counted
+    assert (sender.retries, dict(sender.dropped), dict(sender.faults)) == (0, {}, {})
