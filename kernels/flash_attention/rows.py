@@ -151,7 +151,7 @@ def _vectors(call: Call, given: Tensors, addresses: bool) -> RowVectors:
         made: list[Any] = [None if part is None else start + part[0] for part in plan.parts]
     else:
         made = [None if part is None else _view(memory, *part) for part in plan.parts]
-    return RowVectors(*made, memory=memory)
+    return RowVectors._make([*made, memory])
 
 
 def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
