@@ -214,7 +214,7 @@ def forward_kernel(
         mode = 0
         if modes is not None:
             mode = tl.load(modes + head)
-        # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone. It is
+        # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone:
         # masked elsewhere, not branched round, which would cost registers.
         kept_to = length_q
         if looked is not None:

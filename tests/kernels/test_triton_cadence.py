@@ -34,23 +34,23 @@ def starts(*lengths: int) -> Tensor:
 def calls() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     """Inputs, spec and options of calls of several kinds."""
     flags = torch.tensor([0, 8, 1, 2, 16, 4], dtype=torch.int32, device=DEVICE)
-    packed = starts(150, 0, 129, 30)
+    packed = starts(20, 0, 130, 30)
     return {
-        "causal": (random_inputs(270, 270, 16, batch=2, seed=41), scaled(16, causal="top_left"), {}),
+        "causal": (random_inputs(140, 140, 16, batch=2, seed=41), scaled(16, causal="top_left"), {}),
         "other lengths": (
-            random_inputs(141, 60, 40, heads=4, dtype=torch.float16, seed=42),
-            scaled(40, causal="bottom_right"),
+            random_inputs(135, 40, 24, heads=3, dtype=torch.float16, seed=42),
+            scaled(24, causal="bottom_right"),
             {},
         ),
         "every mode": (
-            random_inputs(200, 200, 16, heads=6, kv_heads=3, seed=43),
-            scaled(16, causal="top_left", window_left=70),
+            random_inputs(131, 131, 16, heads=6, kv_heads=3, seed=43),
+            scaled(16, causal="top_left", window_left=20),
             {"modes": flags},
         ),
         "packed": (
-            random_inputs(320, 320, 16, seed=44),
+            random_inputs(190, 190, 16, seed=44),
             scaled(16, causal="top_left"),
-            {"cu_seqlens_q": packed, "cu_seqlens_k": packed, "longest": (150, 150)},
+            {"cu_seqlens_q": packed, "cu_seqlens_k": packed, "longest": (130, 130)},
         ),
     }
 
@@ -68,7 +68,7 @@ def test_one_in_one_is_the_same_as_no_cadence_to_the_bit(name: str, attention: A
 
 
 @CALLS
-@pytest.mark.parametrize("every", [2, 7, 1000])
+@pytest.mark.parametrize("every", [3, 1000])
 def test_outputs_and_gradients_keep_their_bits_under_any_cadence(name: str, every: int) -> None:
     inputs, spec, options = calls()[name]
     plain, told = attend(inputs, spec, **options), attend(inputs, spec, **options, cadence=cadence(every, 3))
@@ -101,7 +101,7 @@ def test_after_k_ticks_every_row_was_looked_at_once(name: str, attention: Any) -
 
 
 @CALLS
-@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("every", [2])
 def test_the_kernels_look_at_the_rows_that_the_reference_looks_at(name: str, every: int) -> None:
     inputs, spec, options = calls()[name]
     told, known = (by(inputs, spec, **options, cadence=cadence(every, 4)) for by in (attend, attend_by_reference))
@@ -124,7 +124,7 @@ def both_passes(
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_a_backward_counts_what_its_forward_looked_at_whatever_the_cadence_says_by_then(by_reference: bool) -> None:
     inputs, spec, _ = calls()["causal"]
-    before = Arguments(None, None, None, 270, 270, None, spec, cadence(4, 2))
+    before = Arguments(None, None, None, 140, 140, None, spec, cadence(4, 2))
     _, wanted = both_passes(inputs, spec, before, before, by_reference)
     for every, tick in ((1, 0), (3, 1)):
         before = before._replace(cadence=cadence(4, 2))
@@ -146,14 +146,14 @@ def test_a_head_that_is_switched_between_the_passes_is_exact_where_the_residual_
         monkeypatch.setattr(
             torch, "empty_like", lambda x, **o: y.fill_(math.nan) if (y := own(x, **o)).is_floating_point() else y
         )
-    before = Arguments(plain, None, None, 270, 270, None, spec, cadence(2, 0))
+    before = Arguments(plain, None, None, 140, 140, None, spec, cadence(2, 0))
     switched, _ = both_passes(inputs, spec, before, before._replace(modes=exact), by_reference)
     unswitched, _ = both_passes(inputs, spec, before, before, by_reference)
     full = before._replace(cadence=None, modes=exact)
     wanted, _ = both_passes(inputs, spec, full, full, by_reference)
     for batch in range(2):
         for head in range(2):
-            for block in range(3):
+            for block in range(2):
                 rows = (batch, head, slice(128 * block, 128 * (block + 1)))
                 source = wanted if (batch + head + block) % 2 == 0 else unswitched
                 assert torch.equal(switched[0][rows], source[0][rows]), rows
@@ -169,11 +169,11 @@ def test_a_switched_head_is_exact_under_any_cadence() -> None:
 
 @pytest.mark.parametrize("size", [1e-5, 3e4])
 def test_rows_that_are_counted_slowly_are_counted_in_their_turn(size: float) -> None:
-    inputs = random_inputs(300, 300, 16, batch=2, seed=45)
+    inputs = random_inputs(136, 136, 16, seed=45)
     inputs = inputs._replace(query=(inputs.query * size).to(inputs.query.dtype))
     spec = scaled(16, causal="top_left")
-    full, ticking = attend(inputs, spec).state, cadence(4)
-    parts = [attend(inputs, spec, cadence=ticking).state for _ in range(4)]
+    full, ticking = attend(inputs, spec).state, cadence(2)
+    parts = [attend(inputs, spec, cadence=ticking).state for _ in range(2)]
     for slot in SOMETIMES:
         assert torch.equal(torch.stack(parts)[:, :, slot].sum(0), full[:, slot]), slot
     assert int(full[:, Slot.TIED_ROWS_BF16].sum()) > 0
