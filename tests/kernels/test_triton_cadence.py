@@ -38,7 +38,7 @@ def calls() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     return {
         "causal": (random_inputs(140, 140, 16, batch=2, seed=41), scaled(16, causal="top_left"), {}),
         "other lengths": (
-            random_inputs(135, 40, 24, heads=3, dtype=torch.float16, seed=42),
+            random_inputs(135, 40, 24, heads=3, kv_heads=1, dtype=torch.float16, seed=42),
             scaled(24, causal="bottom_right"),
             {},
         ),
