@@ -155,10 +155,11 @@ class Call:
 
         Under a causal mask the blocks of a plane differ in their work, and a pass ends when its last long one does: the
         longest of many planes start before the shorter ones of any. All planes that are read at the same time have to
-        fit the L2 cache, which makes a section. Elsewhere all blocks are alike, and a plane is a section.
+        fit the L2 cache, which makes a section. Elsewhere all blocks are alike, and a plane is a section; so it is
+        where a plane has few blocks.
         """
-        alike = self.spec.right < 0 or self.spec.window_left >= 0
-        fitting = 1 if alike else _SECTION_BYTES // max(1, 2 * 2 * length * self.block_d)
+        alike = self.spec.right < 0 or self.spec.window_left >= 0 or blocks < _MANY_BLOCKS
+        fitting = 1 if alike else _SECTION_ELEMENTS // max(1, length * self.block_d**2)
         return blocks, planes, max(1, min(planes, fitting))
 
     def takes_descriptors(self, *tensors: Tensor) -> bool:
@@ -198,8 +199,10 @@ class Call:
 _CALLS: Final[dict[Any, Call]] = {}
 _MOST_PLANES: Final = 65_535
 """What CUDA allows in the second dimension of a grid."""
-_SECTION_BYTES: Final = 2**25
-"""Of the 50 MB of L2 of a Hopper GPU, what the programs of a section read at the same time."""
+_MANY_BLOCKS: Final = 32
+_SECTION_ELEMENTS: Final = 2**28
+"""What the programs of a section read at the same time is 16 MB at head dim 64 and 8 MB at 128: the best of 8, 16, 32
+and 64 MB of the 50 MB of L2 that a Hopper GPU has (README.md, "Rejected variants")."""
 _MOST_KNOWN: Final = 4096
 """Calls that are remembered; past so many all are forgotten, as lengths may differ at every step."""
 

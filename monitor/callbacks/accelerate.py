@@ -7,13 +7,16 @@
     accelerator.log({"loss": loss, "lr": rate}, step=n)  # after optimizer step n
     accelerator.end_training()                           # closes
 
-`tracker.checkpoint_with(accelerator)` puts modes and detector state into every checkpoint, each process's own beside
-the others': `foreshock_0.json` and so on.
+`tracker.checkpoint_with(accelerator)`, before init_trackers, puts modes and detector state into every checkpoint, each
+process's own beside the others': `foreshock_0.json` and so on. It also lets every process of several be watched:
+Accelerate calls its trackers on the first alone.
 """
 
+import logging
 from pathlib import Path
 from typing import Any, Final, Unpack
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import nn
@@ -22,6 +25,8 @@ from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.attach import attach
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
+
+logger: Final = logging.getLogger("foreshock")
 
 _FILE: Final = "foreshock_{}.json"
 _LOSS: Final = ("loss", "train_loss", "train/loss")
@@ -45,6 +50,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         self._model = model
         self._overrides = overrides
         self._saved: dict[str, Any] | None = None
+        self._everywhere = False
+        """Whether processes other than the first are watched too."""
         self.agent: Agent | None = None
         """The agent, once `init_trackers` was called."""
 
@@ -55,6 +62,12 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
 
     def start(self) -> None:
         """Attach. Raises ValueError with a sentence for a wrong setting or a model that cannot be watched."""
+        if not self._everywhere and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            logger.warning(
+                "foreshock watches the first of %d processes alone; call tracker.checkpoint_with(accelerator) before "
+                "init_trackers, on all of them",
+                torch.distributed.get_world_size(),
+            )
         self.agent = attach(self._model, **self._overrides)
         if self._saved is not None:
             self.agent.load_state_dict(self._saved)
@@ -96,6 +109,21 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
 
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
+        self._everywhere = True
+        if accelerator.process_index > 0:
+            self._follow(accelerator)
+
+    def _follow(self, accelerator: Accelerator) -> None:
+        """Start, log and end on a process whose trackers Accelerate leaves alone."""
+
+        def init_trackers(*args: Any, **kwargs: Any) -> None:
+            accelerator.trackers.append(self)  # which end_training finishes on every process
+            self.start()
+
+        def log(values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+            self.log(values, step=step)
+
+        accelerator.init_trackers, accelerator.log = init_trackers, log
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> Any:

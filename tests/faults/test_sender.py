@@ -38,6 +38,8 @@ from foreshock.monitor.transport.sender import Sender
 
 BUSY_SECONDS = 3.0
 """What a machine with other work may add to a deadline."""
+IN_ORDER_SECONDS = 30.0
+"""More than a process needs to end in order, its spool written and let go of; it waits no longer than it needs."""
 
 
 def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
@@ -98,7 +100,7 @@ def test_every_batch_tells_how_old_its_process_is_and_those_of_a_dead_one_that_t
     dead_boot, own_boot = f"{now - int(apart_seconds * 1000)}-0-dead", f"{now}-0-beef"
     dead = started_sender(closed_port(), tmp_path, boot=dead_boot)
     send(dead, 1)
-    dead.close(0.3)
+    dead.close(IN_ORDER_SECONDS)
     with hostile_server(acknowledge) as server:
         own = started_sender(server.url, tmp_path, boot=own_boot)
         send(own, 2)
@@ -133,7 +135,7 @@ def test_a_service_that_asks_what_is_watched_is_told_in_the_next_batch_but_not_i
 def test_nobody_says_for_a_dead_process_what_it_watched(tmp_path: Path, quick_retries: None) -> None:
     dead = started_sender(closed_port(), tmp_path, boot="1-0-dead")
     send(dead, 1)
-    dead.close(0.3)
+    dead.close(IN_ORDER_SECONDS)
     with hostile_server(acknowledge) as server:
         server.asks_for = "1-0-dead"
         own = started_sender(server.url, tmp_path, boot="2-0-beef", heartbeat_seconds=0.1)
@@ -315,7 +317,7 @@ def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_
         eventually("the first try", lambda: server.batches)
         time.sleep(1.5)
         assert len(server.batches) == 1
-        to.close(1)
+        to.close(IN_ORDER_SECONDS)
         server.behaviour = acknowledge
         again = started_sender(server.url, tmp_path, boot="boot-2")
         eventually("the words of the first boot", lambda: server.sequences("boot-1") == [1, 1])
@@ -474,7 +476,7 @@ def test_with_no_server_the_queue_is_bounded_samples_go_first_and_losses_are_cou
             time.sleep(0.03)
     finished = wire.Finished(step=500, unix_seconds=0.0, status="completed")
     to.put(finished)
-    to.close(0.5)
+    to.close(IN_ORDER_SECONDS)
     assert to.dropped["queue_full"] > 0
     waiting = [json.loads(payload) for _, payload in to._own._batches]  # type: ignore[attr-defined]
     kept = [event for batch in waiting for event in batch["events"]]
@@ -487,7 +489,7 @@ def test_with_no_server_the_queue_is_bounded_samples_go_first_and_losses_are_cou
 def test_what_a_dead_server_never_took_is_sent_at_the_next_start(tmp_path: Path, quick_retries: None) -> None:
     first = started_sender(closed_port(), tmp_path)
     send(first, *range(1, 31))
-    first.close(0.3)
+    first.close(IN_ORDER_SECONDS)
     with hostile_server(acknowledge) as server:
         second = started_sender(server.url, tmp_path, boot="boot-2")
         send(second, 31)

@@ -75,6 +75,7 @@ class OneOfSeveral:
     def __init__(self, process_index: int) -> None:
         self.process_index = process_index
         self.hooks: dict[str, Any] = {}
+        self.trackers: list[Any] = []
 
     def register_save_state_pre_hook(self, hook: Any) -> None:
         self.hooks["save"] = hook
@@ -102,3 +103,18 @@ def test_each_process_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
         assert modes_after(process, str(tmp_path), switch=head) == [head]
     assert [modes_after(process, str(tmp_path)) for process in range(3)] == [[(0, 0)], [(1, 1)], [(0, 0)]]
     assert modes_after(0, str(tmp_path / "nothing")) == []
+
+
+def test_a_process_beside_the_first_is_watched_though_accelerate_leaves_its_trackers_alone() -> None:
+    tracker, accelerator = ForeshockTracker(tiny_gpt(), **QUICK), OneOfSeveral(1)
+    tracker.checkpoint_with(accelerator)
+    other: Any = accelerator
+    other.init_trackers("test")
+    assert tracker.agent is not None
+    other.log({"loss": 1.0}, step=1)
+    assert tracker.agent.current_step == 1
+    assert accelerator.trackers == [tracker]  # which end_training finishes
+    tracker.finish()
+    first = OneOfSeveral(0)
+    ForeshockTracker(tiny_gpt(), **QUICK).checkpoint_with(first)
+    assert not hasattr(first, "init_trackers")  # Accelerate's own serves

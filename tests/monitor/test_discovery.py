@@ -336,3 +336,23 @@ def test_what_a_class_does_is_read_anew_by_each_attach(monkeypatch: pytest.Monke
     assert [found.name for found in find_attention(model, {})] == ["0", "1"]
     monkeypatch.setitem(globals(), "helper", no_attention)
     assert find_attention(model, {}) == []
+
+
+class Grouped(Attention):
+    """As litgpt writes it: the configuration tells the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.heads, self.to_q, self.to_k
+        self.config = types.SimpleNamespace(n_head=4, n_query_groups=2, head_size=8)
+        self.qkv = nn.Linear(6, (4 + 2 * 2) * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x, x, x)
+
+
+def test_groups_of_queries_that_a_configuration_tells_are_key_heads() -> None:
+    (found,) = find_attention(Grouped(), {})
+    assert (found.heads, found.kv_heads, found.head_dim) == (4, 2, 8)
+    assert found.projection is not None
+    assert len(found.projection.key.starts) == 2

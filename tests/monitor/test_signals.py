@@ -63,7 +63,7 @@ def test_a_state_saved_with_signals_in_another_order_and_one_fewer_goes_on() -> 
     rows = [SIGNAL_NAMES.index(name) for name in names]
     for part, keys in (
         (state, ("_recent", "_pressure")),
-        (state["history"], ("_values", "_jitter", "_open", "_weight")),
+        (state["history"], ("_values", "_jitter", "_open", "_weight", "_anew")),
     ):
         part["signals"] = names
         for key in keys:

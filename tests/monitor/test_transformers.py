@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.monitor.doubles import Listener
-from tests.monitor.test_foreign_models import DECODER, EXPERTS, tiny
+from tests.monitor.test_foreign_models import DECODER, EXPERTS, LATENT, tiny
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -32,6 +32,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import attach
 from foreshock.monitor.callbacks.huggingface import ForeshockCallback
+from foreshock.monitor.model.discovery import find_attention
 
 QUICK: dict[str, Any] = {
     "attention": "kernels",
@@ -351,3 +352,9 @@ def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: P
     assert again.agent.modes()[(0, 1)] == "exact_delta"
     assert again.agent.run == saving.agent.run
     again.on_train_end(args, state, control)
+
+
+def test_a_head_of_two_parts_is_as_wide_as_both() -> None:
+    parts = {"q_lora_rank": None, "qk_nope_head_dim": 12}
+    found = find_attention(tiny("DeepseekV3", **DECODER | LATENT | parts), {})
+    assert {each.head_dim for each in found} == {12 + LATENT["qk_rope_head_dim"]}
