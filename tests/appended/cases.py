@@ -189,5 +189,5 @@ def test_traces_of_either_version_are_read(tmp_path: Path) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     read = read_trace(path).samples[0].words()
     assert read is not None
-    assert (read[:, 13:] == identity_row()[13:]).all()
+    assert (read[:, 14:] == identity_row()[14:]).all()
     assert (read[:, Slot.ROWS] == words[:, Slot.ROWS]).all()
