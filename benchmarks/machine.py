@@ -32,7 +32,7 @@ def gpu() -> dict[str, Any]:
 
 def _clocks() -> dict[str, str]:
     said = _said("nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader", "--id=0")
-    return dict(zip(_CLOCKS.split(","), (said or "").split(", "), strict=False)) if said else {}
+    return dict(zip(_CLOCKS.split(","), said.split(", "), strict=False)) if said else {}
 
 
 def _said(*command: str) -> str | None:

@@ -18,7 +18,7 @@ from foreshock.contract import wire
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import ARMS, find_arm
+from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
 from foreshock.lab.training.recipes import RECIPES, find_recipe
 
 
@@ -98,7 +98,7 @@ def list_recipes(console: Console) -> None:
             f"  {shape.layers} layers, {shape.heads} heads, width {shape.width}, context {shape.context}, batch "
             f"{recipe.batch}, learning rate {recipe.learning_rate:g}, {recipe.steps} steps\n"
         )
-    console.print(f"arms: {', '.join(ARMS)}")
+    console.print(f"variants (--arm): {', '.join(ARMS)}; {UNTREATED.name} is the baseline")
 
 
 def show_corpus(name: str, console: Console) -> None:
@@ -166,14 +166,14 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
     for recipe in dict.fromkeys(each.recipe for each in ended):
         table = Table(box=None, pad_edge=False, header_style="bold", title=recipe, title_justify="left")
         table.add_column("seed", no_wrap=True)
-        table.add_column("arm", overflow="fold", min_width=11)
-        for name in ("steps", "loss", "excess", "harm", "score", "offset", "warned"):
+        table.add_column("variant", overflow="fold", min_width=11)
+        for name in ("steps", "loss", "excess", "quality loss", "score", "offset", "warned"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("head, cause", overflow="fold")
         for each in (each for each in ended if each.recipe == recipe):
             warning = each.first_warning
             table.add_row(
-                *(str(each.seed), each.arm, str(each.steps), f"{each.loss:.3f}"),
+                *(str(each.seed), variant(each.arm), str(each.steps), f"{each.loss:.3f}"),
                 "-" if each.excess is None else f"{each.excess:+.1%}",
                 *map(cell, (each.harm_step, round(each.largest_score, 1), round(each.offset, 1))),
                 *(
@@ -194,14 +194,14 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
 
     runs = cured_runs(traces)
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("recipe", "arm", "when"):
+    for name in ("recipe", "variant", "when"):
         shown.add_column(name, overflow="fold", min_width=9)
     for name in (
         "policy",
         "runs",
         "failed",
         "chance",
-        "harmed",
+        "quality loss",
         "score 512",
         "excess",
         "worst",
@@ -213,7 +213,7 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table(runs):
         shown.add_row(
-            *(row.recipe, row.arm, row.when, row.policy, str(row.runs), str(row.failed)),
+            *(row.recipe, variant(row.arm), row.when, row.policy, str(row.runs), str(row.failed)),
             *("-" if row.chance is None else f"{row.chance:.2g}", str(row.harmed), str(row.dangerous)),
             *("-" if share is None else f"{share:+.1%}" for share in (row.excess, row.worst_excess)),
             *(f"{number:.3g}" for number in (row.worst_offset, row.worst_score)),
@@ -221,10 +221,11 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
         )
     console.print(shown)
     console.print(
-        "failed: harmed, or a |score| of 512 after the switch. chance: that so few fail if it does nothing (Fisher's "
-        "exact test against untreated runs). excess: loss of the last 1000 steps over the control's, median and worst "
-        "run. offset: at the end, worst run. score: largest after the switch; score 512: runs that reached it. "
-        "common: share of the largest offset that all keys give alike, median. |b_K|: largest key bias of a head."
+        "failed: quality loss, or a |score| of 512 after the switch. chance: that so few fail if it does nothing "
+        "(Fisher's exact test against the baseline's runs). excess: loss of the last 1000 steps over the control's, "
+        "median and worst run. offset: at the end, worst run. score: largest after the switch; score 512: runs that "
+        "reached it. common: share of the largest offset that all keys give alike, median. |b_K|: "
+        "largest key bias of a head."
     )
     if json is not None:
         json.write_text(dumps(as_json(runs), indent=1) + "\n")
@@ -281,7 +282,7 @@ def demo_seeds(
             f"{each.processor_seconds:.0f}",
         )
     console.print(table)
-    console.print("offset, score, loss at the end: untreated, switched, float32 control. seconds: of the processor.")
+    console.print("offset, score, loss at the end: baseline, switched, float32 control. seconds: of the processor.")
     for processor in dict.fromkeys(each.processor for each in found):
         here = [each for each in found if each.processor == processor]
         console.print(
@@ -320,7 +321,7 @@ def run(
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
     with Progress(*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
-        bar = progress.add_task(f"{recipe.name} {arm.name}", total=steps or recipe.steps, loss=float("nan"))
+        bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=steps or recipe.steps, loss=float("nan"))
 
         def stepped(step: int, loss: SupportsFloat) -> None:
             if step % 10 == 0 or step == (steps or recipe.steps):

@@ -1,4 +1,4 @@
-"""The command line. Each command is thin: it reads its options, calls one room and turns errors into sentences.
+"""The command line. Each command is thin: it reads its options, calls one part and turns errors into sentences.
 
 Parts are imported inside the commands, so that a service without torch and a training environment without a web server
 both have the same command.

@@ -35,7 +35,7 @@ def score(
         )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("trace", overflow="fold", min_width=16)
-    for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "harm"):
+    for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "quality loss"):
         table.add_column(name, justify="right")
     for each in scores:
         cells = (
@@ -55,7 +55,9 @@ def score(
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."
     )
-    console.print("at 512: step at which it was. harm: first harm in loss or gradient norm, against the control.\n")
+    console.print(
+        "at 512: step at which it was. quality loss: where it begins, in loss or gradient norm, against the control.\n"
+    )
     _print_monitors(result["table"], console)
     _print_incidents(result["incidents"], console)
     _print_forecasts(result["forecasts"], console)
@@ -158,9 +160,9 @@ def _print_incidents(rows: Sequence[dict[str, Any]], console: Console) -> None:
         )
     console.print(shown)
     console.print(
-        "incidents: all warnings of one cause are one. undecided: harm was expected until after the run's end. head "
-        "named: the head that fails was among the first three as late as a warning is in time. Brackets: 95 %, over "
-        "runs.\n"
+        "incidents: all warnings of one cause are one. undecided: quality loss was expected until after the run's end. "
+        "head named: the head that fails was among the first three as late as a warning is in time. Brackets: 95 %, "
+        "over runs.\n"
     )
 
 

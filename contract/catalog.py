@@ -2,7 +2,7 @@
 
 Per-head metrics are read from a merged sample by `HeadReading`. Prometheus gets, under a series budget, the worst heads
 of each run (`foreshock_head_*`) and one value per layer (`foreshock_layer_*`, the value of its worst head); every head
-of every sample goes to the service's own store (house decision 9).
+of every sample goes to the service's own store (docs/design.md, decision 9).
 """
 
 from typing import Final
@@ -291,7 +291,9 @@ RUN_METRICS: Final = (
                 severity="critical",
                 summary="Run {{ $labels.run }}: the loss is not finite",
                 description="The raw loss of the last sample is NaN or infinite.",
-                action="Stop the run and resume from a checkpoint before the first warning, with every head switched.",
+                action="Stop the run and resume from a checkpoint before the first warning. If its cause was rounding, "
+                "resume with every head switched. Otherwise leave out the batches that led here, or lower the "
+                "learning rate.",
             ),
             Alert(
                 name="ForeshockLossJumped",
@@ -303,8 +305,8 @@ RUN_METRICS: Final = (
                 summary="Run {{ $labels.run }}: the loss has jumped to {{ $value | humanize }}",
                 description=f"The loss of the last two minutes is more than {JUMP_RATIO} times, and by {JUMP_NATS} "
                 "higher than, the lowest that it held for two minutes in the last six hours.",
-                action="Look at the run's warnings. If a head was warned about, resume from a checkpoint before the "
-                "warning with every head switched. If none was, look at the data and the learning rate.",
+                action="Look at the run's warnings. If rounding was warned about, resume from a checkpoint before the "
+                "warning with every head switched. Otherwise look at the data and the learning rate.",
             ),
         ),
     ),
@@ -428,8 +430,8 @@ RUN_METRICS: Final = (
                 for_="0s",
                 severity="critical",
                 summary="Run {{ $labels.run }}: a switch did not stop what it was made for",
-                description="{{ $value }} applied switches of the run were verified, and the heads' scores or offsets "
-                "grew on as before.",
+                description="Applied switches that were verified and did not help, as scores or offsets of their heads "
+                "grew on: {{ $value }}.",
                 action="Approve the stronger mode that the service has proposed. If it proposed none, lower the "
                 "learning rate or resume from a checkpoint before the first warning.",
             ),
@@ -522,7 +524,7 @@ SERVICE_METRICS: Final = (
                 for_="5m",
                 severity="warning",
                 summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
-                description="{{ $value }} commands have waited for five minutes on a run that is active.",
+                description="Commands that have waited for five minutes on a run that is active: {{ $value }}.",
                 action="Look whether the run still sends samples; if it does, read the run's audit trail on its page.",
             ),
         ),

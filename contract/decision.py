@@ -24,7 +24,14 @@ SHOWN_BY: Final[dict[IncidentCause, str]] = {
 }
 """Key of the metric that shows a cause; what alerts and messages open is its chart."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
-_WHOSE: Final = {"head": "the heads that are warned about", "layer": "their layers", "model": "every head"}
+UNTOLD_SCOPE: Final = "untold"
+"""The scope of a run whose reader is not told it: an alert knows its labels alone."""
+_WHOSE: Final = {
+    "head": "the heads that are warned about",
+    "layer": "their layers",
+    "model": "every head",
+    UNTOLD_SCOPE: "the heads that the run's switch_scope names (by default every head)",
+}
 
 
 def cause_of(verdict: Verdict) -> IncidentCause:

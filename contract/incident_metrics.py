@@ -7,7 +7,7 @@ so that Alertmanager's messages and the service's own say the same.
 from collections.abc import Callable
 from typing import Final, get_args
 
-from foreshock.contract.decision import CAUSES, Act, Decision, IncidentCause, Progress, curable, decision
+from foreshock.contract.decision import CAUSES, UNTOLD_SCOPE, Act, Decision, IncidentCause, Progress, curable, decision
 from foreshock.contract.metric import Alert, Levels, Metric
 from foreshock.contract.wire import Policy
 
@@ -19,7 +19,8 @@ def _said(part: Callable[[Decision], str]) -> str:
     """A template that says a part of the decision, by the labels cause, state and act."""
 
     def text(cause: IncidentCause, act: Act, progress: Progress) -> str:
-        return part(decision(cause, _POLICY_OF[act], mitigation="the run's mitigation", progress=progress))
+        mitigation = "the run's mitigation"
+        return part(decision(cause, _POLICY_OF[act], mitigation=mitigation, scope=UNTOLD_SCOPE, progress=progress))
 
     parts: list[tuple[str, str]] = []
     for cause in CAUSES:

@@ -43,8 +43,8 @@ Runbook: {{ . }}{{ end }}
 {{- end }}{{ end }}{{ end }}
 {{- if gt (len .Alerts) 6 }}
 ... and more: {{ len .Alerts }} in all.{{ end }}
-{{- if not $few }}{{ with .CommonAnnotations.action }}
-To do: {{ . }}{{ end }}{{ if .CommonLabels.run }}{{ with (index .Alerts 0).Annotations.page_url }}
+{{- if not $few }}{{ if ne .Status "resolved" }}{{ with .CommonAnnotations.action }}
+To do: {{ . }}{{ end }}{{ end }}{{ if .CommonLabels.run }}{{ with (index .Alerts 0).Annotations.page_url }}
 Evidence and switch: {{ . }}{{ end }}{{ end }}{{ with .CommonAnnotations.runbook_url }}
 Runbook: {{ . }}{{ end }}{{ end }}
 {{- end }}

@@ -36,8 +36,8 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-suppress_warnings = ["myst.header", "misc.highlighting_failure", "toc.empty_glob", "toc.not_included"]
-"""Headings may skip a level, a block of a terminal is no language, and the runbooks are reached by their alerts."""
+suppress_warnings = ["myst.header", "misc.highlighting_failure", "toc.empty_glob"]
+"""Headings may skip a level, and a block of a terminal is no language. A page that no list leads to stops the build."""
 
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>(?!https?:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 

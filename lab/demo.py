@@ -26,7 +26,7 @@ from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm
+from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, variant
 from foreshock.lab.training.workers import ArmOrder, Branched, Progressed, Told, Workers, in_seconds
 
 SECONDS = 270.0
@@ -76,7 +76,7 @@ class _Story:
         return f"loss {record.losses[-1]:.2f}, offset {record.offsets[-1][row]:+.1f} (layer {layer} head {head})"
 
     def say(self, arm: str, step: int, text: str) -> None:
-        self.console.print(f"[bold]step {step:>5}[/bold]  {arm:<9}  {text}", highlight=False)
+        self.console.print(f"[bold]step {step:>5}[/bold]  {variant(arm):<9}  {text}", highlight=False)
 
 
 def main(
@@ -105,7 +105,7 @@ def main(
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-")))
         url = stack.enter_context(local_service(directory, port))
         stamp = time.strftime("%H%M%S")
-        runs = {arm.name: f"demo-{stamp}-{arm.name}" for arm in (UNTREATED, RESCUED, CONTROL)}
+        runs = {arm.name: f"demo-{stamp}-{variant(arm.name)}" for arm in (UNTREATED, RESCUED, CONTROL)}
         page = f"{url}/?runs={','.join(runs.values())}"
         console.print(_opening(show, seed), highlight=False)
         console.print(f"\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
@@ -137,7 +137,13 @@ def main(
         if story.warning is None:
             result["recorded"] = recorded_story.tell(console, url, stamp, picture)
         if not result.get("recorded"):
-            draw(picture, story.records, head, f"{recipe.name}, seed {seed}", marks)
+            draw(
+                picture,
+                {variant(name): record for name, record in story.records.items()},
+                head,
+                f"{recipe.name}, seed {seed}",
+                marks,
+            )
         if report is not None:
             report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         console.print(f"\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
@@ -157,13 +163,13 @@ def _opening(show: Show, seed: int) -> str:
     return (
         f"{show.recipe.summary}\n{show.starts_from}\n"
         "Nothing is done to it while it trains: the warning is the shipped detectors', the switch the agent's own.\n"
-        f"Three trainings of seed {seed} on the same batches: untreated, left alone; rescued, which branches off "
+        f"Three trainings of seed {seed} on the same batches: baseline, left alone; rescued, which branches off "
         f"before the first warning and whose agent may switch (to {show.mitigation}); control, attention in float32."
     )
 
 
 def _train(show: Show, order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
-    """Untreated and control side by side, and the rescued arm from the warning on."""
+    """Baseline and control side by side, and the rescued arm from the warning on."""
     workers, story = Workers(), _Story(console)
     columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -174,7 +180,7 @@ def _train(show: Show, order: Callable[[Arm], ArmOrder], console: Console) -> _S
         def start(arm: Arm, shared: Record) -> None:
             ordered = order(arm)
             story.records[arm.name] = shared
-            bars[arm.name] = progress.add_task(arm.name, total=ordered.steps)
+            bars[arm.name] = progress.add_task(variant(arm.name), total=ordered.steps)
             workers.start(ordered)
 
         try:
@@ -268,18 +274,19 @@ def comparison(result: dict[str, Any]) -> str:
         return float(sum(last) / len(last))
 
     ends = {arm: level(arm) for arm in arms}
+    told = ", ".join(f"{variant(arm)} {end:+.2f}" for arm, end in ends.items())
     lines = [
         f"Layer {first['layer']} head {first['head']} was warned about at step {result['first_warning_step']} "
         f"(signal {first['signal']}, cause {first['cause']}). The float32 control {quiet}.",
-        f"Score offset of that head at the end: {', '.join(f'{arm} {end:+.2f}' for arm, end in ends.items())} nats.",
+        f"Score offset of that head at the end: {told} nats.",
     ]
     if result["switch_step"] is not None:
         before = level(UNTREATED.name, until=result["switch_step"])
         steps = arms[UNTREATED.name]["steps"] - result["switch_step"]
         lines.append(
             f"It was switched to {result['mitigation']} at step {result['switch_step']}, at {before:+.2f}. "
-            f"In the {steps} steps since then it moved by {ends[UNTREATED.name] - before:+.2f} untreated and by "
-            f"{ends[RESCUED.name] - before:+.2f} switched."
+            f"In the {steps} steps since then it moved by {ends[UNTREATED.name] - before:+.2f} in the baseline and by "
+            f"{ends[RESCUED.name] - before:+.2f} in the rescued run."
         )
     reached = min(arm["steps"] for arm in arms.values())
     if reached < result["planned_steps"]:
@@ -287,8 +294,8 @@ def comparison(result: dict[str, Any]) -> str:
             f"The demo's time ran out at step {reached} of {result['planned_steps']}; "
             "a quicker machine, or one that is less busy, gets further."
         )
-    losses = ", ".join(f"{name} {arm['final_loss']:.3f}" for name, arm in arms.items())
-    scores = ", ".join(f"{name} {arm['largest_score']:.1f}" for name, arm in arms.items())
+    losses = ", ".join(f"{variant(name)} {arm['final_loss']:.3f}" for name, arm in arms.items())
+    scores = ", ".join(f"{variant(name)} {arm['largest_score']:.1f}" for name, arm in arms.items())
     lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
     if not result.get("on_gpu"):
         lines.append(

@@ -1,4 +1,4 @@
-"""The closing picture of a comparison: offset, largest score and loss by step, one line for each arm."""
+"""The closing picture of a comparison: offset, largest score and loss by step, one line for each variant."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from foreshock.lab.recording.record import Record
 
 _COLOURS = {
-    "untreated": "#d55e00",
+    "baseline": "#d55e00",
     "rescued": "#0072b2",
     "control": "#7f7f7f",
     "exact-delta": "#009e73",

@@ -10,7 +10,7 @@ from foreshock.lab.recording.record import Record
 from foreshock.lab.recording.replay import replay
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.harm import first_harm
-from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED
+from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, variant
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE
 
 TRACES: Final = Path(__file__).parent / "traces" / "cure"
@@ -38,7 +38,7 @@ def tell(console: Console, url: str, stamp: str, picture: Path, folder: Path = T
     )
     records = {arm: Record() for arm in FILES}
     for arm, name in FILES.items():
-        replay(folder / name, url=url, run=f"recorded-{stamp}-{arm}", on_event=records[arm].add)
+        replay(folder / name, url=url, run=f"recorded-{stamp}-{variant(arm)}", on_event=records[arm].add)
     untreated, rescued, control = (records[arm] for arm in FILES)
     steps, control_steps = (read_trace(folder / FILES[arm]).steps for arm in (UNTREATED.name, CONTROL.name))
     harm = first_harm(steps, control_steps)
@@ -68,13 +68,19 @@ def tell(console: Console, url: str, stamp: str, picture: Path, folder: Path = T
             )
         )
     for step, arm, text in sorted(lines):
-        console.print(f"[bold]step {step:>5}[/bold]  {arm:<9}  {text}", highlight=False)
-    ends = ", ".join(f"{arm} {record.final_loss:.3f}" for arm, record in records.items())
+        console.print(f"[bold]step {step:>5}[/bold]  {variant(arm):<9}  {text}", highlight=False)
+    ends = ", ".join(f"{variant(arm)} {record.final_loss:.3f}" for arm, record in records.items())
     console.print(
         f"Loss over the last 500 steps: {ends}. Warnings about the float32 training: {len(control.warnings)}.",
         highlight=False,
     )
     head = (told.get("layer") or 0, told.get("head") or 0)
     marks = {"warned": told.get("first_warning_step"), "switched": told.get("switch_step")}
-    draw(picture, records, head, "recorded: shared-values, seed 2, on an H200", marks)
+    draw(
+        picture,
+        {variant(name): record for name, record in records.items()},
+        head,
+        "recorded: shared-values, seed 2, on an H200",
+        marks,
+    )
     return told

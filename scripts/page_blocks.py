@@ -1,4 +1,4 @@
-"""The blocks of pages written by hand that are made: README's table of monitors, and what `attach` prints.
+"""The blocks of pages written by hand that are made: README's table of monitors, and what a watched training prints.
 
 scripts/generate_docs.py writes and checks them; a block stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
@@ -6,7 +6,11 @@ scripts/generate_docs.py writes and checks them; a block stands between `<!-- ge
 import re
 import runpy
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+
+import torch
 
 from foreshock.monitor import attach
 
@@ -48,12 +52,15 @@ def compared() -> Iterator[str]:
 
 
 def printed() -> Iterator[str]:
-    """What `attach` prints of the model in examples/plain_loop.py."""
+    """Everything that a training of the model in examples/plain_loop.py prints by itself, where nothing is wrong."""
     model = runpy.run_path(str(ROOT / "examples" / "plain_loop.py"))["Model"]()
-    with attach(model, policy="observe", quiet=True, url=None, spool_directory=None) as agent:
-        yield "```text"
-        yield from agent.report().splitlines()
-        yield "```"
+    with redirect_stderr(StringIO()) as told, attach(model, url=None, spool_directory=None) as agent:
+        loss = model(torch.arange(32).reshape(2, 16)).square().mean()
+        loss.backward()
+        agent.step(loss)
+    yield "```text"
+    yield from told.getvalue().splitlines()
+    yield "```"
 
 
 def with_blocks(page: Path) -> Iterator[str]:

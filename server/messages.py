@@ -1,4 +1,4 @@
-"""What people are sent by the service itself, in words. docs/messages.md prints every kind, made from here.
+"""What people are sent by the service itself, in words. docs/reference/messages.md prints every kind, made from here.
 
 A message is short enough to be read on a telephone at night: severity and run first, then what, what was done, what to
 do, and where to look. However many heads fail and however many runs, it has fewer than LONGEST characters.

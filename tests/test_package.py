@@ -51,6 +51,20 @@ def test_a_callback_that_is_not_there_is_refused_with_those_that_are() -> None:
         getattr(callbacks, "Keras" + "Callback")
 
 
+def test_names_that_are_looked_up_late_are_listed_all_the_same() -> None:
+    """What a notebook completes after `foreshock.` comes from here."""
+    assert set(dir(foreshock)) == {"Agent", "AgentConfig", "attach", "detach", "callbacks", "client", "__version__"}
+    assert dir(callbacks) == ["AccelerateTracker", "LightningCallback", "TransformersCallback", "watch_torchtitan"]
+
+
+@pytest.mark.parametrize("name", ["foreshock.attach", "foreshock.callbacks.watch_torchtitan"])
+def test_without_pytorch_the_names_of_the_agent_say_what_to_install(name: str) -> None:
+    check = f"import sys; sys.modules['torch'] = None; import foreshock; {name}"
+    done = subprocess.run([sys.executable, "-P", "-c", check], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: foreshock's agent needs PyTorch")
+    assert "pip install 'foreshock[agent]'" in done.stderr
+
+
 def test_the_keywords_that_editors_complete_are_the_settings_of_the_agent() -> None:
     assert AgentSettings.__optional_keys__ == frozenset(AgentConfig.model_fields)
 

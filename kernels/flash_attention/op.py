@@ -1,7 +1,7 @@
 """The operators `foreshock::attention_forward` and `foreshock::attention_backward`, and the function people call.
 
 The forward is functional. The backward counts the statistics into the layer's state, so that neither a recomputed
-forward nor a pass without backward counts anything (house decision 1).
+forward nor a pass without backward counts anything (docs/design.md, decision 1).
 """
 
 import math
@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import reference, twice
@@ -160,17 +159,6 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
 
-def _nobody_looks(query: Tensor) -> bool:
-    """Whether nobody but the device would notice a call of an operator, be it a mode that is pushed, a profiler or a
-    subclass of Tensor: PyTorch's dispatcher may be left out then, which takes longer than the launches do."""
-    return (
-        type(query) in (Tensor, Parameter)
-        and not query.is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._autograd._profiler_enabled()
-    )
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs, output)
     ctx.mark_non_differentiable(*output[1:])
@@ -192,8 +180,7 @@ def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
-        backward = _attention_backward if _nobody_looks(query) else attention_backward
-        grads = backward(grad_out, query, key, value, *output, *given)
+        grads = attention_backward(grad_out, query, key, value, *output, *given)
     else:  # which counts nothing
         packed = cu_seqlens_q is not None
         grads = twice.differentiable_gradients(grad_out, query, key, value, spec_of(ctx.spec), packed=packed)
@@ -227,7 +214,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output: tuple[Tensor, ...] = (_attention_forward if _nobody_looks(inputs[0]) else attention_forward)(*inputs)
+        output: tuple[Tensor, ...] = attention_forward(*inputs)
         _save(ctx, inputs, output)
         ctx.mark_non_differentiable(output[1], *output[3:])
         ctx.set_materialize_grads(False)
@@ -316,10 +303,12 @@ def flash_attention(
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
-    return_lse: also return the log-sum-exp [B, H, Sq], which is not differentiable: a backward through it is refused
-    (under torch.compile no gradient reaches it).
+    return_lse: also return the log-sum-exp [B, H, Sq], in nats, which is not differentiable: a backward through it is
+    refused (under torch.compile no gradient reaches it).
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
+    Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,
+    section 3, as README.md beside this file defines them.
     """
     if attn_mask is not None:
         raise ValueError("attn_mask (an additive bias or mask) is not served; use causal, window or cu_seqlens instead")

@@ -49,7 +49,14 @@ _SUMS: Final = _runs(
 
 
 def new_state(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """The state of heads that have seen nothing, int64 [heads, SLOT_COUNT]."""
+    """The state of heads that have seen nothing, int64 [heads, SLOT_COUNT], which `flash_attention` counts into.
+
+    A slot holds a count, or the bits of a sum or maximum as float64 (`foreshock.contract.slots`, which also reads them
+    and names their units: rows, or nats). heads: of the query, 1 or more; anything less raises ValueError. device:
+    where the query lies; PyTorch refuses one that is not there.
+    """
+    if heads < 1:
+        raise ValueError(f"a state of {heads} heads was asked for; give the number of query heads, 1 or more")
     return torch.from_numpy(identity_row()).to(device).expand(heads, SLOT_COUNT).clone()
 
 

@@ -46,6 +46,11 @@ CONTROL_AGAIN = Arm(name="control-again", numerics="float32", nudge=1e-6)
 PAPER = Arm(name="paper", numerics="paper")
 
 
+def variant(name: str) -> str:
+    """What people read for the arm of that name: the untreated one is the baseline (docs/glossary.md)."""
+    return "baseline" if name == UNTREATED.name else name
+
+
 HABITS = (
     Arm(name="no-key-bias", model={"key_bias": False}),
     Arm(name="qk-norm", model={"qk_norm": True}),
@@ -85,7 +90,7 @@ def find_arm(name: str) -> Arm:
                 field_name = "mitigation" if prefix else "mode"
                 return Arm(name=name, **{"numerics": numerics, field_name: mode, **settings})
     raise ValueError(
-        f"arm {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
+        f"variant {name!r} does not exist; allowed are {', '.join(ARMS)}, modes joined by + such as "
         "exact-delta+stable-softmax, rescued-MODE, rescued-all-MODE, and each of these with paper- before it"
     )
 

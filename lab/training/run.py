@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.training.arm import Arm
+from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
@@ -101,7 +101,12 @@ class Training:
         self.optimizers = optimizers(self.model, recipe)
         self.optimizer = self.optimizers[0]
         """The one that trains biases (and, but for Muon, all else)."""
-        known = {"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": self._corpus.sha256[:16]}
+        known = {
+            "recipe": recipe.name,
+            "variant": variant(arm.name),
+            "seed": str(seed),
+            "corpus": self._corpus.sha256[:16],
+        }
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
             "url": url,

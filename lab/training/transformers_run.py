@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from transformers.trainer_callback import PrinterCallback
 
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.training.arm import CONTROL, UNTREATED, Arm
+from foreshock.lab.training.arm import CONTROL, UNTREATED, Arm, variant
 from foreshock.lab.training.corpus import Corpus
 from foreshock.lab.training.recipe import Recipe
 from foreshock.lab.training.run import FAST_CONTROL, HISTORY_STEPS, text_of
@@ -55,7 +55,7 @@ def transformers_run(
         sample_every_seconds=0.0,
         spool_directory=None,
         quiet=True,
-        labels={"recipe": recipe.name, "arm": arm.name, "seed": str(seed), "corpus": corpus.sha256[:16]},
+        labels={"recipe": recipe.name, "variant": variant(arm.name), "seed": str(seed), "corpus": corpus.sha256[:16]},
         **(FAST_CONTROL if arm is CONTROL and torch.cuda.is_available() else {"attention": "kernels"}),
     )
     header = recipe.header(arm, seed, f"{recipe.name}-transformers-{arm.name}-seed{seed}") | {"loop": "transformers"}

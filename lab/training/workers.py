@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 from pydantic import TypeAdapter
 
 from foreshock.contract import wire
-from foreshock.lab.training.arm import Arm
+from foreshock.lab.training.arm import Arm, variant
 from foreshock.lab.training.recipes import Recipe
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
@@ -93,7 +93,7 @@ class Workers:
                 for arm, process in self._running.items():
                     if process.exitcode is not None:
                         raise RuntimeError(
-                            f"the worker of arm {arm} died with exit status {process.exitcode}"
+                            f"the worker of the variant {variant(arm)} died with exit status {process.exitcode}"
                         ) from None
                 continue
             if kind == "step":
@@ -103,7 +103,7 @@ class Workers:
             elif kind == "branch":
                 yield Branched(arm, body)
             elif kind == "failed":
-                raise RuntimeError(f"arm {arm} failed:\n{body}")
+                raise RuntimeError(f"the variant {variant(arm)} failed:\n{body}")
             else:
                 self._running.pop(arm).join()
 

@@ -40,7 +40,7 @@ class DetectorConfig(BaseModel):
     horizon_lives: float | None = Field(
         default=None,
         gt=0,
-        description="a head is warned about only if its harm is foreseen within so many times the run's life so far; "
+        description="a head is warned about only if its forecast lies within so many times the run's life so far; "
         "null: however far off it is",
     )
     tied_share: float = Field(default=0.3, gt=0, le=1, description="share of rows with several maxima")

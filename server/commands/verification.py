@@ -131,6 +131,24 @@ def _judged(row: Row[Any], answers: Sequence[Switched]) -> list[HeadRef]:
     return sorted(found)[:_MOST_HEADS]
 
 
+def judged_in_words(
+    heads: Sequence[HeadRef], mode: str, at: int, verdict: Verification, worst: SignalGrowth | None, steps: int
+) -> str:
+    """What became of a switch of these heads at step `at`; `worst` grew most in the `steps` steps after it."""
+    said = f"{heads_in_words(heads)} after the switch to {mode} at step {at:,}: "
+    said += {
+        "verified": "verified, the growth has stopped",
+        "not arrested": "not arrested, it grows on",
+        "unknown": "cannot be verified, too few samples before it or after it",
+    }[verdict]
+    if worst is not None:
+        said += f" ({worst.sentence(steps)})"
+    if verdict == "not arrested":
+        further = stronger(mode)
+        said += f". Escalate: {further}." if further else ". No stronger mode is left: go back to a checkpoint."
+    return said[0].upper() + said[1:]
+
+
 async def _judge(store: Store, connection: AsyncConnection, settings: Settings, due: Due) -> None:
     row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
@@ -139,22 +157,12 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     worst = max(
         (g for found in growths.values() for g in found), key=lambda g: g.after - _LEFT * g.before, default=None
     )
-    said = f"{heads_in_words(loose or heads)} after the switch to {row.mode} at step {at:,}: "
-    said += {
-        "verified": "verified, the growth has stopped",
-        "not arrested": "not arrested, it grows on",
-        "unknown": "cannot be verified, too few samples before it or after it",
-    }[verdict]
-    if worst is not None:
-        said += f" ({worst.sentence(settings.verify_steps)})"
     next_mode = stronger(row.mode) if loose else None
-    if loose:
-        said += f". Escalate: {next_mode}." if next_mode else ". No stronger mode is left: go back to a checkpoint."
+    said = judged_in_words(loose or heads, row.mode, at, verdict, worst, settings.verify_steps)
     await store.lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if (await connection.execute(open_)).rowcount == 0:
         return  # another replica was first
-    said = said[0].upper() + said[1:]
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
         for (layer, head), found in growths.items()

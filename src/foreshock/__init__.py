@@ -20,9 +20,21 @@ if find_spec("foreshock.contract") is None:  # its folders are symbolic links in
     )
 
 
+def _ask_for_torch() -> None:
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(
+            "foreshock's agent needs PyTorch, which is not installed: pip install 'foreshock[agent]'", name="torch"
+        )
+
+
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_AGENT:
+        _ask_for_torch()
         return getattr(import_module("foreshock.monitor"), name)
     if name in _MODULES:
         return import_module(f"foreshock.{name}")
     raise AttributeError(f"foreshock has no attribute {name!r}; it has {', '.join(_OF_THE_AGENT + _MODULES)}")
+
+
+def __dir__() -> list[str]:
+    return [*_OF_THE_AGENT, *_MODULES, "__version__"]

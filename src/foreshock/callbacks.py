@@ -9,6 +9,8 @@ from foreshock.callbacks import watch_torchtitan       # watch_torchtitan(traine
 from importlib import import_module
 from typing import Any, Final
 
+from foreshock import _ask_for_torch
+
 _HOMES: Final = {
     "TransformersCallback": ("huggingface", "ForeshockCallback"),
     "LightningCallback": ("lightning", "ForeshockCallback"),
@@ -20,5 +22,10 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"foreshock.callbacks has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    _ask_for_torch()
     module, attribute = _HOMES[name]
     return getattr(import_module(f"foreshock.monitor.callbacks.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return list(_HOMES)

@@ -142,7 +142,7 @@ class Service:
         return list(self._object(self.get("/v1/usage"))["tokens"])
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
-        """What is wrong with a run, one entry for each cause, the most urgent first; heads by how soon harm comes."""
+        """What is wrong with a run, one entry for each cause, the most urgent first; heads by the steps left."""
         return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:

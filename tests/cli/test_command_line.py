@@ -228,9 +228,9 @@ def test_score_writes_what_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "arm 'none'")]
+    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "variant 'none'")]
 )
-def test_an_unknown_recipe_or_arm_names_the_known_ones(words: list[str], sentence: str) -> None:
+def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
     done = foreshock("lab", "run", *words)
     assert done.exit_code == 1
     assert sentence in done.stderr

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from foreshock.contract.catalog import BY_KEY, METRICS
-from foreshock.contract.decision import CAUSES, Act, decision
+from foreshock.contract.decision import CAUSES, UNTOLD_SCOPE, Act, decision
 from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
+from foreshock.monitor.policy import SwitchScope
 
 Labels = dict[str, str]
 RUN: Labels = {"run": "a"}
@@ -411,10 +412,27 @@ def test_every_alert_says_of_what_was_done_what_the_one_decision_says(cause: Any
     [alert] = BY_KEY["incident.active"].alerts
     policy: Any = {"none": "observe", "propose": "approve", "switch": "auto"}[act]
     progress: Any = "unswitched" if state == "open" else state
-    made = decision(cause, policy, mitigation="the run's mitigation", progress=progress)
+    made = decision(cause, policy, mitigation="the run's mitigation", scope=UNTOLD_SCOPE, progress=progress)
     labels = {"cause": cause, "state": state, "act": act}
     assert read_chain(alert.done, labels) == made.done
     assert read_chain(alert.to_do, labels) == made.to_do
+
+
+@pytest.mark.parametrize("act", ["propose", "switch"])
+def test_no_alert_claims_which_heads_are_switched_where_its_labels_do_not_tell_it(act: str) -> None:
+    [alert] = BY_KEY["incident.active"].alerts
+    policy: Any = {"propose": "approve", "switch": "auto"}[act]
+    said = read_chain(alert.done, {"cause": "rounding", "state": "open", "act": act})
+    for scope in get_args(SwitchScope):
+        assert said != decision("rounding", policy, mitigation="the run's mitigation", scope=scope).done
+    assert "switch_scope" in said
+
+
+def test_an_alert_tells_to_switch_heads_only_where_rounding_is_the_cause() -> None:
+    for _, alert in alerts():
+        for sentence in re.split(r"(?<=[.:;]) ", alert.action):
+            if re.search(r"every head switched|[Ss]witch (every|the) head", sentence):
+                assert "rounding" in sentence, f"{alert.name}: {sentence}"
 
 
 def read_chain(template: str, labels: dict[str, str]) -> str:

@@ -1,7 +1,5 @@
 """The edges of the public function: dynamic shapes, omitted lengths, a second backward, evaluation."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -84,14 +82,14 @@ def test_a_gradient_of_the_log_sum_exp_is_refused_and_none_asked_is_none_given()
 
 
 def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, forward = [], op._attention_forward
+    kept, forward = [], op.attention_forward
 
-    def taking(*inputs: Any) -> tuple[Tensor, ...]:
+    def taking(*inputs: object) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = forward(*inputs)
         kept.append(result[1].numel())
         return result
 
-    monkeypatch.setattr(op, "_attention_forward", taking)
+    monkeypatch.setattr(op, "attention_forward", taking)
     inputs = leaves(21)
     with_one = flash_attention(*inputs, causal=True)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import SLOT_COUNT
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.kernels.flash_attention import flash_attention, new_state
 
 
 def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -60,3 +60,9 @@ def test_wrong_input_gets_a_sentence(inputs: tuple[Tensor, ...], options: dict[s
     query, key, value = inputs
     with pytest.raises(ValueError, match=sentence):
         flash_attention(query, key, value, **options)
+
+
+@pytest.mark.parametrize("heads", [0, -3])
+def test_a_state_without_heads_is_refused_with_a_sentence(heads: int) -> None:
+    with pytest.raises(ValueError, match=rf"a state of {heads} heads was asked for; give the number of query heads"):
+        new_state(heads)

@@ -150,9 +150,9 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
         arm["offset_by_step"] = early | {str(step): [end] for step in range(5, 14)}
         arm["steps"] = 13
     said = demo.comparison(told)
-    assert "untreated +9.00, control +0.25, rescued +2.50 nats" in said
+    assert "baseline +9.00, control +0.25, rescued +2.50 nats" in said
     assert "switched to exact_delta at step 4, at +2.00" in said
-    assert "In the 9 steps since then it moved by +7.00 untreated and by +0.50 switched." in said
+    assert "In the 9 steps since then it moved by +7.00 in the baseline and by +0.50 in the rescued run." in said
     assert "time ran out" not in said
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
 
@@ -162,7 +162,7 @@ def check_told(recorded: dict[str, Any], text: str, picture: Path) -> None:
     assert recorded["first_warning_step"] < recorded["dangerous_step"] < recorded["harm_step"]
     losses = recorded["losses"]
     assert losses["rescued"] < 1.02 * losses["control"] < 2 * losses["control"] < losses["untreated"]
-    assert f"step {recorded['harm_step']:>5}  untreated  the loss leaves that of the float32 training." in text
+    assert f"step {recorded['harm_step']:>5}  baseline   the loss leaves that of the float32 training." in text
     assert picture.stat().st_size > 10_000
 
 
@@ -170,8 +170,8 @@ def test_the_recorded_explosion_is_judged_anew_shown_on_the_page_and_drawn(tmp_p
     said, picture = io.StringIO(), tmp_path / "picture.png"
     with LiveService(tmp_path) as service, service.client() as client:
         recorded = recorded_story.tell(Console(file=said, width=200), service.url, "now", picture)
-        for arm in ("untreated", "rescued", "control"):
-            shown = client.get(f"/v1/runs/recorded-now-{arm}").raise_for_status().json()
+        for variant in ("baseline", "rescued", "control"):
+            shown = client.get(f"/v1/runs/recorded-now-{variant}").raise_for_status().json()
             assert shown["last_step"] > recorded["harm_step"]
     check_told(recorded, said.getvalue(), picture)
 
@@ -208,7 +208,7 @@ def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None
     )
     try:
         workers.start(order)
-        with pytest.raises(RuntimeError, match=r"arm untreated failed[\s\S]*missing.pt"):
+        with pytest.raises(RuntimeError, match=r"the variant baseline failed[\s\S]*missing.pt"):
             list(workers.messages())
     finally:
         workers.stop()
@@ -240,4 +240,4 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path, capf
     text = said.getvalue()
     assert "Live page: http://127.0.0.1:" in text
     assert "foreshock, step" not in capfd.readouterr().err, "the demo tells it, once"
-    assert f"step {report['first_warning_step']:>5}  untreated" in text
+    assert f"step {report['first_warning_step']:>5}  baseline" in text

@@ -153,6 +153,7 @@ def test_a_run_writes_a_trace_of_every_head_and_sample(tmp_path: Path) -> None:
     assert trace.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert trace.samples[-1].step == 12
     assert trace.started.labels["seed"] == "5"
+    assert trace.started.labels["variant"] == "exact-delta"
     modes = trace.samples[-1].modes
     assert modes is not None
     assert modes.numpy().tolist() == [1, 1, 1, 1]

@@ -14,6 +14,13 @@ class Held:
     """The longest that one callback held the event loop."""
 
     longest_seconds: float = 0.0
+    process_seconds: float = 0.0
+    """Processor time of the whole process within the block, other threads' too."""
+
+    @property
+    def part(self) -> float:
+        """The first as a part of the second; to be read at once, as the callback that is under way still counts."""
+        return self.longest_seconds / self.process_seconds
 
 
 @contextmanager
@@ -32,8 +39,10 @@ def watched_loop() -> Iterator[Held]:
     asyncio.events.Handle._run = timed  # type: ignore[method-assign]
     gc.collect()
     gc.disable()  # what other tests left would be collected in somebody's callback
+    spent = time.process_time()
     try:
         yield held
     finally:
+        held.process_seconds = time.process_time() - spent
         gc.enable()
         asyncio.events.Handle._run = plain  # type: ignore[method-assign]

@@ -42,6 +42,10 @@ LARGE = (
 )
 
 
+PART_HELD = 0.1
+"""Of the processor time that an answer takes, what one callback of the event loop may."""
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("store", ["SQLite", "PostgreSQL"])
 def test_large_answers_are_read_and_written_beside_the_event_loop(
@@ -58,7 +62,7 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
             with watched_loop() as watch:
                 answer = await service.client.get(path)
             assert answer.status_code == 200
-            held[path[:40]] = watch.longest_seconds
+            held[path[:40]] = watch.part
 
     async def look() -> None:
         url = f"sqlite:///{tmp_path / 'foreshock'}.db"
@@ -67,7 +71,7 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
         await player(url, story, migrate=True)
 
     asyncio.run(look())
-    assert max(held.values()) < 0.05, held
+    assert max(held.values()) < PART_HELD, held
 
 
 def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes: Any) -> None:
@@ -88,7 +92,7 @@ def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes
             assert not all(read.done() for read in reads), "the readers came first"
             answers = await asyncio.gather(*reads)
         assert {answer.status_code for answer in answers} == {200}
-        assert watch.longest_seconds < 0.05
+        assert watch.part * readers < PART_HELD
 
     play(story)
 

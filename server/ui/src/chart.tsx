@@ -179,7 +179,7 @@ function options(now: Now, scale: Scale, width: number, onCursor: (u: uPlot) => 
   return {
     width,
     height: HEIGHT,
-    padding: [14, 12, 0, 0],
+    padding: [14, 22, 0, 0], // the last tick's label is centred on the edge
     legend: { show: false },
     scales: {
       x: { time: false },
@@ -257,7 +257,7 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
   const { ctx, bbox } = u;
   const px = devicePixelRatio;
   const size = 5 * px;
-  const places = new Map<number, number>();
+  const places = new Map<number, [beside: number, taken: number]>();
   ctx.save();
   ctx.font = `600 ${10 * px}px Inter, system-ui, sans-serif`;
   ctx.textBaseline = "middle";
@@ -265,8 +265,11 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
     const line = Math.round(at) + 0.5;
     if (line < bbox.left - 1 || line > bbox.left + bbox.width + 1) continue;
     const { kind, colour } = same[0]!;
-    const beside = places.get(line) ?? 0; // of several runs at one step, the second stands beside the first
-    places.set(line, beside + 1);
+    // Of several runs at one step, the second stands beside the first: to its left where the chart ends.
+    const [beside, taken] = places.get(line) ?? [0, 0];
+    const count = same.length > 1 ? String(same.length) : "";
+    const side = line + 60 * px > bbox.left + bbox.width ? -1 : 1;
+    places.set(line, [beside + 1, taken + 2.4 * size + (count ? ctx.measureText(count).width + size : 0)]);
     ctx.strokeStyle = ctx.fillStyle = colour;
     ctx.lineWidth = 1.25 * px;
     ctx.setLineDash(kind === "warning" ? [4 * px, 4 * px] : []);
@@ -275,7 +278,7 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
     ctx.moveTo(line, bbox.top);
     ctx.lineTo(line, bbox.top + bbox.height);
     ctx.stroke();
-    const x = line + beside * 2.4 * size;
+    const x = line + side * taken;
     ctx.beginPath();
     ctx.moveTo(x, bbox.top - 2 * size);
     if (kind === "warning") {
@@ -287,10 +290,9 @@ function drawMarkers(u: uPlot, markers: readonly Marker[]): void {
       ctx.lineTo(x - size, bbox.top - size);
     }
     ctx.fill();
-    if (same.length > 1) {
-      const left = x + 60 * px > bbox.left + bbox.width;
-      ctx.textAlign = left ? "right" : "left";
-      ctx.fillText(String(same.length), x + (left ? -1.6 : 1.6) * size, bbox.top - size);
+    if (count) {
+      ctx.textAlign = side < 0 ? "right" : "left";
+      ctx.fillText(count, x + side * 1.6 * size, bbox.top - size);
     }
   }
   ctx.restore();

@@ -2,13 +2,19 @@
 
 import type { RefObject } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { Problem } from "./api";
 import { listen, type Wake } from "./live";
 
-/** Loads when asked: never twice at once, and for samples alone not more often than every `pause` milliseconds. */
+const LONGEST_PAUSE = 15_000;
+
+/**
+ * Loads when asked: never twice at once, and for samples alone not more often than every `pause` milliseconds. What the
+ * service could not answer is asked for again, with growing pauses; what it refused is not until something happens.
+ */
 class Loader {
   private wanted: "everything" | "newest" | null = "everything";
   private loading = false;
-  private failed = false;
+  private failures = 0;
   private finished = -Infinity;
   private timer: ReturnType<typeof setTimeout> | undefined;
   private seen = false;
@@ -20,7 +26,8 @@ class Loader {
   ) {}
 
   wake({ kind }: Wake): void {
-    this.wanted = kind === "sample" && !this.failed ? (this.wanted ?? "newest") : "everything";
+    this.wanted = kind === "sample" && !this.failures ? (this.wanted ?? "newest") : "everything";
+    this.failures = Math.min(this.failures, 1); // something happened: the pauses begin anew
     this.schedule();
   }
 
@@ -38,7 +45,8 @@ class Loader {
     clearTimeout(this.timer);
     if (!this.wanted || this.loading || !this.seen) return;
     const waited = performance.now() - this.finished;
-    const patience = this.wanted === "newest" || this.failed ? this.pause : this.soon;
+    const usual = this.wanted === "newest" ? this.pause : this.soon;
+    const patience = this.failures ? Math.min(this.pause * 2 ** (this.failures - 1), LONGEST_PAUSE) : usual;
     this.timer = setTimeout(() => void this.run(), Math.max(0, patience - waited));
   }
 
@@ -48,9 +56,11 @@ class Loader {
     this.loading = true;
     try {
       await this.load(fresh);
-      this.failed = false;
-    } catch {
-      this.failed = true; // the next wake loads everything
+      this.failures = 0;
+    } catch (error) {
+      this.failures += 1;
+      const refused = error instanceof Problem && error.status < 500 && error.status !== 429;
+      if (!refused) this.wanted = "everything";
     }
     this.loading = false;
     this.finished = performance.now();

@@ -28,12 +28,18 @@ LONG = "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/
 OVERFLOW = """
 const wide = [];
 for (const card of document.querySelectorAll(".card, main > section")) {
-  const right = card.getBoundingClientRect().right;
+  const { left, right } = card.getBoundingClientRect();
   for (const inner of card.querySelectorAll("*:not(.hidden)")) {
     if (inner.closest(".table, .canvas, .u-wrap, .scroll")) continue;
-    if (inner.getBoundingClientRect().right > right + 1)
+    const room = inner.getBoundingClientRect();
+    if (room.width && (room.right > right + 1 || room.left < left - 1))
       wide.push(`${inner.tagName}.${inner.className} in ${card.className}: ${inner.textContent.slice(0, 40)}`);
   }
+}
+for (const word of document.querySelectorAll(".crumbs a, .state, button")) {
+  const range = document.createRange();
+  range.selectNodeContents(word);
+  if (range.getBoundingClientRect().height > 50) wide.push(`broken into letters: ${word.textContent}`);
 }
 if (document.documentElement.scrollWidth > innerWidth) wide.push(`the page: ${document.documentElement.scrollWidth}`);
 return wide;
@@ -198,6 +204,37 @@ def test_many_warnings_at_one_step_are_one_marker_with_a_count(chromium: Chrome,
 
     assert half > 50
     assert "96 warnings" in wait("the marker is told in words", caption)
+
+
+INKED = """
+const canvas = document.querySelector(".chart canvas");
+const pen = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+pen.drawImage(canvas, 0, 0);
+const inked = (top, height) => {
+  const { data } = pen.getImageData(0, top, canvas.width, height);
+  return [...Array(canvas.width).keys()].filter((x) =>
+    [...Array(height).keys()].some((y) => data[4 * (y * canvas.width + x) + 3] > 0));
+};
+return { width: canvas.width, markers: inked(0, 13), ticks: inked(canvas.height - 24, 24) };
+"""
+
+
+def test_the_last_tick_and_the_markers_of_the_newest_step_are_drawn_whole(chromium: Chrome, service: Service) -> None:
+    runs = [Feeder(service.client, f"chart-end-{number}") for number in range(2)]
+    for each in runs:
+        each.start()
+        each.train(60, every=10_000)
+        each.warn()
+    open_run(chromium, service, *(each.run for each in runs))
+    drawn = wait("both markers, side by side", lambda: _drawn(chromium))
+    assert max(drawn["markers"]) < drawn["width"] - 1
+    assert max(drawn["ticks"]) < drawn["width"] - 1, "600k ends at the edge of the chart"
+
+
+def _drawn(chromium: Chrome) -> dict[str, Any]:
+    """Which columns of the first chart hold ink, once it has two markers of ten pixels each."""
+    found: dict[str, Any] = chromium.execute_script(INKED)
+    return found if len(found["markers"]) > 14 and found["ticks"] else {}
 
 
 def test_a_name_with_an_x_between_digits_is_drawn_with_an_x(chromium: Chrome, service: Service) -> None:

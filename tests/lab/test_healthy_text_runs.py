@@ -1,0 +1,41 @@
+"""The healthy runs on real text that are published: the seal holds of them, and the notebook's steps are theirs."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.scoring.score import score_traces
+from foreshock.lab.scoring.sealed import sealed
+from foreshock.monitor.detect.detectors import DetectorConfig
+
+TRACES = Path(__file__).parents[2] / "lab" / "traces"
+HEALTHY = ("text-gpt-muon_untreated_seed1", "text-narrow-no-bias_untreated_seed1", "text-gpt_untreated_seed1")
+FAILING = ("kb256_untreated_seed1", "kb256_untreated_seed2", "kb256b128_untreated_seed1", "kb256b128_untreated_seed2")
+
+
+def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) -> list[int | None]:
+    traces = [read_trace(TRACES / folder / f"{name}.jsonl.gz") for name in names]
+    return [score.first_warning_step for score in score_traces(traces, config, baselines=())]
+
+
+def test_the_seal_names_every_held_out_run_that_is_published_as_it_was_scored() -> None:
+    folder = TRACES / "real-text"
+    runs = json.loads((folder / "held-out.json").read_text())["runs"]
+    held_out = sealed(sorted(folder.glob("*.gz")))
+    assert runs == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in held_out}
+    assert held_out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lives", "healthy"), [(None, [6175, 6475, None]), (3.0, [6275, 6475, None]), (2.0, [None, None, None])]
+)
+def test_two_lives_silence_the_healthy_text_runs_and_delay_no_failing_one(
+    lives: float | None, healthy: list[int | None]
+) -> None:
+    config = DetectorConfig(horizon_lives=lives)
+    assert first_warnings("real-text", HEALTHY, config) == healthy
+    assert first_warnings("cure", FAILING, config) == [4375, 4875, 3075, 3775]
