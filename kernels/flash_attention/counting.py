@@ -52,19 +52,19 @@ def finite(x):
 
 
 @triton.jit
-def add_count(word, amount, mask=True):
+def add_count(word, amount, mask=None):
     """Add to words of the state. All three are atomic: backwards of several streams may count into one state."""
     tl.atomic_add(word, amount, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def add_sum(word, amount, mask=True):
+def add_sum(word, amount, mask=None):
     """Add float64 to words of the state."""
     tl.atomic_add(word.to(tl.pointer_type(tl.float64), bitcast=True), amount, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def raise_maximum(word, value, mask=True):
+def raise_maximum(word, value, mask=None):
     """Raise words of the state to float64 that are no NaN, where those are larger."""
     # -0.0 compares as positive and has the bits of the least integer: as a sum with 0 it is 0.
     tl.atomic_max(word.to(tl.pointer_type(tl.float64), bitcast=True), value + 0.0, mask=mask, sem="relaxed")

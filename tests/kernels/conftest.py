@@ -18,8 +18,7 @@ _ADDRESS: Final = "address"
 
 
 def _kind(tensor: Tensor | int | None) -> object:
-    """What a launch may not differ in. Memory that a backward cuts up for itself comes as addresses: of its type nothing
-    is known but its place."""
+    """What a launch may not differ in. Of memory that a backward cuts up for itself no more than the address comes."""
     if isinstance(tensor, int):
         assert tensor % 256 == 0, f"the address {tensor} is not aligned as that of a tensor is"
         return _ADDRESS
@@ -44,9 +43,14 @@ def launches_are_remembered_by_all_that_they_are(monkeypatch: pytest.MonkeyPatch
         made = settle()
         known = (id(self), name, *[tensor is None for tensor in tensors])
         kinds = list(map(_kind, tensors))
-        read = [(tensor.shape, tensor.stride()) for place in made.tiles if (tensor := tensors[place]) is not None]
+        read = [
+            _ADDRESS if isinstance(tensor, int) else (tensor.shape, tensor.stride())
+            for place in made.tiles
+            if (tensor := tensors[place]) is not None
+        ]
         _, (made_first, kinds_first, read_first) = first.setdefault(known, (self, (made, kinds, read)))
         kinds = [before if kind is _ADDRESS else kind for kind, before in zip(kinds, kinds_first, strict=True)]
+        read = [before if kind is _ADDRESS else kind for kind, before in zip(read, read_first, strict=True)]
         assert (made_first, kinds_first, read_first) == (made, kinds, read), f"the launch {name} differs from its first"
         launch(self, name, tensors, lambda: made)
 
