@@ -113,12 +113,12 @@ def _times_copies(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, w
 def _times(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, widened: Widened) -> Tensor:
     """The same product, of all rows at once that share a matrix: on a CPU the copies cost ten times as much as it."""
     of_row, order = (entry * matrices.shape[1] + head).flatten().sort()
-    used, counts = of_row.unique_consecutive(return_counts=True)
+    used, counts = torch.unique_consecutive(of_row, return_counts=True)  # type: ignore[no-untyped-call]
     flat = rows.flatten(0, 1)
     product = flat.new_empty(len(flat), matrices.shape[3])
-    for shared, mine in zip(used.tolist(), order.split(counts.tolist()), strict=True):
+    for shared, mine in zip(used.tolist(), torch.split(order, counts.tolist()), strict=True):
         product[mine] = flat[mine] @ widened(matrices[divmod(shared, matrices.shape[1])])
-    return product.unflatten(0, rows.shape[:2])
+    return product.view(*rows.shape[:2], -1)
 
 
 def _hidden(row: Tensor, call: Call, spec: AttentionSpec) -> Tensor | None:

@@ -280,7 +280,7 @@ def test_a_cpu_copies_no_keys_for_the_rows_that_it_measures(dtype: torch.dtype, 
     query, key, value, grad = (x[:2].repeat(1, 1, 8, 1) for x in tensors(dtype, heads=2, kv_heads=2))
     largest = 0
 
-    class Largest(TorchDispatchMode):
+    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             given = func(*args, **(kwargs or {}))
@@ -291,7 +291,7 @@ def test_a_cpu_copies_no_keys_for_the_rows_that_it_measures(dtype: torch.dtype, 
     state, tick, number = new_state(2), new_ticks(1, query.device)[0], start_sampling(Sampling(64, 0, strict=True))
     spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
     try:
-        with Largest():
+        with Largest():  # type: ignore[no-untyped-call]
             probe_rows(grad, grad, query, key, value, None, None, None, state, tick, number, spec, False)
     finally:
         stop_sampling(number)
