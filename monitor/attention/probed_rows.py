@@ -113,7 +113,7 @@ def _times_copies(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, w
 def _times(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, widened: Widened) -> Tensor:
     """The same product, of all rows at once that share a matrix: on a CPU the copies cost ten times as much as it."""
     of_row, order = (entry * matrices.shape[1] + head).flatten().sort()
-    used, counts = torch.unique_consecutive(of_row, return_counts=True)  # type: ignore[no-untyped-call]
+    used, counts = torch.unique_consecutive(of_row, return_counts=True)
     flat = rows.flatten(0, 1)
     product = flat.new_empty(len(flat), matrices.shape[3])
     for shared, mine in zip(used.tolist(), torch.split(order, counts.tolist()), strict=True):
