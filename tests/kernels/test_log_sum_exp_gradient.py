@@ -1,6 +1,7 @@
 """The gradient of the log-sum-exp, beside autograd through logsumexp itself: in every mode, and in compiled graphs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from foreshock.contract.modes import Mode, parse_mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 
-Case = tuple[int, int, int, dict[str, object]]
+Case = tuple[int, int, int, dict[str, Any]]
 CASES: list[Case] = [
     (19, 19, 1, {"causal": "top_left"}),
     (13, 29, 2, {"causal": "bottom_right"}),
@@ -30,11 +31,11 @@ def leaves(length_q: int, length_k: int, kv_heads: int, dtype: torch.dtype, seed
     return [x.to(dtype).requires_grad_() for x in made]
 
 
-def by_hand(inputs: list[Tensor], options: dict[str, object]) -> tuple[Tensor, Tensor]:
+def by_hand(inputs: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """O and the log-sum-exp by PyTorch's own operators; a row that sees no key has O = 0, and no log-sum-exp."""
     query, key, value = inputs
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-    left, right = options.get("window", (-1, -1))  # type: ignore[misc]
+    left, right = options.get("window", (-1, -1))
     spec: AttentionSpec = scaled(16, causal=options.get("causal", "none"), window_left=left, window_right=right)
     scores = query @ key.mT * 0.25
     if cap := options.get("softcap"):
@@ -64,7 +65,7 @@ def test_gradients_through_the_log_sum_exp_are_those_of_autograd(case: Case, mod
     modes = torch.tensor([int(flag), 0], dtype=torch.int32)
     inputs = leaves(length_q, length_k, kv_heads, torch.float64)
     expected = torch.autograd.grad(loss_of(*by_hand(inputs, options)), inputs)
-    out, lse = flash_attention(*inputs, **options, numerics="float64", modes=modes, return_lse=True)  # type: ignore[call-overload]
+    out, lse = flash_attention(*inputs, **options, numerics="float64", modes=modes, return_lse=True)
     for ours, theirs in zip(torch.autograd.grad(loss_of(out, lse), inputs), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -75,7 +76,7 @@ def test_gradients_through_the_log_sum_exp_are_near_in_bf16_too(numerics: str, m
     modes = torch.tensor([int(parse_mode(mode)), 0], dtype=torch.int32)
     inputs = leaves(31, 31, 2, torch.bfloat16, seed=8)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    options: dict[str, object] = {"causal": "top_left"}
+    options: dict[str, Any] = {"causal": "top_left"}
     expected = torch.autograd.grad(loss_of(*by_hand(exact, options)), exact)
     out, lse = flash_attention(*inputs, **options, numerics=numerics, modes=modes, return_lse=True)  # type: ignore[call-overload]
     for ours, theirs in zip(torch.autograd.grad(loss_of(out, lse), inputs), expected, strict=True):
