@@ -41,7 +41,7 @@ def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, shape, [*strides, 1], [1, 1, rows, columns])
 
 
-def _given(tensors: tuple[Tensor | None, ...], tiles: Mapping[int, tuple[int, int]]) -> list[Any]:
+def _given(tensors: tuple[Any, ...], tiles: Mapping[int, tuple[int, int]]) -> list[Any]:
     return [_descriptor(x, *tiles[place]) if x is not None and place in tiles else x for place, x in enumerate(tensors)]
 
 
@@ -54,20 +54,25 @@ class Ready:
         self._direct = _direct_launch(compiled) if _DIRECT else None
         self._maps = [None] * len(given) if self._direct is None else _maps(compiled, given)
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
-        runtime = knobs.runtime
-        if self._direct is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+    def takes_addresses(self) -> bool:
+        """Whether addresses may stand in the place of tensors."""
+        return self._direct is not None and not _hooked()
+
+    def __call__(self, tensors: tuple[Tensor | int | None, ...]) -> None:
+        if self._direct is None or _hooked():
             self._compiled[self._grid](*_given(tensors, self._tiles), *self._rest)
             return
         arguments: list[Any] = []
         for tensor, tile in zip(tensors, self._maps, strict=True):
             if tensor is None:
                 arguments.append(None)
-            elif tile is None:
-                arguments.append(tensor.data_ptr())
+                continue
+            address = tensor if isinstance(tensor, int) else tensor.data_ptr()
+            if tile is None:
+                arguments.append(address)
             else:
                 encode, parts, sizes = tile
-                arguments.append(encode(tensor.data_ptr(), *parts))
+                arguments.append(encode(address, *parts))
                 arguments += sizes
         compiled, active = self._compiled, driver.active
         stream = active.get_current_stream(active.get_current_device())
@@ -76,6 +81,12 @@ class Ready:
             *self._grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
             compiled.packed_metadata, None, None, None, *arguments, *self._rest,
         )  # fmt: skip
+
+
+def _hooked() -> bool:
+    """Whether somebody, a profiler perhaps, is to be told of every launch."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def _direct_launch(compiled: Any) -> Any:
@@ -105,7 +116,7 @@ def _maps(compiled: Any, given: list[Any]) -> list[Any]:
     return found
 
 
-def first_launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Ready | None:
+def first_launch(launch: Launch, tensors: tuple[Tensor | int | None, ...]) -> Ready | None:
     """Launch by Triton's own way, which compiles; what is launched from then on, or None in the interpreter."""
     given = _given(tensors, launch.tiles)
     compiled = launch.kernel[launch.grid](*given, *launch.numbers, **launch.constants, **launch.options)
