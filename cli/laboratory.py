@@ -159,7 +159,7 @@ def run_set(
         console.print(f"missing: {trace}")
 
 
-def compare(traces: Sequence[Path], console: Console, *, picture: Path | None, as_json: bool) -> None:
+def compare(traces: Sequence[Path], console: Console, *, picture: Path | None, as_json: bool = False) -> None:
     """How the arms of a recipe ended beside their control, and a picture of their courses."""
     from foreshock.lab.scoring.courses import courses, draw_courses
 

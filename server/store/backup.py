@@ -88,7 +88,7 @@ async def examine(url: str) -> Held:
                     chain.follow(row)
     finally:
         await store.close()
-    return Held(*found, chain.sequence)
+    return Held(found[0], found[1], chain.sequence)
 
 
 def _is_sqlite(url: URL) -> bool:

@@ -458,9 +458,7 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
                 {"step": 2, "low": None, "high": None, "last": None},
             ],
         }
-        asked = CliRunner().invoke(
-            app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n"
-        )
+        asked = CliRunner().invoke(app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n")
         assert asked.exit_code == 1
         assert "It cannot be taken back" in asked.stderr
         assert "It cannot be taken back" not in asked.stdout

@@ -55,8 +55,11 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
         here = running.enter_context(outside(world))
         (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links(service=service.url))))
         scraped = service.url.removeprefix("http://")
-        often = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
-        (folder / "prometheus.yml").write_text(prometheus_config(scraped, folder / "rules.yml", alertmanager, **often))
+        (folder / "prometheus.yml").write_text(
+            prometheus_config(
+                scraped, folder / "rules.yml", alertmanager, scrape_interval="500ms", evaluation_interval="500ms"
+            )
+        )
         receivers = Receivers(webhook=f"http://{here}/people", slack=f"http://{here}/slack")
         templates = REPOSITORY / GENERATED / "messages.tmpl"
         (folder / "alertmanager.yml").write_text(
