@@ -11,7 +11,7 @@ from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
 
 from foreshock.benchmarks.page_details import DETAILS, fill, open_details
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.full]
 __all__ = ["axe", "themed"]
 LONG = "sweep/" + "w" * 116
 WHO, REASON = "n" * 128, "<b>" + "r" * 497
@@ -25,7 +25,7 @@ def run(service: Service) -> str:
     return LONG
 
 
-@pytest.mark.parametrize("width", [1440, pytest.param(390)])
+@pytest.mark.parametrize("width", [1440, 390])
 def test_every_dialog_an_unfolded_incident_and_the_audit_trail_are_whole_and_without_a_barrier(
     themed: Chrome, service: Service, run: str, axe: str, width: int
 ) -> None:
