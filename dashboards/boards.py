@@ -94,7 +94,10 @@ def _overview(links: Links) -> Board:
             6,
         ),
         _row("Incidents"),
-        *_grid(["incident.active", "incident.heads", "incident.forecast", "incident.acknowledged"], MANY_RUNS),
+        *_grid(
+            ["incident.active", "incident.heads", "incident.opened_step", "incident.forecast", "incident.acknowledged"],
+            MANY_RUNS,
+        ),
         _row("Warnings and switches"),
         *_grid(
             ["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"],

@@ -329,7 +329,7 @@ def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
         raise torch.OutOfMemoryError("a test")
 
     plain, watched = tiny_gpt(), tiny_gpt()
-    monkeypatch.setattr("foreshock.monitor.attention.probe._measure", broken)
+    monkeypatch.setattr("foreshock.monitor.attention.probe.measure", broken)
     losses = []
     agent, listener = kept(watched, strict=False)
     with agent, caplog.at_level(logging.WARNING, "foreshock"):

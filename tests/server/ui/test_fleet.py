@@ -247,12 +247,13 @@ def _absent(why: str) -> None:
     pytest.skip(why)
 
 
-def barriers(chromium: Chrome, axe: str) -> list[str]:
-    """What axe-core finds wrong with the page as it stands."""
+def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
+    """What axe-core finds wrong with this part of the page as it stands."""
     chromium.execute_script(axe)
     chromium.set_script_timeout(60)
     found: list[dict[str, Any]] = chromium.execute_async_script(
-        "const done = arguments[arguments.length - 1]; axe.run(document).then(r => done(r.violations))"
+        "const done = arguments[arguments.length - 1]; axe.run(arguments[0]).then(r => done(r.violations))",
+        part,
     )
     return [f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:3]]}" for v in found]
 
