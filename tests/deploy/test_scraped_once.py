@@ -35,7 +35,7 @@ def relabelings(address: str) -> list[dict[str, str]]:
     return [rule | ({"replacement": address} if rule.get("target_label") == "__address__" else {}) for rule in rules]
 
 
-def job(name: str, service: LiveService, rules: list[dict[str, str]]) -> dict[str, Any]:
+def job(name: str, service: LiveService, rules: list[Any]) -> dict[str, Any]:
     """A job of the pods, each with the labels that the operator gives it."""
     address = service.url.removeprefix("http://")
     of_all = {"namespace": "foreshock", "service": "foreshock", "endpoint": "http", "container": "foreshock"}
