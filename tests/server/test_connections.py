@@ -105,6 +105,7 @@ def test_a_connection_that_asks_nothing_ends(silent: dict[str, socket.socket], s
     assert ended(silent[sent])
 
 
+@pytest.mark.full
 @pytest.mark.promise("S4")
 def test_a_deadline_holds_for_every_request_of_a_connection_and_a_longer_one_before_it_changes_nothing(
     tmp_path: Path,

@@ -162,7 +162,7 @@ window.fetch = async (...given) => {
 """
 
 
-@pytest.mark.parametrize("runs", [1000, 5000])
+@pytest.mark.parametrize("runs", [1000, pytest.param(5000, marks=pytest.mark.full)])
 def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_search(
     chromium: Chrome, fleet: Service, runs: int
 ) -> None:
@@ -258,7 +258,7 @@ def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
     return [f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:3]]}" for v in found]
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture(params=["light", pytest.param("dark", marks=pytest.mark.full)])
 def themed(request: pytest.FixtureRequest, chromium: Chrome) -> Iterator[Chrome]:
     """The browser in either theme."""
     media = [{"name": "prefers-color-scheme", "value": request.param}]
@@ -292,7 +292,7 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [pytest.param(1440, marks=pytest.mark.full), 390])
 def test_names_that_are_long_or_strange_break_no_card_on_any_screen(
     chromium: Chrome, service: Service, width: int
 ) -> None:
