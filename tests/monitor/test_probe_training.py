@@ -112,6 +112,7 @@ def test_the_models_own_attention_stays_to_the_last_bit_and_each_row_counts_once
     assert rows(listener) == [[count * mode.micro_batches] * heads] * len(losses)
 
 
+@pytest.mark.full
 @pytest.mark.execution("nanoGPT", "keep")
 def test_inductor_compiles_the_probe_into_one_graph_and_block_by_block() -> None:
     for by_block in (False, True):
