@@ -119,7 +119,8 @@ def is_by_hand(module: nn.Module) -> bool:
     if not named and not queries:
         return False
     codes = [function.__code__ for function in functions_of(module)]
-    own = [method.__code__ for method in _methods(type(module))]
+    kind: Any = type(module)
+    own = [method.__code__ for method in _methods(kind)]
     apart = any(map(_takes_softmax, own)) or any(isinstance(child, nn.Softmax) for child in module.children())
     return any((_takes_softmax(code) or _divides_by_sum(code)) and _multiplies(code) for code in codes) or (
         apart and any(map(_multiplies, own))

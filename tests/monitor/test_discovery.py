@@ -217,7 +217,7 @@ class ByHandInTwoMethods(Attention):
     """As LayoutLMv3's."""
 
     def weigh(self, scores: Tensor) -> Tensor:
-        return nn.Softmax(dim=-1)(scores - scores.amax(-1, keepdim=True))
+        return cast(Tensor, nn.Softmax(dim=-1)(scores - scores.amax(-1, keepdim=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.matmul(self.weigh(torch.matmul(x, x.mT)), x)

@@ -158,7 +158,7 @@ INFORMER: dict[str, Any] = {
 @pytest.mark.parametrize(("kind", "unwatched"), [("prob", 3), ("full", 0)])
 def test_no_layer_of_an_informer_goes_unseen(kind: str, unwatched: int, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(3)
-    config = transformers.InformerConfig(**INFORMER, attention_type=kind, sampling_factor=2)  # type: ignore[arg-type]
+    config = transformers.InformerConfig(**INFORMER, attention_type=kind, sampling_factor=2)
     model = transformers.InformerModel(config)
     given = {
         "past_values": torch.randn(2, 14),
