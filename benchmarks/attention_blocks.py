@@ -11,7 +11,8 @@ import torch
 
 from foreshock.benchmarks.attention import TOKENS, Stopwatch
 from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, grad_key, grad_query, new_state
+from foreshock.kernels.flash_attention import AttentionSpec, counting, forward, grad_key, grad_query, new_state
+from foreshock.kernels.flash_attention import rows as rows_pass
 from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.means import launch_means
 from foreshock.kernels.flash_attention.passes import Tensors
@@ -39,19 +40,19 @@ def kernels(head_dim: int, heads: int, length: int, causal: bool) -> dict[str, C
     call = call_of(query, key, value, arguments)
     outputs = forward.attention_forward(query, key, value, arguments)
     means = launch_means(call, key, Mode.CENTRED_KEYS, modes, None)
-    given = Tensors(grad, query, key, value, *outputs, state, modes, None, None, None, means)
+    given = Tensors(grad, query, key, value, *outputs[:4], state, modes, None, None, None, means)
     plain = given._replace(residual=None, state=None, modes=None)
-    rows, plain_rows = backward.launch_rows(call, given), backward.launch_rows(call, plain)
+    rows, plain_rows = rows_pass.launch_rows(call, given), rows_pass.launch_rows(call, plain)
     grads = [torch.empty_like(x) for x in (query, key, value)]
     found: dict[str, Callable[[], object]] = {
-        "rows": lambda: backward.launch_rows(call, given),
-        "rows, no statistics": lambda: backward.launch_rows(call, plain),
+        "rows": lambda: rows_pass.launch_rows(call, given),
+        "rows, no statistics": lambda: rows_pass.launch_rows(call, plain),
         "means": lambda: launch_means(call, key, Mode.CENTRED_KEYS, modes, None),
-        "count": lambda: backward.launch_count(call, given, rows, state),
+        "count": lambda: counting.launch_count(call, given, rows, state),
     }
     for config in CONFIGS:
         found[f"forward {tuple(config)}"] = partial(
-            forward.launch_forward, call, config, (query, key, value), outputs, arguments
+            forward.launch_forward, call, config, (query, key, value), outputs[:4], arguments
         )
         found[f"dQ {tuple(config)}"] = partial(grad_query.launch_grad_query, call, config, given, rows, grads[0])
         found[f"dQ, no statistics {tuple(config)}"] = partial(

@@ -29,7 +29,9 @@ def _served(device: str) -> Iterator[None]:
     if device != "cpu":
         yield
         return
-    with patch.object(op, "_kernels", lambda query, spec: op._triton()), patch.object(Call, "launch", _no_launch):
+    served = patch.object(op, "_kernels", lambda query, spec: op._triton())
+    remembered = patch.object(Call, "takes_addresses", lambda call: True)
+    with served, patch.object(Call, "launch", _no_launch), remembered:
         yield
 
 

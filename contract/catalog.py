@@ -15,6 +15,7 @@ from foreshock.contract.metric import (
     Metric,
     root_mean_square,
     share,
+    share_of_looked_at,
     standardised,
     value,
 )
@@ -87,7 +88,7 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=share(Slot.TIED_ROWS_BF16),
+        head=share_of_looked_at(Slot.TIED_ROWS_BF16),
         percent=True,
         chart=5,
     ),
@@ -99,7 +100,7 @@ HEAD_METRICS: Final = (
         board="run",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=share(Slot.TIED_ROWS_ONE),
+        head=share_of_looked_at(Slot.TIED_ROWS_ONE),
         percent=True,
     ),
     Metric(
@@ -134,7 +135,7 @@ HEAD_METRICS: Final = (
         board="heads",
         unit="ratio",
         labels=HEAD_LABELS,
-        head=share(Slot.SHIFTED_ROWS),
+        head=share_of_looked_at(Slot.SHIFTED_ROWS),
         percent=True,
     ),
     Metric(

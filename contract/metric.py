@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 
 Board = Literal["overview", "run", "heads", "service"]
 Kind = Literal["gauge", "counter"]
@@ -122,6 +122,11 @@ class Metric:
 def share(part: Slot, whole: Slot = Slot.ROWS) -> HeadReading:
     """One slot over another, NaN where the other counted nothing."""
     return HeadReading(read=lambda words: ratio(slot_values(words, part), slot_values(words, whole)))
+
+
+def share_of_looked_at(part: Slot) -> HeadReading:
+    """One slot over the rows that a cadence did not skip, NaN where all were."""
+    return HeadReading(read=lambda words: ratio(slot_values(words, part), looked_at(words)))
 
 
 def root_mean_square(squares: Slot) -> HeadReading:

@@ -41,6 +41,7 @@ class Slot(IntEnum):
     DELTA_BIAS_SUM = 10
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
+    SKIPPED_ROWS = 13
 
     # What 0.1.0 called them.
     ROWS_TIED_BF16 = 1
@@ -88,6 +89,9 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.DELTA_BIAS_SUM: SlotInfo("float64", "sum", 0, "Sum of delta_lp - delta_hp (paper, section 3.3.1)."),
     Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
     Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),
+    Slot.SKIPPED_ROWS: SlotInfo(
+        "int64", "sum", 0, "Rows counted in ROWS whose ties, shift and delta bias a cadence left out."
+    ),
 }
 
 COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")
@@ -134,6 +138,12 @@ def merge_words(states: Sequence[Words]) -> Words:
         floats[..., sums] += other[..., sums]
         floats[..., maxima] = np.maximum(floats[..., maxima], other[..., maxima])
     return merged
+
+
+def looked_at(words: Words) -> Floats:
+    """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
+    # An older version skipped none, and so its rows need no other rule: they hold 0 there.
+    return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
 def slot_values(words: Words, slot: Slot) -> npt.NDArray[np.float64]:

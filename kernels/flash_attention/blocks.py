@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention import shift
-from foreshock.kernels.flash_attention.spec import residual_scale
+from foreshock.kernels.flash_attention import shift, spec
 
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels on a CPU. It multiplies bf16 as bit patterns and truncates where it should
@@ -21,7 +20,10 @@ CENTRED_VALUES: tl.constexpr = tl.constexpr(int(Mode.CENTRED_VALUES))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-RESIDUAL_SCALE_FP16: tl.constexpr = tl.constexpr(residual_scale(torch.float16))
+RESIDUAL_KEPT: tl.constexpr = tl.constexpr(spec.RESIDUAL_KEPT)
+LOOKED: tl.constexpr = tl.constexpr(spec.LOOKED)
+LOOK_ROWS: tl.constexpr = tl.constexpr(spec.LOOK_ROWS)
+RESIDUAL_SCALE_FP16: tl.constexpr = tl.constexpr(spec.residual_scale(torch.float16))
 
 
 @triton.jit
@@ -108,6 +110,20 @@ def asks(mode, flag: tl.constexpr, refused: tl.constexpr):
 def served_shift(mode):
     """The flags of `mode` that shift the softmax, which centred values exclude."""
     return tl.where((mode & CENTRED_VALUES) == 0, mode & (STABLE_SOFTMAX | PAPER_SOFTMAX), 0)
+
+
+@triton.jit
+def looks_at(cadence, row, place):
+    """What a forward does with the LOOK_ROWS rows round `row` of a sequence, `place` being the sum of its index and
+    the head's: as `spec.looked_rows`, all flags or none."""
+    every = tl.maximum(tl.load(cadence), 1)
+    return tl.where((tl.load(cadence + 1) + row // LOOK_ROWS + place) % every == 0, RESIDUAL_KEPT | LOOKED, 0)
+
+
+@triton.jit
+def keeps_residual(mode, SPEC: tl.constexpr):
+    """RESIDUAL_KEPT where a head's mode needs what rounding took from O of every row, else 0."""
+    return tl.where(((mode & EXACT_DELTA) != 0) | asks(mode, CENTRED_VALUES, SPEC.DROPOUT), RESIDUAL_KEPT, 0)
 
 
 @triton.jit

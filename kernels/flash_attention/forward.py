@@ -15,14 +15,17 @@ from foreshock.kernels.flash_attention.blocks import (
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
+    RESIDUAL_KEPT,
     RESIDUAL_SCALE_FP16,
     asks,
     cap_scores,
     in_registers,
+    keeps_residual,
     kept,
     load_mean,
     load_seed,
     load_tile,
+    looks_at,
     served_shift,
     store_tile,
     to_operand,
@@ -125,7 +128,7 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    q, tensors, outputs, mean, mode, kept_to, first, rows, length_q, seen, chance, strides, stride_o, numbers,
     SHIFT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
@@ -169,7 +172,7 @@ def _block(
         lost = exact - to_operand(exact, DTYPE).to(tl.float32)
         if tl.float16 == DTYPE:
             lost *= RESIDUAL_SCALE_FP16
-        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, SPEC)
+        store_tile(residual, lost, first, stride_o, kept_to, dim, BLOCK_M, SPEC)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
     log_sum = (before + tl.log2(total)) * LN2
@@ -178,8 +181,8 @@ def _block(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k, seeds,
-    strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cadence, looked, cu_seqlens_q,
+    cu_seqlens_k, seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -211,52 +214,69 @@ def forward_kernel(
         mode = 0
         if modes is not None:
             mode = tl.load(modes + head)
+        # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone:
+        # masked elsewhere, not branched round, which would cost registers.
+        kept_to = length_q
+        if looked is not None:
+            look = looks_at(cadence, first, which // heads + head)
+            if modes is not None:
+                look = look | keeps_residual(mode, SPEC)
+            kept_to = tl.where((look & RESIDUAL_KEPT) != 0, length_q, 0)
+            queries = first + tl.arange(0, TILE.block_m)
+            tl.store(looked + rows + queries, (look + queries * 0).to(tl.int8), mask=queries < length_q)
+        if modes is not None:
             if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
                 mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(
-                    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, False, True, SPEC, TILE, dtype,
+                    q, tensors, outputs, mean, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif served_shift(mode) != 0:
                 _block(
-                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, True, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, True, False, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                    numbers, False, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides, stride_o[2],
-                numbers, False, False, SPEC, TILE, dtype,
+                q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                stride_o[2], numbers, False, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, given: Arguments
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
-    call = call_of(query, key, value, given)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max, looked (arguments: see op.py)."""
+    call = call_of(query, key, value, given, given.cadence)
     out = torch.empty_like(query)
     residual = torch.empty_like(query) if given.spec.residual else None
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     row_max = torch.empty_like(lse)
+    looked = None if given.cadence is None or residual is None else torch.empty_like(lse, dtype=torch.int8)
     nothing = query.new_empty(0) if residual is None else residual
     if call.blank(out, nothing):
         lse.fill_(-math.inf)
         row_max.fill_(-math.inf)
-        return out, nothing, lse, row_max
+        return out, nothing, lse, row_max, looked
     outputs = (out, residual, lse, row_max)
     with on_device(query):
         launch_forward(
-            call, configs(call.capability, call.block_d, call.mean_keys).forward, (query, key, value), outputs, given
+            call,
+            configs(call.capability, call.block_d, call.mean_keys).forward,
+            (query, key, value),
+            outputs,
+            given,
+            looked,
         )
         if call.packed:
             fills = ((out, 0.0), (nothing, 0.0), (lse, -math.inf), (row_max, -math.inf))
             call.blank_rest(given.cu_seqlens_q, call.longest_q, *(fill for fill in fills if fill[0].numel()))
-    return out, nothing, lse, row_max
+    return out, nothing, lse, row_max, looked
 
 
 def launch_forward(
@@ -265,10 +285,12 @@ def launch_forward(
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
     given: Arguments,
+    looked: Tensor | None = None,
 ) -> None:
     """One launch under a given configuration; the benchmark calls it to compare configurations.
 
-    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
+    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max; `looked` comes with a
+    cadence.
     """
     query, key, value = inputs
 
@@ -287,4 +309,6 @@ def launch_forward(
 
     means = launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k)
     packed = (given.cu_seqlens_q, given.cu_seqlens_k)
-    call.launch(("forward", config), (*inputs, *outputs, given.modes, means, *packed, given.seed), settle)
+    cadence = None if looked is None else given.cadence
+    told = (given.modes, means, cadence, looked, *packed, given.seed)
+    call.launch(("forward", config), (*inputs, *outputs, *told), settle)

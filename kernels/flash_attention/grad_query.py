@@ -6,6 +6,7 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.blocks import (
     CENTRED_KEYS,
+    LOOKED,
     ROW_CORRECTED,
     asks,
     cap_scores,
@@ -17,11 +18,11 @@ from foreshock.kernels.flash_attention.blocks import (
     store_tile,
     to_operand,
 )
-from foreshock.kernels.flash_attention.counting import fold
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.launcher import Launch
 from foreshock.kernels.flash_attention.passes import RowVectors, Tensors, settled
 from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, turn, visible
+from foreshock.kernels.flash_attention.rows import fold
 from foreshock.kernels.flash_attention.ties import add_floors, code_of_floors
 from foreshock.kernels.flash_attention.tuning import Config
 
@@ -39,7 +40,7 @@ def _add_keys(
     mixed_keys, sum_grad, sum_lost, sum_p = defect
     q, grad_out = operands
     key, value, batch, kv_head = tensors
-    log2_lse, delta, wide, narrow = of_rows
+    log2_lse, delta, wide, narrow, _ = of_rows
     _, length_k, _, _ = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
@@ -83,11 +84,12 @@ def _add_keys(
 @triton.jit
 def _block(
     operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
-    CORRECT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    CORRECT: tl.constexpr, CENTRE: tl.constexpr, COUNT: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, in one of its versions."""
     grad_query, deltas, codes, folded = outputs
-    _, delta, _, _ = of_rows
+    _, delta, _, _, row_sum = of_rows
     dim, _, scale, _, _ = numbers
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -99,7 +101,6 @@ def _block(
     # A second accumulator leaves no registers for operands: they stay in shared memory, for a stage of the pipeline.
     STAGES: tl.constexpr = 2 if TILE.operands_in_registers and CORRECT else None
     last = tl.minimum(first + BLOCK_M, length_q) - 1
-    COUNT: tl.constexpr = codes is not None
     low, full_low, full_high, high = key_ranges(first, last, seen, BLOCK_N, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     none = tl.full((BLOCK_M, BLOCK_N // 32, 4), 8388608.0, tl.float32)
@@ -122,6 +123,7 @@ def _block(
     if CORRECT:
         mixed_keys, sum_grad, sum_lost, sum_p = defect
         sum_p = tl.where(sum_p == 0.0, 1.0, sum_p)
+        sum_grad -= row_sum
         # Under a cap the sum is zero before the slope.
         share = sum_grad + sum_lost / sum_p if SPEC.SOFTCAP else (sum_grad + sum_lost) / sum_p
         acc -= share[:, None] * mixed_keys
@@ -135,7 +137,7 @@ def _block(
     if CENTRE:
         mean_keys, kv_plane = means
         _, _, sum_rounded, _ = defect
-        acc -= sum_rounded[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
+        acc -= (sum_rounded - row_sum)[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
     store_tile(grad_query, acc * scale, first, stride_g, length_q, dim, BLOCK_M, SPEC)
     if COUNT:
         wide_floors, narrow_floors = floors
@@ -144,9 +146,33 @@ def _block(
 
 
 @triton.jit
+def _plain_block(
+    operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
+    look, THINNED: tl.constexpr, COUNT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries of a head that asks for nothing, with or without its ties."""
+    if COUNT and THINNED:
+        if (look & LOOKED) != 0:
+            _block(
+                operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides,
+                stride_g, numbers, False, False, True, SPEC, TILE, DTYPE,
+            )  # fmt: skip
+        else:
+            _block(
+                operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides,
+                stride_g, numbers, False, False, False, SPEC, TILE, DTYPE,
+            )  # fmt: skip
+    else:
+        _block(
+            operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g,
+            numbers, False, False, COUNT, SPEC, TILE, DTYPE,
+        )  # fmt: skip
+
+
+@triton.jit
 def grad_query_kernel(
-    query, key, value, grad_out, grad_query, log2_lses, deltas, factors, codes, folded, modes, mean_keys, cu_seqlens_q,
-    cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, factors, codes, folded, looked, modes,
+    mean_keys, cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
@@ -172,42 +198,54 @@ def grad_query_kernel(
         delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
         wide = delta
         narrow = delta
+        counts = inside
+        look = LOOKED
+        if looked is not None:  # a whole block of queries is looked at or not
+            look = tl.load(looked + rows + first).to(tl.int32)
+            counts = inside & ((look & LOOKED) != 0)
         if factors is not None:
-            wide = tl.load(factors + 2 * (rows + queries), mask=inside, other=0.0)
-            narrow = tl.load(factors + 2 * (rows + queries) + 1, mask=inside, other=0.0)
+            wide = tl.load(factors + 2 * (rows + queries), mask=counts, other=0.0)
+            narrow = tl.load(factors + 2 * (rows + queries) + 1, mask=counts, other=0.0)
         q = load_tile(query, batch, head, first, BLOCK_M, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
         do = load_tile(grad_out, batch, head, first, BLOCK_M, stride_o[2], length_q, dim, SPEC, True, TILE.tma)
         operands = (q, do)
         tensors = (key, value, batch, kv_head)
         outputs = (grad_query, deltas, codes, folded)
-        of_rows = (log2_lse, delta, wide, narrow)
+        row_sum = 0.0
+        if grad_lses is not None:
+            row_sum = tl.load(grad_lses + rows + queries, mask=inside, other=0.0)
+            row_sum = tl.where(log2_lse < 1e30, row_sum, 0.0)
+        of_rows = (log2_lse, delta, wide, narrow, row_sum)
         seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
         numbers = (dim, unit, scale, softcap, keep_scale)
-        # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
+        # Whole versions, chosen once: a branch inside a loop would stop its pipelining. What a corrected or centred
+        # head counts of rows that are not looked at is left out by the counting kernel.
+        COUNT: tl.constexpr = codes is not None
+        THINNED: tl.constexpr = looked is not None
         means = (mean_keys, which // heads * (heads // group) + kv_head)
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
                 _block(
                     operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, True, False, SPEC, TILE, dtype,
+                    key_strides, stride_g[2], numbers, True, False, COUNT, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif asks(mode, CENTRED_KEYS, SPEC.SOFTCAP):
                 _block(
                     operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, False, True, SPEC, TILE, dtype,
+                    key_strides, stride_g[2], numbers, False, True, COUNT, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
-                _block(
+                _plain_block(
                     operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, False, False, SPEC, TILE, dtype,
+                    key_strides, stride_g[2], numbers, look, THINNED, COUNT, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
-            _block(
+            _plain_block(
                 operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, key_strides,
-                stride_g[2], numbers, False, False, SPEC, TILE, dtype,
+                stride_g[2], numbers, look, THINNED, COUNT, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
@@ -226,6 +264,16 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)),
         )
 
-    vectors = (rows.log2_lse, rows.delta, rows.factors, rows.codes, rows.folded, given.modes, given.mean_keys)
+    vectors = (
+        given.grad_lse,
+        rows.log2_lse,
+        rows.delta,
+        rows.factors,
+        rows.codes,
+        rows.folded,
+        given.looked,
+        given.modes,
+        given.mean_keys,
+    )
     packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
     call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)

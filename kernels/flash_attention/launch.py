@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.blocks import blank_rest_kernel
 from foreshock.kernels.flash_attention.launcher import Launch, Ready, first_launch
-from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
+from foreshock.kernels.flash_attention.spec import LOOK_ROWS, Arguments, AttentionSpec
 from foreshock.kernels.flash_attention.tuning import Config
 
 _LOG2E = 1 / math.log(2)
@@ -70,8 +70,10 @@ class Call:
     spec: AttentionSpec
     ready: dict[Any, Ready] = field(default_factory=dict, compare=False, repr=False)
     """Its launches, by name, once they were made."""
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What else is remembered of it."""
 
-    def launch(self, name: Any, tensors: tuple[Tensor | None, ...], settle: Callable[[], Launch]) -> None:
+    def launch(self, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Launch]) -> None:
         """Launch what `settle` says with `tensors`. From the second time on nothing but pointers is looked at: calls
         are remembered by all else (call_of)."""
         known = (name, *[tensor is None for tensor in tensors])
@@ -80,6 +82,10 @@ class Call:
             ready(tensors)
         elif (made := first_launch(settle(), tensors)) is not None:
             self.ready[known] = made
+
+    def takes_addresses(self) -> bool:
+        """Whether, of tensors that no launch but remembered ones take, these need no more than the addresses."""
+        return bool(self.ready) and all(ready.takes_addresses() for ready in self.ready.values())
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -94,7 +100,7 @@ class Call:
     @cached_property
     def row_block(self) -> int:
         """Rows a program of the backward's first pass."""
-        return max(16, 4096 // self.block_d)
+        return min(LOOK_ROWS, max(16, 4096 // self.block_d))
 
     @cached_property
     def score_unit(self) -> float:
@@ -207,7 +213,7 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, *others
 
     Raises ValueError with a sentence for layouts that the kernels do not read.
     """
-    modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec = given
+    modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec, _ = given
     sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     longest = None if cu_seqlens is None else (longest_q, longest_k)
     outer = (query, key, value, modes, cu_seqlens, cu_seqlens_k, seed, *others)

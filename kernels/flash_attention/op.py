@@ -65,36 +65,42 @@ def _attention_forward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cadence: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
 
     Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
     backward, which counts into it. `modes` is int32 [H] (foreshock.contract.modes.Mode), None for plain. `dropout_seed`
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
-    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
+    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk. `cadence`
+    is int64 [2], k and tick: which rows are looked at (`looked_rows`); None: all.
 
     Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
     times `residual_scale`, or nothing [0] where the spec keeps none;
-    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
+    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key;
+    the flags of every row (`LOOKED`), int8 [B, H, Sq], or nothing [0] without a cadence or a residual.
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
-    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec), cadence)
+    looked: Tensor | None
     if (kernels := _kernels(query, given.spec)) is not None:  # which write in the query's layout
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.attention_forward(query, key, value, given)
-        return result
-    with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
-        out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
-    return _laid_out(out, query), _laid_out(residual, query) if given.spec.residual else residual, lse, row_max
+        out, residual, lse, row_max, looked = kernels.attention_forward(query, key, value, given)
+    else:
+        with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
+            out, residual, lse, row_max, looked = reference.attention_forward(query, key, value, given)
+        out, residual = _laid_out(out, query), _laid_out(residual, query) if given.spec.residual else residual
+    return out, residual, lse, row_max, lse.new_empty(0, dtype=torch.int8) if looked is None else looked
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec = spec_of(arguments[-1])
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    spec, cadence = spec_of(arguments[7]), arguments[8] if len(arguments) > 8 else None
     rows, numerics, kept = query.shape[:-1], spec.numerics, residual_dtype(query.dtype, spec.numerics)
     return (
         torch.empty_like(query),
         torch.empty_like(query, dtype=kept) if spec.residual else query.new_empty(0, dtype=kept),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
+        query.new_empty(0 if cadence is None or not spec.residual else rows, dtype=torch.int8),
     )
 
 
@@ -107,6 +113,7 @@ def _attention_backward(
     out_residual: Tensor,
     lse: Tensor,
     row_max: Tensor,
+    looked: Tensor,
     state: Tensor | None,
     modes: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -115,19 +122,23 @@ def _attention_backward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: str,
+    cadence: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
 
-    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
+    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing. What counts moves
+    the tick of `cadence` on by 1. `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    saved = Saved(query, key, value, out, out_residual, lse, row_max)
+    thinned = cadence is not None and looked.dim() == 3
+    saved = Saved(query, key, value, out, out_residual, lse, row_max, looked if thinned else None)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
-    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec), cadence if thinned else None)
     if (kernels := _kernels(query, given.spec)) is not None:
-        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given)
+        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given, grad_lse)
         return result
     with torch.autocast(query.device.type, enabled=False):
-        grads = reference.attention_backward(grad_out, saved, state, given)
+        grads = reference.attention_backward(grad_out, saved, state, given, grad_lse)
     return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 
 
@@ -149,31 +160,42 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[1:])
+    _mark(ctx, output)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _mark(ctx: Any, output: tuple[Tensor, ...]) -> None:
+    """O and the log-sum-exp have gradients; where one of them has none, the backward is told None."""
+    _, residual, _, *rest = output
+    ctx.mark_non_differentiable(residual, *rest)
+    ctx.set_materialize_grads(False)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
-    # State and modes change between forward and backward by design, which save_for_backward would refuse.
+    # State, modes and cadence change between forward and backward by design, which save_for_backward would refuse.
     ctx.state, ctx.modes = state, modes
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
+    ctx.cadence = inputs[11] if len(inputs) > 11 else None
+    ctx.others = len(inputs) - 3
 
 
-def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
-    given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
+    given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
+    if grad_out is None:  # the log-sum-exp alone was used
+        grad_out = torch.zeros_like(query)
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
-        grads = attention_backward(grad_out, query, key, value, *output, *given)
+        grads = attention_backward(grad_out, query, key, value, *output, *given, grad_lse)
     else:  # which counts nothing
-        packed = cu_seqlens_q is not None
-        grads = twice.differentiable_gradients(grad_out, query, key, value, spec_of(ctx.spec), packed=packed)
+        spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
+        grads = twice.differentiable_gradients(grad_out, grad_lse, query, key, value, spec, packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
-    return (*needed, *[None] * 8)
+    return (*needed, *[None] * ctx.others)
 
 
 _LIBRARY: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -192,7 +214,7 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: t
 
 
 attention_forward: Any = _operator(_attention_forward, _fake_forward, ())
-attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state",))
+attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state", "cadence"))
 torch.library.register_autograd("foreshock::attention_forward", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
@@ -201,26 +223,20 @@ class _Attention(torch.autograd.Function):
     in default arguments in Python at every call, for longer than the kernels' launches take."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        output: tuple[Tensor, Tensor, Tensor, Tensor] = attention_forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[1], output[3])
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output: tuple[Tensor, ...] = attention_forward(*inputs)
+        _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[2] is not None:
-            raise RuntimeError(
-                "a gradient was asked of attention's log-sum-exp, which is not differentiable; use its detach()"
-            )
         result: tuple[Tensor | None, ...] = _backward(ctx, *grads)
         return result
 
 
-def attend(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attend(*inputs: Any) -> tuple[Tensor, ...]:
     """`attention_forward` with its backward, by the shortest way there is."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor]
+    result: tuple[Tensor, ...]
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         result = attention_forward(*inputs)  # a graph holds the operator
     else:
@@ -239,6 +255,7 @@ class _Options(TypedDict, total=False):
     numerics: Numerics
     state: Tensor | None
     modes: Tensor | None
+    cadence: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int | None
@@ -267,6 +284,7 @@ def flash_attention(
     numerics: Numerics = "kernel",
     state: Tensor | None = None,
     modes: Tensor | None = None,
+    cadence: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -284,11 +302,12 @@ def flash_attention(
     window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
+    cadence: int64 [2], k and tick, on the query's device, beside a state: ties, shifts and delta bias are counted of
+    one in k blocks of 128 rows, others at each tick; a backward that counts moves the tick on by 1. None: of all rows.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
-    return_lse: also return the log-sum-exp [B, H, Sq], in nats, which is not differentiable: a backward through it is
-    refused (under torch.compile no gradient reaches it).
+    return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
     Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,
@@ -301,7 +320,7 @@ def flash_attention(
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
     check_tensors(query, key, value, numerics)
     check_packed(query, cu_seqlens_q, cu_seqlens_k)
-    _check_state(query, state, modes)
+    _check_state(query, state, modes, cadence)
     if isinstance(causal, bool):
         if causal and (query.shape[2] != key.shape[2] or cu_seqlens_q is not cu_seqlens_k):
             raise ValueError(
@@ -322,7 +341,7 @@ def flash_attention(
     dtype = query.dtype
     if numerics in ("kernel", "paper") and dtype != (operand := operand_dtype(dtype)):
         query, key, value = query.to(operand), key.to(operand), value.to(operand)
-    out, _, lse, _ = attend(
+    out, _, lse, *_ = attend(
         query,
         key,
         value,
@@ -334,6 +353,7 @@ def flash_attention(
         _longest(key, cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
         seed,
         text,
+        cadence,
     )
     out = out if out.dtype == dtype else out.to(dtype)
     return (out, lse) if return_lse else out
@@ -353,12 +373,17 @@ def _longest(rows: Tensor, cu_seqlens: Tensor | None, told: int | None, name: st
     return longest if told is None else told
 
 
-def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:
+def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None, cadence: Tensor | None) -> None:
     heads = query.shape[1]
     if state is not None and (state.dtype != torch.int64 or state.shape != (heads, SLOT_COUNT)):
         raise ValueError(f"state is {state.dtype} {list(state.shape)}; give int64 [{heads}, {SLOT_COUNT}] (new_state)")
     if modes is not None and (modes.dtype != torch.int32 or modes.shape != (heads,)):
         raise ValueError(f"modes is {modes.dtype} {list(modes.shape)}; give int32 [{heads}], one flag per head")
-    for name, tensor in (("state", state), ("modes", modes)):
+    if cadence is not None:
+        if cadence.dtype != torch.int64 or cadence.shape != (2,) or cadence.stride(0) != 1:
+            raise ValueError(f"cadence is {cadence.dtype} {list(cadence.shape)}; give int64 [2] side by side: k, tick")
+        if state is None:
+            raise ValueError("cadence says which rows are counted; give a state that they are counted into")
+    for name, tensor in (("state", state), ("modes", modes), ("cadence", cadence)):
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} lies on {tensor.device}; move it to {query.device}, where the query is")

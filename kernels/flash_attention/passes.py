@@ -27,6 +27,11 @@ class Tensors(NamedTuple):
     seed: Tensor | None
     mean_keys: Tensor | None = None
     """The mean key of each plane (means.py), where a head asks; None without modes."""
+    looked: Tensor | None = None
+    """int8 [B, H, Sq]: the flags of every row (spec.LOOKED), from the forward; None with no cadence: all of both."""
+    cadence: Tensor | None = None
+    grad_lse: Tensor | None = None
+    """fp32 [B, H, Sq]: the gradient of the log-sum-exp, to which every row of dS sums; None means 0."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,24 +44,33 @@ class Tensors(NamedTuple):
         return self.query.stride(), self.key.stride(), self.value.stride(), self.grad_out.stride()
 
 
-class RowVectors(NamedTuple):
-    """What one pass leaves for the others, of every row [B, H, Sq]."""
+Vector = Tensor | int
+"""A tensor, or its address alone, which is all that a remembered launch looks at."""
 
-    log2_lse: Tensor
-    delta: Tensor
-    bias: Tensor
+
+class RowVectors(NamedTuple):
+    """What one pass leaves for the others, of every row [B, H, Sq]; all in one piece of memory."""
+
+    log2_lse: Vector
+    delta: Vector
+    bias: Vector
     """Delta's, fp32 as the two before it."""
-    common: Tensor | None
+    common: Vector | None
     """fp32: what the mean key adds to every score of a row, 0 for heads that do not ask; None without modes."""
-    factors: Tensor | None
+    factors: Vector | None
     """fp32 [B, H, Sq, 2]: what finds ties (ties.py); None where nothing is counted, as the next two."""
-    large: Tensor | None
+    large: Vector | None
     """int8 [planes, blocks]: blocks of rows, some of whose maxima are too large or too small for `factors`."""
-    codes: Tensor | None
+    codes: Vector | None
     """int16, from the dQ pass: how many scores tie (ties.py); 2^14 more where the paper's rule shifted."""
-    folded: Tensor | None
+    folded: Vector | None
     """bf16 [B * H, 1, Sq, 8]: -lse / unit and -delta as three summands each, read as the first half of 16; None where
     they cannot be folded."""
+    done: Vector | None
+    """int32 [H]: programs of a head that have counted."""
+    partial: Vector | None
+    """int64 [planes, SLOT_COUNT, blocks of COUNT_ROWS rows]: what each program counts."""
+    memory: Tensor
 
 
 def settled(call: Call, config: Config, given: Tensors) -> Config:

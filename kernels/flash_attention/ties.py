@@ -6,13 +6,11 @@ import triton.language as tl
 from foreshock.kernels.flash_attention.blocks import (
     INTERPRET,
     LOG2E,
-    PAPER_SOFTMAX,
     PAPER_TOLERANCE,
     cap_scores,
     load_tile,
-    served_shift,
 )
-from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, one_head, visible
+from foreshock.kernels.flash_attention.places import at_head, diagonal, key_ranges, visible
 
 _HIGH: tl.constexpr = tl.constexpr(2.0**18)
 """Weight of the narrower definition in the packed count; rows of up to 2^18 keys are counted exactly."""
@@ -152,58 +150,45 @@ def tied(code, wide_alone, narrow_alone, bf16_is_wide):
 
 
 @triton.jit
-def slow_ties_kernel(
-    query, key, row_max, commons, large, codes, modes, cu_seqlens_q, cu_seqlens_k, strides, longest_q, sizes,
-    SPEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def count_again(
+    query, key, row_max, commons, codes, first, papers, place, rows, length_q, length_k, strides, sizes, score_unit,
+    BLOCK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """The codes of BLOCKS blocks of BLOCK rows of one head that `add_floors` leaves: of rows outside
-    FAST_TIES_FROM and FAST_TIES_BELOW, and with 2^14 for those that the paper's rule shifts, which asks for ties of
-    its own.
+    """The codes of BLOCK rows of one head that `add_floors` leaves: of rows outside FAST_TIES_FROM and FAST_TIES_BELOW,
+    and with 2^14 for those that the paper's rule shifts, which asks for ties of its own.
 
     In the dQ pass these loops would cost every head registers. Nearly always there is nothing to do here.
     """
+    batch, head, kv_head, start_q, start_k = place
     stride_q, stride_k = strides
-    _, _, _, _, dim, scale, softcap, left, right, score_unit = sizes
-    place, _, rows, start_q, length_q, start_k, length_k = one_head(
-        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
-    )
-    batch, head, kv_head = place
-    papers = 0
-    if modes is not None:
-        papers = served_shift(tl.load(modes + head)) & PAPER_SOFTMAX
-    begin = tl.program_id(0) * (BLOCK * BLOCKS)
-    part = begin // ROWS + tl.arange(0, (BLOCK * BLOCKS) // ROWS if BLOCK * BLOCKS > ROWS else 1)
-    parts = tl.cdiv(longest_q, ROWS)
-    past = tl.max(tl.load(large + tl.program_id(1) * parts + part, mask=part < parts, other=0).to(tl.int32), 0)
-    if (past != 0) | (papers != 0):
-        query = at_head(query, batch, head, start_q, stride_q)
-        key = at_head(key, batch, kv_head, start_k, stride_k)
-        dtype: tl.constexpr = query.dtype.element_ty
-        seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
-        for first in range(begin, tl.minimum(begin + BLOCK * BLOCKS, length_q), BLOCK):
-            queries = first + tl.arange(0, BLOCK)
-            inside = queries < length_q
-            q = load_tile(query, 0, 0, first, BLOCK, stride_q[2], length_q, dim, SPEC, True, False)
-            largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-            common = largest * 0.0
-            if modes is not None:
-                common = tl.load(commons + rows + queries, mask=inside, other=0.0)
-                largest -= common
-            wide, narrow = tie_thresholds(largest, dtype)
-            ties = tl.zeros((BLOCK,), tl.float32)
-            near = tl.zeros((BLOCK,), tl.int32)
-            last = tl.minimum(first + BLOCK, length_q) - 1
-            low, _, _, high = key_ranges(first, last, seen, BLOCK, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
-            for start in tl.range(low, high, BLOCK):
-                k = load_tile(key, 0, 0, start, BLOCK, stride_k[2], length_k, dim, SPEC, True, False)
-                scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
-                keys = start + tl.arange(0, BLOCK)
-                mask = visible(queries[:, None], keys[None, :], seen, SPEC)
-                if modes is not None:
-                    scores -= common[:, None] / score_unit
-                scores = tl.where(mask, scores, float("-inf"))
-                ties += count_ties(scores, score_unit, wide, narrow)
-                near += tl.sum((largest[:, None] - scores * score_unit <= PAPER_TOLERANCE).to(tl.int32), 1)
-            shifted = (near > 1) & (largest != 0.0) & (papers != 0)
-            code = code_of_counts(ties) + tl.where(shifted, 16384, 0)
-            tl.store(codes + rows + queries, code.to(tl.int16), mask=inside)
+    _, _, _, _, dim, scale, _, softcap, left, right, _, _ = sizes
+    query = at_head(query, batch, head, start_q, stride_q)
+    key = at_head(key, batch, kv_head, start_k, stride_k)
+    dtype: tl.constexpr = query.dtype.element_ty
+    seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
+    queries = first + tl.arange(0, BLOCK)
+    inside = queries < length_q
+    q = load_tile(query, 0, 0, first, BLOCK, stride_q[2], length_q, dim, SPEC, True, False)
+    largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+    common = largest * 0.0
+    if commons is not None:
+        common = tl.load(commons + rows + queries, mask=inside, other=0.0)
+        largest -= common
+    wide, narrow = tie_thresholds(largest, dtype)
+    ties = tl.zeros((BLOCK,), tl.float32)
+    near = tl.zeros((BLOCK,), tl.int32)
+    last = tl.minimum(first + BLOCK, length_q) - 1
+    low, _, _, high = key_ranges(first, last, seen, BLOCK, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
+    for start in tl.range(low, high, BLOCK):
+        k = load_tile(key, 0, 0, start, BLOCK, stride_k[2], length_k, dim, SPEC, True, False)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
+        keys = start + tl.arange(0, BLOCK)
+        mask = visible(queries[:, None], keys[None, :], seen, SPEC)
+        if commons is not None:
+            scores -= common[:, None] / score_unit
+        scores = tl.where(mask, scores, float("-inf"))
+        ties += count_ties(scores, score_unit, wide, narrow)
+        near += tl.sum((largest[:, None] - scores * score_unit <= PAPER_TOLERANCE).to(tl.int32), 1)
+    shifted = (near > 1) & (largest != 0.0) & (papers != 0)
+    code = code_of_counts(ties) + tl.where(shifted, 16384, 0)
+    tl.store(codes + rows + queries, code.to(tl.int16), mask=inside)

@@ -80,7 +80,7 @@ class Capture:
         self, args: tuple[Any, ...], result: tuple[Tensor, ...], layer: int, name: str, module: nn.Module
     ) -> None:
         query, key, value = args[:3]
-        out, residual, lse, _ = result
+        out, residual, lse, *_ = result
         spec = spec_of(args[10])
         inputs = self._inputs.get(module)
         call = AttentionCall(

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server import version_0_1_0 as old
@@ -17,17 +19,23 @@ from tests.server import version_0_1_0 as old
 from foreshock.contract import version_0_1_0, wire
 from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, fitted, identity_row, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
+from foreshock.kernels.flash_attention.counting import merge
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.server.testing import FakeRank
 
-NEW = [Slot(13), Slot(14), Slot(15)]
+NEW = [Slot(14), Slot(15), Slot(16)]
 pytest_plugins = ["tests.server.conftest"]
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
+
+
+@triton.jit
+def merge_head(state, partial, heads, blocks, entries, strides):  # type: ignore[no-untyped-def]
+    merge(state, partial, None, tl.program_id(0), heads, 0, blocks, entries, strides, False, 4)
 
 
 def words_of(heads: int, seed: int) -> Words:
@@ -46,8 +54,8 @@ def brute(parts: list[Words], head: int, slot: Slot) -> float:
     return max(values) if SLOTS[slot].merge == "max" else math.fsum(values)
 
 
-def test_the_contract_has_sixteen_slots() -> None:
-    assert SLOT_COUNT == 16
+def test_the_contract_has_seventeen_slots() -> None:
+    assert SLOT_COUNT == 17
     assert [slot.name for slot in NEW] == ["MASS_SUM", "LOOKED_AT_ROWS", "DEPTH_MAX"]
     assert slot_values(identity_row(), NEW[2]) == -np.inf
 
@@ -134,21 +142,17 @@ def test_the_reference_counts_what_it_counted_and_leaves_the_new_slots_alone() -
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), lse.square().sum((0, 2)), rtol=1e-9)
     largest = scores.masked_fill(~seen, -math.inf).amax((0, 2, 3))
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), largest.numpy(), rtol=1e-9)
-    assert words[:, 13:].tolist() == [[0, 5, identity_row()[15]]] * 3
+    assert words[:, 14:].tolist() == [[0, 5, identity_row()[16]]] * 3
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
 def test_the_kernel_merges_every_slot_by_its_own_kind(sequences: int, heads: int, blocks: int, seed: int) -> None:
-    from foreshock.kernels.flash_attention.counting import merge_kernel
-
     parts = words_of(sequences * heads * blocks, seed).reshape(sequences * heads, blocks, SLOT_COUNT)
     partial = torch.from_numpy(np.ascontiguousarray(parts.transpose(0, 2, 1)))
     before = words_of(heads, seed + 1)
     state = torch.from_numpy(before.copy())
-    merge_kernel[(heads, SLOT_COUNT, 1)](
-        state, partial, None, *state.stride(), heads, sequences, 0, blocks, PACKED=False, BLOCK=4
-    )
+    merge_head[(heads,)](state, partial, heads, blocks, sequences * blocks, state.stride())
     for head, slot in itertools.product(range(heads), Slot):
         own = [parts[s * heads + head, b][None] for s in range(sequences) for b in range(blocks)]
         assert slot_values(state.numpy(), slot)[head] == brute([before[head : head + 1], *own], 0, slot)
@@ -185,5 +189,5 @@ def test_traces_of_either_version_are_read(tmp_path: Path) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     read = read_trace(path).samples[0].words()
     assert read is not None
-    assert (read[:, 13:] == identity_row()[13:]).all()
+    assert (read[:, 14:] == identity_row()[14:]).all()
     assert (read[:, Slot.ROWS] == words[:, Slot.ROWS]).all()

@@ -8,7 +8,7 @@ import pytest
 
 from foreshock.contract.catalog import BY_KEY, EXTRA_ALERTS, HEAD_METRICS, METRICS, read
 from foreshock.contract.metric import Metric
-from foreshock.contract.slots import Slot, identity_row
+from foreshock.contract.slots import OLDEST_SLOT_COUNT, Slot, fitted, identity_row
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")
 
@@ -65,6 +65,18 @@ def test_offset_and_ties_are_ratios_of_what_was_counted() -> None:
     assert found["head.score_offset"] == 1.5
     assert found["head.score_offset_rms"] == 2.0
     assert found["head.tied_rows_bf16"] == 0.25
+
+
+def test_ties_and_shifts_are_shares_of_the_rows_that_a_cadence_did_not_skip() -> None:
+    words = np.tile(identity_row(), (3, 1))
+    words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 90, (70, 90, 0)
+    for slot in (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS):
+        words[:, slot] = 5, 0, 9
+    words.view(np.float64)[:, Slot.SCORE_OFFSET_SUM] = 45.0
+    for key in ("head.tied_rows_bf16", "head.tied_rows_one", "head.shifted_rows"):
+        np.testing.assert_array_equal(read(key, words), [0.25, np.nan, 0.1])
+        np.testing.assert_array_equal(read(key, fitted(words[2:, :OLDEST_SLOT_COUNT])), [0.1])
+    assert read("head.score_offset", words).tolist() == [0.5] * 3
 
 
 def test_only_per_head_metrics_have_a_value_per_layer() -> None:

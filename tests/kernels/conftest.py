@@ -5,7 +5,7 @@ Without either, its files are left to test_interpreter.py, which runs them in a 
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -14,6 +14,15 @@ from torch import Tensor
 TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 if not TRITON:
     collect_ignore_glob = ["test_triton_*.py"]
+_ADDRESS: Final = "address"
+
+
+def _kind(tensor: Tensor | int | None) -> object:
+    """What a launch may not differ in. Of memory that a backward cuts up for itself no more than the address comes."""
+    if isinstance(tensor, int):
+        assert tensor % 256 == 0, f"the address {tensor} is not aligned as that of a tensor is"
+        return _ADDRESS
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +39,19 @@ def launches_are_remembered_by_all_that_they_are(monkeypatch: pytest.MonkeyPatch
     first: dict[Any, tuple[object, Any]] = {}
     launch = Call.launch
 
-    def compared(self: Any, name: Any, tensors: tuple[Tensor | None, ...], settle: Callable[[], Any]) -> None:
+    def compared(self: Any, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Any]) -> None:
         made = settle()
         known = (id(self), name, *[tensor is None for tensor in tensors])
-        kinds = [None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
-        read = [(tensor.shape, tensor.stride()) for place in made.tiles if (tensor := tensors[place]) is not None]
-        _, before = first.setdefault(known, (self, (made, kinds, read)))
-        assert before == (made, kinds, read), f"the launch {name} differs from the one that was remembered"
+        kinds = list(map(_kind, tensors))
+        read = [
+            _ADDRESS if isinstance(tensor, int) else (tensor.shape, tensor.stride())
+            for place in made.tiles
+            if (tensor := tensors[place]) is not None
+        ]
+        _, (made_first, kinds_first, read_first) = first.setdefault(known, (self, (made, kinds, read)))
+        kinds = [before if kind is _ADDRESS else kind for kind, before in zip(kinds, kinds_first, strict=True)]
+        read = [before if kind is _ADDRESS else kind for kind, before in zip(read, read_first, strict=True)]
+        assert (made_first, kinds_first, read_first) == (made, kinds, read), f"the launch {name} differs from its first"
         launch(self, name, tensors, lambda: made)
 
     monkeypatch.setattr(Call, "launch", compared)

@@ -72,16 +72,18 @@ def attend(
     seed: Tensor | None = None,
     by_reference: bool = False,
     longest: tuple[int, int] | None = None,
+    cadence: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> Outputs:
     """Forward and backward by the Triton kernels, or by the reference."""
     query, key, value, grad = inputs
     lengths = longest or (query.shape[2], key.shape[2])
-    given = Arguments(modes, cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
+    given = Arguments(modes, cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec, cadence)
     outputs = (reference if by_reference else forward).attention_forward(query, key, value, given)
     state = new_state(query.shape[1], query.device)
     saved = Saved(query, key, value, *outputs)
-    grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given)
-    return Outputs(*saved[3:], grads[0], grads[1], grads[2], state)
+    grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given, grad_lse)
+    return Outputs(*saved[3:7], grads[0], grads[1], grads[2], state)
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
