@@ -45,8 +45,8 @@ class Show:
 _ROUNDS_AS_THE_PAPER: Final = (
     "It starts from ordinary random weights. What is not ordinary: attention rounds as in the paper's reference "
     "(scores, row sums and output in bf16). A key bias adds one number to all scores of a row, which softmax cannot "
-    "see: in exact arithmetic it would never move. Nothing fails in minutes on a CPU, so the agent is told to warn of a "
-    "drift however far off the quality loss is (horizon_lives); by default it would wait."
+    "see: in exact arithmetic it would never move. Nothing fails in minutes on a CPU, so the agent is told to warn of "
+    "a drift however far off the quality loss is (horizon_lives); by default it would wait."
 )
 _HOWEVER_FAR: Final = DetectorConfig(horizon_lives=None)
 ON_CPU: Final = Show(

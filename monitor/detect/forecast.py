@@ -69,7 +69,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
 
 
 def _compounded(left: Floats, newer: Floats, factor: Floats) -> Floats:
-    """Halves until `left` is gained, where the last half gained `newer` and each gains `factor` times the one before."""
+    """Halves until `left` is gained, where the last one gained `newer` and each gains `factor` times the one before."""
     factor = np.clip(factor, 0.0, _STEEPEST)
     even = left / newer
     log = np.log(factor)

@@ -145,8 +145,9 @@ def test_the_unit_does_not_matter(heights: tuple[float, float, float], error: fl
     """Nor does the time scale: a forecast is a number of halves of the window."""
     assume(heights[2] > heights[1])
     unit = 2.0**exponent
-    told = until(far * heights[2], *heights, error)
-    scaled = until(far * heights[2] * unit, *(unit * each for each in heights), error * unit)
+    start, middle, end = heights
+    told = until(far * end, start, middle, end, error)
+    scaled = until(far * end * unit, start * unit, middle * unit, end * unit, error * unit)
     np.testing.assert_allclose(scaled, told, rtol=1e-9)
 
 
@@ -174,9 +175,9 @@ def test_noise_moves_the_forecast_of_what_compounds_by_little_and_never_out_of_i
 ) -> None:
     true = [end / 2 ** (doublings * back) for back in (2, 1, 0)]
     error = 0.005 * (end - true[0])
-    seen = [value + error * each for value, each in zip(true, noise, strict=True)]
+    start, middle, seen = (value + error * each for value, each in zip(true, noise, strict=True))
     came = math.log2(far) / doublings
-    likely, low, high = until(far * end, *seen, error)
+    likely, low, high = until(far * end, start, middle, seen, error)
     assert low <= came <= high
     assert came / 1.2 <= likely <= 1.6 * came
 
