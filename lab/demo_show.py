@@ -1,6 +1,6 @@
 """What the demo trains, and in words what that starts from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
@@ -23,7 +23,7 @@ class Show:
     """How attention is rounded where it is."""
     mitigation: ModeName = DEFAULT_MITIGATION
     """What the agent switches to."""
-    detectors: DetectorConfig = DetectorConfig()
+    detectors: DetectorConfig = field(default_factory=DetectorConfig)
     """When the agent warns."""
 
     @property
