@@ -212,7 +212,8 @@ def test_the_average_of_the_weights_that_lightning_keeps_is_not_watched_and_that
             assert not module._forward_hooks
         if watches:
             assert len(watcher.intervals()) == 4
-        return model.state_dict()
+        weights: dict[str, Tensor] = model.state_dict()
+        return weights
 
     alone, watched = weights_after(False), weights_after(True)
     assert alone.keys() == watched.keys()
