@@ -1,7 +1,7 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-scripts/screenshots.py                        replays three recorded runs on real text into a service of its own, and fills
-                                              that with a flood of warnings, long names and a fleet
+scripts/screenshots.py                        replays three recorded runs on real text into a service of its own, and
+                                              fills that with a flood of warnings, long names and a fleet
 scripts/screenshots.py TRACE...               replays these instead
 scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
 """
