@@ -1,10 +1,11 @@
 """What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
 
-Four arms train the same weights in turn, block of steps by block of steps, in one process:
+Five arms train the same weights in turn, block of steps by block of steps, in one process:
 - none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
 - kernels: our operator with its statistics, and no agent;
 - kernels_agent: `attach(model)` with everything on at its default cadence, and a service that is down, at
-  an address where nobody listens;
+  an address where nobody listens. These are the first steps of a run, in which all rows are counted;
+- quiet_agent: the same past those first steps (`settle_steps` is 1), when a layer far from any warning counts few rows;
 - keep_agent: `attach(model, attention="keep")` over the fastest of PyTorch's backends.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the agent's cadence, so that each one holds a sample. The mean over all blocks, with the spectral norms
@@ -36,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.benchmarks import machine
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor import Agent, attach
+from foreshock.monitor.detect.thresholds import DetectorConfig
 from foreshock.monitor.model.discovery import SDPA
 
 BACKENDS: Final = {
@@ -311,6 +313,7 @@ def measure(
             arm.seconds.clear()
         bench.arm("kernels", KernelAttention, None)
         bench.arm("kernels_agent", Attention, None, watched())
+        bench.arm("quiet_agent", Attention, None, watched(detectors=DetectorConfig(settle_steps=1)))
         bench.arm("keep_agent", Attention, best.backend, watched(attention="keep"))
         bench.run(rounds, steps)
         result = _figures(bench, rounds, steps)
@@ -321,13 +324,16 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     medians = {name: 1e3 * statistics.median(arm.seconds) for name, arm in bench.arms.items()}
     means = {name: 1e3 * statistics.fmean(arm.seconds) for name, arm in bench.arms.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    arms = {"none": best, "kernels": "kernels", "kernels_agent": "kernels_agent", "keep_agent": "keep_agent"}
+    arms = {"none": best, **{name: name for name in ("kernels", "kernels_agent", "quiet_agent", "keep_agent")}}
 
     def ratio(values: dict[str, float], arm: str, base: str) -> float | None:
         both = values.get(arms[arm]), values.get(arms[base])
         return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
 
-    pairs = (("kernels_agent", "kernels"), ("kernels_agent", "none"), ("keep_agent", "none"))
+    pairs = (
+        *(("kernels_agent", "kernels"), ("kernels_agent", "none")),
+        *(("quiet_agent", "none"), ("keep_agent", "none")),
+    )
     return {
         "shape": asdict(bench.shape),
         "best_backend": best.removeprefix("none_"),
@@ -377,8 +383,8 @@ def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     """The table of docs/agent.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
-    pairs = ("kernels_agent / kernels", "kernels_agent / none", "keep_agent / none")
-    arms = ("none", "kernels", "kernels_agent", "keep_agent")
+    pairs = ("kernels_agent / kernels", "kernels_agent / none", "quiet_agent / none", "keep_agent / none")
+    arms = ("none", "kernels", "kernels_agent", "quiet_agent", "keep_agent")
     lines = [
         f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",
         "|---" * (3 + len(arms + pairs)) + "|",
@@ -386,8 +392,13 @@ def markdown(figures: dict[str, Any]) -> str:
     for measured in figures["shapes"]:
         shape = measured["shape"]
         cells = [shape["name"], f"{shape['length']}, {shape['batch']}", measured["best_backend"]]
-        cells += [f"{measured[arm]:.2f}" for arm in arms]
-        cells += [f"{measured['ratios'][pair]:.3f} ({measured['ratios_of_means'][pair]:.3f})" for pair in pairs]
+        cells += [f"{measured[arm]:.2f}" if measured.get(arm) else "-" for arm in arms]
+        cells += [
+            f"{measured['ratios'][pair]:.3f} ({measured['ratios_of_means'][pair]:.3f})"
+            if measured["ratios"].get(pair)
+            else "-"
+            for pair in pairs
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     commands = "; ".join(f"`{m['command']}` ({m['date']})" for m in figures["shapes"])
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())

@@ -128,7 +128,7 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, tensors, outputs, mean, mode, kept_to, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    q, tensors, outputs, mean, mode, looking, first, rows, length_q, seen, chance, strides, stride_o, numbers,
     SHIFT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
@@ -168,15 +168,23 @@ def _block(
         acc += missing[:, None] * mean[None, :]
     exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
-    if residual is not None:
-        lost = exact - to_operand(exact, DTYPE).to(tl.float32)
-        if tl.float16 == DTYPE:
-            lost *= RESIDUAL_SCALE_FP16
-        store_tile(residual, lost, first, stride_o, kept_to, dim, BLOCK_M, SPEC)
     inside = queries < length_q
     tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
     log_sum = (before + tl.log2(total)) * LN2
     tl.store(lse + rows + queries, tl.where(row_max == float("-inf"), row_max, log_sum), mask=inside)
+    if residual is not None:
+        # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone:
+        # masked elsewhere, not branched round, and decided after the loop, since either would cost registers.
+        cadence, looked, place = looking
+        kept_to = length_q
+        if looked is not None:
+            look = looks_at(cadence, first, place) | keeps_residual(mode, SPEC)
+            kept_to = tl.where((look & RESIDUAL_KEPT) != 0, length_q, 0)
+            tl.store(looked + rows + queries, (look + queries * 0).to(tl.int8), mask=inside)
+        lost = exact - to_operand(exact, DTYPE).to(tl.float32)
+        if tl.float16 == DTYPE:
+            lost *= RESIDUAL_SCALE_FP16
+        store_tile(residual, lost, first, stride_o, kept_to, dim, BLOCK_M, SPEC)
 
 
 @triton.jit
@@ -214,36 +222,27 @@ def forward_kernel(
         mode = 0
         if modes is not None:
             mode = tl.load(modes + head)
-        # Where a cadence thins what is looked at, what rounding took from O is kept for those rows and heads alone:
-        # masked elsewhere, not branched round, which would cost registers.
-        kept_to = length_q
-        if looked is not None:
-            look = looks_at(cadence, first, which // heads + head)
-            if modes is not None:
-                look = look | keeps_residual(mode, SPEC)
-            kept_to = tl.where((look & RESIDUAL_KEPT) != 0, length_q, 0)
-            queries = first + tl.arange(0, TILE.block_m)
-            tl.store(looked + rows + queries, (look + queries * 0).to(tl.int8), mask=queries < length_q)
+        looking = (cadence, looked, which // heads + head)
         if modes is not None:
             if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
                 mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(
-                    q, tensors, outputs, mean, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    q, tensors, outputs, mean, mode, looking, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, False, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             elif served_shift(mode) != 0:
                 _block(
-                    q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    q, tensors, outputs, 0.0, mode, looking, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, True, False, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                    q, tensors, outputs, 0.0, mode, looking, first, rows, length_q, seen, chance, key_strides,
                     stride_o[2], numbers, False, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, tensors, outputs, 0.0, mode, kept_to, first, rows, length_q, seen, chance, key_strides,
+                q, tensors, outputs, 0.0, mode, looking, first, rows, length_q, seen, chance, key_strides,
                 stride_o[2], numbers, False, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
@@ -296,6 +295,8 @@ def launch_forward(
 
     def settle() -> Launch:
         tile = config.fitted(call.takes_descriptors(*inputs))
+        if looked is None or not tile.tma:  # stays below the cap by itself; is too far above it to fit one program more
+            tile = tile._replace(registers=None)
         strides = (query.stride(), key.stride(), value.stride(), outputs[0].stride())
         order = call.order(triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, call.longest_k)
         return Launch(

@@ -36,7 +36,7 @@ class Configs(NamedTuple):
 
 _HOPPER: Final = {
     64: Configs(
-        Config(64, 128, 4, 2, True),
+        Config(64, 128, 4, 2, True, registers=168),
         Config(64, 64, 4, 3, True, registers=168),
         Config(64, 64, 4, 3, True),
     ),
@@ -53,7 +53,7 @@ _HOPPER: Final = {
 }
 _HOPPER_SHORT: Final = {
     64: Configs(
-        Config(64, 128, 4, 2, True),
+        Config(64, 128, 4, 2, True, registers=168),
         Config(64, 64, 4, 3, True, registers=168),
         Config(64, 64, 4, 3, True, registers=168),
     ),

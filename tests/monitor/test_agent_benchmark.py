@@ -19,8 +19,9 @@ def test_every_arm_is_measured_and_the_fastest_backend_is_named() -> None:
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
-    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "keep_agent"))
-    assert set(figures["ratios"]) == {"kernels_agent / kernels", "kernels_agent / none", "keep_agent / none"}
+    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "quiet_agent", "keep_agent"))
+    over_none = {f"{arm} / none" for arm in ("kernels_agent", "quiet_agent", "keep_agent")}
+    assert set(figures["ratios"]) == {"kernels_agent / kernels", *over_none}
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 
 
