@@ -61,8 +61,8 @@ def lab_run_set(
     name: Annotated[
         str,
         typer.Argument(
-            help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-text, cure-small, "
-            "real-text, real-text-large or real-text-small."
+            help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-twenty, cure-text, "
+            "cure-small, real-text, real-text-large or real-text-small."
         ),
     ],
     folder: Annotated[

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.training.arm import CONTROL, HABITS, PAPER, UNTREATED, Arm, find_arm
 from foreshock.lab.training.milestones import Milestone
 from foreshock.lab.training.recipes import Recipe, find_recipe
@@ -50,12 +51,12 @@ def _arm(mode: str) -> str:
 
 
 def cure_sets() -> dict[str, list[Entry]]:
-    """By name: `cure-explosion` (shared-values, with the habits of others, and paper-values), `cure-text` (byte pairs)
-    and `cure-small` (key-bias-small, on a CPU)."""
+    """By name: `cure-explosion` (shared-values, with the habits of others, and paper-values), `cure-twenty` (fresh
+    seeds of shared-values and the shipped policy), `cure-text` (byte pairs) and `cure-small` (on a CPU)."""
     shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     text, wide_batch, deep = (find_recipe(name) for name in ("kb256", "kb256b128", "kb512"))
     small = find_recipe("key-bias-small")
-    first, later = (2, 7, 1, 4, 5, 3), tuple(range(8, 22))
+    first, fresh = (2, 7, 1, 4, 5, 3), range(8, 28)
     at_once = [f"rescued-all-{_arm(mode)}" for mode in CURES[:3]]
     return {
         "cure-explosion": [
@@ -68,8 +69,10 @@ def cure_sets() -> dict[str, list[Entry]]:
             *_runs(paper, [PAPER, CONTROL], (1, 2, 3)),
             *_branches(paper, PAPER, (1, 2, 3), [("warning", 0), *_LATE], CURES[:4]),
             *_runs(shared, HABITS, first[:1]),
-            *_runs(shared, at_once[:1], first[3:]),
-            *_runs(shared, [UNTREATED, CONTROL, at_once[0]], later),
+        ],
+        "cure-twenty": [
+            *_runs(shared, [UNTREATED, f"rescued-all-{_arm(DEFAULT_MITIGATION)}"], fresh),
+            *_runs(shared, [CONTROL], fresh),
         ],
         "cure-text": [
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), *at_once[:2]], (2, 1)),
