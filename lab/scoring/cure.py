@@ -20,9 +20,10 @@ import numpy as np
 
 from foreshock.contract import catalog, wire
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.lab.recording.trace import Trace, read_trace
+from foreshock.lab.recording.trace import Steps, Trace, read_trace
 from foreshock.lab.scoring.courses import excess_over, final_offset
-from foreshock.lab.scoring.harm import first_harm
+from foreshock.lab.scoring.harm import AGAINST_CONTROL, Limits, first_harm
+from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
 from foreshock.lab.training.arm import CONTROL, PAPER, RESCUED, UNTREATED
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE
 
@@ -62,14 +63,18 @@ def cured_runs(paths: Iterable[Path]) -> list[CuredRun]:
         recipe, arm, seed = sorted(twice, key=str)[0]
         raise ValueError(f"{recipe}, arm {arm}, seed {seed} is given twice; give one trace of each run")
     controls = {(k[0], k[2]): trace for k, trace in zip(keys, traces, strict=True) if k[1] == CONTROL.name}
-    runs = [_cured(trace, controls.get((key[0], key[2]))) for key, trace in zip(keys, traces, strict=True)]
+    limits = limits_of_recipes(controls_of(traces))
+    runs = [
+        _cured(trace, controls.get((key[0], key[2])), limits.get(str(key[0]), AGAINST_CONTROL))
+        for key, trace in zip(keys, traces, strict=True)
+    ]
     return sorted(runs, key=lambda run: (run.recipe, run.arm, run.seed))
 
 
-def _cured(trace: Trace, control: Trace | None) -> CuredRun:
+def _cured(trace: Trace, control: Trace | None, limits: Limits) -> CuredRun:
     control = None if control is trace else control
     switched = _first_switch(trace)
-    harm = first_harm(trace.steps, None if control is None else control.steps)
+    harm = first_harm(_since(trace.steps, switched or 0), None if control is None else control.steps, limits)
     share, key_bias = _null_part(trace)
     return CuredRun(
         recipe=str(trace.header.get("recipe", trace.path.name)),
@@ -91,6 +96,11 @@ def _cured(trace: Trace, control: Trace | None) -> CuredRun:
 def _first_switch(trace: Trace) -> int | None:
     steps = (e.step for e in trace.events if isinstance(e, wire.Switched) and e.outcome == "applied" and e.heads)
     return next(steps, None)
+
+
+def _since(steps: Steps, first: int) -> Steps:
+    kept = steps.step - steps.span >= first
+    return Steps(steps.step[kept], steps.loss[kept], steps.grad_norm[kept], steps.span[kept])
 
 
 def _policy(trace: Trace) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
-from foreshock.lab.training.arm import CONTROL, HABITS, PAPER, UNTREATED, Arm, find_arm
+from foreshock.lab.training.arm import CONTROL, CONTROL_AGAIN, HABITS, PAPER, UNTREATED, Arm, find_arm
 from foreshock.lab.training.milestones import Milestone
 from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run_set import Branch, Entry
@@ -73,6 +73,7 @@ def cure_sets() -> dict[str, list[Entry]]:
         "cure-twenty": [
             *_runs(shared, [UNTREATED, f"rescued-all-{_arm(DEFAULT_MITIGATION)}"], fresh),
             *_runs(shared, [CONTROL], fresh),
+            *_runs(shared, [CONTROL_AGAIN], fresh[:8]),
         ],
         "cure-text": [
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), *at_once[:2]], (2, 1)),

@@ -109,6 +109,32 @@ def test_the_chance_is_counted_over_every_way_to_deal_the_failures(runs: int, ot
     assert fisher(failed, runs, other_failed, others) == pytest.approx(few / len(dealt))
 
 
+def test_what_went_wrong_before_the_switch_is_not_held_against_the_cure(tmp_path: Path) -> None:
+    control, scores = [2.0] * 20, [20.0] * 20
+    early, late = [2.9] * 8 + [2.0] * 12, [2.9] * 8 + [2.0] * 6 + [2.2] * 6
+    paths = [
+        write(tmp_path, "control", control, scores),
+        write(tmp_path, "untreated", early, scores),
+        write(tmp_path, "cured", early, scores, switch=1000),
+        write(tmp_path, "late", late, scores, switch=1000),
+    ]
+    found = {run.arm: run.harm_step for run in cured_runs(paths)}
+    assert found == {"control": None, "untreated": 1, "cured": None, "late": 1401}
+
+
+def test_a_loss_within_what_equal_controls_differ_by_is_no_harm(tmp_path: Path) -> None:
+    control, scores = [2.0] * 20, [20.0] * 20
+    paths = [
+        write(tmp_path, "control", control, scores),
+        write(tmp_path, "control-again", [2.0] * 10 + [2.08] * 10, scores),
+        write(tmp_path, "untreated", [2.0] * 10 + [2.1] * 10, scores),
+        write(tmp_path, "cured", [2.0] * 10 + [2.14] * 10, scores),
+    ]
+    without = {run.arm: run.harm_step for run in cured_runs([path for path in paths if "again" not in path.name])}
+    beside = {run.arm: run.harm_step for run in cured_runs(paths)}
+    assert (without["untreated"], beside["untreated"], beside["cured"]) == (1001, None, 1001)
+
+
 def test_ten_of_twenty_against_none_is_proof() -> None:
     assert fisher(0, 20, 10, 20) < 1e-3
     assert fisher(0, 3, 1, 3) == pytest.approx(0.5)
