@@ -12,6 +12,7 @@ from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.thinning import Thinning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Instruments:
     report: str
     keeper: Keeper | None = None
     """Who serves each layer; None in tests without a model."""
+    thinning: Thinning | None = None
+    """Of how many rows each layer counts what costs; None where that is all of them always."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 

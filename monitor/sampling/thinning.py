@@ -14,50 +14,66 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.slots import Floats, Slot, Words
+from foreshock.monitor.detect.signals import HeadSignal
+from foreshock.monitor.detect.thresholds import DetectorConfig
 
 NEAR: Final = 0.6
 """Risk of a head from which its layer counts all rows; 1 is a warning. Below it the detectors leave out conditions."""
+DRIFTING: Final = 0.2
+"""The same of how near its offset alone is: 2 nats where no delta bias is known to push, which the thinned one of a
+quiet layer may not show (docs/detectors.md has what other values cost)."""
 LEAST_ROWS: Final = 64 * 128
 """Rows of each head that a sample looks at, at least.
 
 A warning about ties asks for a share of 0.3 that was a third of that, a change of 0.2, and for 4 of its standard
-errors, each the root of two ends': an end must be known to 0.2 / (4 sqrt 2) = 0.035. If all rows of a block of 128 are
-alike, that takes 0.3 * 0.7 / 0.035^2 = 170 blocks. An end is the mean of three blocks of the detectors at least, and
-each of these of one sample at least, which makes 57; 64 is the next power of two."""
+errors. The change lies between two ends, so an end must be known to 0.2 / (4 sqrt 2) = 0.035. If all rows of a block of
+128 are alike, that takes 0.3 * 0.7 / 0.035^2 = 170 blocks. An end is the mean of three blocks of the detectors or more,
+and each of these of one sample or more, which leaves 57 for a sample; 64 is the next power of two."""
 
 
 class Thinning:
-    """k of every layer. `cadence` is int64 [L, 2], k and tick of each layer, in device memory; `heads` counts its heads.
+    """k of every layer. `cadence` is int64 [L, 2], k and tick of each layer, in device memory; `heads` are its heads'
+    numbers.
 
-    A layer goes to k = 1 with the first sample after which a head's risk is NEAR, one of its heads is switched, or every
-    step is sampled since a warning is fresh. It goes back to `every_blocks`, or as near to it as its rows allow, when
-    that is over for `hold_steps`.
+    A layer goes to k = 1 with the first sample after which it is near a warning: a head's risk is NEAR or it is
+    DRIFTING, one of its heads is switched, or every step is sampled since a warning is fresh. It goes back to
+    `every_blocks`, or as far as its rows allow, when that has been over for `hold_steps`. In the first `young_steps` of
+    a run all is counted: that is what delta bias is accumulated from, and where most recorded failures began.
     """
 
-    def __init__(self, cadence: Tensor, heads: Sequence[int], *, every_blocks: int, hold_steps: int) -> None:
+    def __init__(
+        self, cadence: Tensor, heads: Sequence[int], *, every_blocks: int, hold_steps: int, young_steps: int
+    ) -> None:
         self._cadence: Final = cadence
         self._first: Final = np.cumsum([0, *heads])[:-1]
         self._most: Final = every_blocks
         self._hold: Final = hold_steps
+        self._young: Final = young_steps
         self._whole_until = np.full(len(heads), -1, dtype=np.int64)
         self.every: npt.NDArray[np.int64] = np.ones(len(heads), dtype=np.int64)
         """k of each layer [L], as device memory holds it."""
 
     def follow(
-        self, words: Words, risk: Floats | None, modes: npt.NDArray[np.int32], *, step: int, watch_until: int
+        self,
+        words: Words,
+        near: npt.NDArray[np.bool_] | None,
+        modes: npt.NDArray[np.int32],
+        step: int,
+        watch_until: int = -1,
     ) -> None:
         """Set k after a sample, of `words` [N, SLOT_COUNT], was judged.
 
-        risk [N]: how near a warning each head is; None where nobody knows, and all rows are counted. modes [N]: those
-        of the next step. watch_until: up to this step every step is sampled.
+        near [N]: `near_a_warning` of every head; None where nobody knows, and all rows are counted. modes [N]: those of
+        the next step. watch_until: up to this step every step is sampled, since a warning is fresh.
         """
-        near = np.maximum.reduceat(modes != 0 if risk is None else (risk >= NEAR) | (modes != 0), self._first)
-        if risk is None or step < watch_until:
-            near[:] = True
-        self._whole_until[near] = step + self._hold
+        if near is None or step < watch_until:
+            near = np.ones(len(words), dtype=np.bool_)
+        whole = np.logical_or.reduceat(near | (modes != 0), self._first)
+        self._whole_until[whole] = step + self._hold
         np.minimum(self._whole_until, step + self._hold, out=self._whole_until)  # a run may be set back
         most = np.minimum.reduceat(words[:, Slot.ROWS], self._first) // LEAST_ROWS
-        every = np.where(step < self._whole_until, 1, np.clip(most, 1, self._most))
+        quiet = (step >= self._whole_until) & (step >= self._young)
+        every = np.where(quiet, np.clip(most, 1, self._most), 1)
         if (every != self.every).any():
             self.every = every
             self._write()
@@ -67,6 +83,18 @@ class Thinning:
         if self._cadence.is_cuda:
             source = source.pin_memory()
         self._cadence[:, 0].copy_(source, non_blocking=True)  # in place: graphs and captured steps hold this memory
+
+
+def thinning_of(cadence: Tensor, heads: Sequence[int], every_blocks: int, config: DetectorConfig) -> Thinning:
+    """The thinning that goes with these detectors: it holds on for as long as they take to believe what they see."""
+    hold = config.persist_blocks * config.block_steps
+    return Thinning(cadence, heads, every_blocks=every_blocks, hold_steps=hold, young_steps=config.settle_steps)
+
+
+def near_a_warning(risk: Floats, pressure: Floats) -> npt.NDArray[np.bool_]:
+    """Whether each head is, [N], by what the detectors tell: `risk` [N] and `pressure` [len(SIGNALS), N]."""
+    near: npt.NDArray[np.bool_] = (risk >= NEAR) | (pressure[HeadSignal.OFFSET] >= DRIFTING)
+    return near
 
 
 def new_cadence(layers: int, device: torch.device) -> Tensor:
