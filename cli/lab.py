@@ -203,7 +203,7 @@ def lab_thinning(
     seeds: Annotated[int, typer.Option(min=1, help="Number of thinnings of every run.")] = 3,
     report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
 ) -> None:
-    """Say what the detectors lose where one in k blocks of rows is looked at: recorded runs, thinned and judged anew."""
+    """Say what the detectors lose where one in k blocks of rows is looked at: runs, thinned and judged anew."""
     from foreshock.cli import scores
     from foreshock.cli.output import console
     from foreshock.lab.scoring.thinned import EVERY

@@ -117,7 +117,9 @@ def thinning(
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         bar = progress.add_task("thinning", total=2 * len(POLICIES) * len(every))
         rows = thinned(list(map(read_trace, traces)), every, seeds=seeds, on_row=lambda: progress.advance(bar))
-    shown = Table(box=None, pad_edge=False, header_style="bold", title=f"{len(traces)} runs", title_justify="left")
+    shown = Table(
+        box=None, pad_edge=False, header_style="bold", title=f"{rows[0].runs} large runs", title_justify="left"
+    )
     for name in (
         "k",
         "set by",

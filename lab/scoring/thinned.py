@@ -44,6 +44,7 @@ class ThinnedRow:
     """agent: k as the agent sets it, 1 near a warning. always: k at every step"""
     alike: int
     """rows that are drawn together"""
+    runs: int
     warnings: int
     """first warnings about a head, with every row counted; of one seed"""
     moved: float
@@ -119,7 +120,7 @@ def warned(
     watch_until, all_rows, looked = -1, 0, 0
     for sample, whole in samples:
         k = np.full(len(whole), every) if always else np.repeat(thinning.every, heads)
-        words = thin(whole, k.astype(np.float64), alike, alike_bias, random) if (k > 1).any() > 1 else whole
+        words = thin(whole, k.astype(np.float64), alike, alike_bias, random) if (k > 1).any() else whole
         all_rows += int(whole[:, Slot.ROWS].sum())
         looked += int((words[:, Slot.ROWS] - words[:, Slot.SKIPPED_ROWS]).sum())
         for verdict in detectors.update(replace(reading(trace, sample, words), rounds=True)):
@@ -194,6 +195,7 @@ def _row(
         every=every,
         policy=policy,
         alike=alike,
+        runs=len(traces),
         warnings=sum(map(len, whole)),
         moved=len(moves) / seeds,
         furthest_steps=max(moves, default=0),

@@ -38,8 +38,8 @@ def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str 
 
 
 class WatchedLayer:
-    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT], `modes` int32 [H] and `cadence` int64 [2],
-    all views; `cadence` is None where all rows are counted always.
+    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT], `modes` int32 [H] and `cadence` int64
+    [2], all views; `cadence` is None where all rows are counted always.
 
     It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
     is served by our kernels or by the model's own attention, of which a sample is measured.
