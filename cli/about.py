@@ -42,16 +42,20 @@ def delete(
     run: Annotated[str, typer.Argument(help="Run to delete, with everything that is stored of it.")],
     reason: Annotated[str, typer.Option(help="Why; stands in the audit trail.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
     """Delete a run that no longer trains. It cannot be taken back. Needs a token with the scope `delete`."""
+    from foreshock.cli.output import tell
+
     with Service(url, token) as client:
         step = client.run(run)["last_step"]
         if not yes:
-            typer.confirm(f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back.", abort=True)
+            question = f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back."
+            typer.confirm(question, abort=True, err=as_json)
         client.delete(run, reason=reason)
-    typer.echo(f"Run {run} is deleted.")
+    tell({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)
 
 
 def _describe(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from foreshock.cli.errors import CommandError, Commands
+from foreshock.cli.options import AsJson
 from foreshock.client import DEFAULT_URL
 
 boards = typer.Typer(
@@ -21,8 +22,10 @@ def dashboards_generate(
     runbooks_url: Annotated[
         str | None, typer.Option(help="Address where docs/runbooks is served, for links in alerts.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the boards, rules and provisioning files. For addresses of your own give a folder of your own too."""
+    from foreshock.cli.output import tell
     from foreshock.dashboards import generate
     from foreshock.dashboards.rules import Links
 
@@ -32,8 +35,8 @@ def dashboards_generate(
         raise CommandError(
             "the checkout's own files keep the addresses of docker-compose.yml; name a folder with --out"
         )
-    for path in generate.generate(_checkout() if out is None else out, links):
-        typer.echo(path)
+    written = [str(path) for path in generate.generate(_checkout() if out is None else out, links)]
+    tell({"written": written}, "\n".join(written), as_json=as_json)
 
 
 @boards.command("check")
@@ -69,8 +72,10 @@ def dashboards_push(
             help="leave, push or remove the rules that Grafana evaluates itself. Prometheus has the same rules."
         ),
     ] = "leave",
+    as_json: AsJson = False,
 ) -> None:
     """Load the boards into a running Grafana, by its HTTP interface."""
+    from foreshock.cli.output import print_json
     from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
     from foreshock.dashboards.push import push
     from foreshock.dashboards.rules import Links
@@ -80,8 +85,13 @@ def dashboards_push(
     client = GrafanaClient(grafana_url, grafana_token)
     try:
         links = Links(grafana=grafana_url, service=service_url)
+        lines = []
         for line in push(client, links, prometheus_url=prometheus_url, alert_rules=alert_rules):  # type: ignore[arg-type]
-            typer.echo(line)
+            lines.append(line)
+            if not as_json:
+                typer.echo(line)
+        if as_json:
+            print_json({"done": lines})
     except GrafanaError as error:
         raise CommandError(str(error)) from None
     finally:

@@ -104,12 +104,13 @@ def lab_run_set(
 def lab_compare(
     traces: Annotated[list[Path], typer.Argument(help="Traces of several variants, with their float32 controls.")],
     picture: Annotated[Path | None, typer.Option(help="PNG file to draw the curves of one recipe and seed to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs with their float32 control: loss, quality loss, largest score, offset and first warning."""
     from foreshock.cli import laboratory
     from foreshock.cli.output import console
 
-    laboratory.compare(traces, console(), picture=picture)
+    laboratory.compare(traces, console(), picture=picture, as_json=as_json)
 
 
 @lab.command("cure")

@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import SupportsFloat
@@ -158,11 +159,17 @@ def run_set(
         console.print(f"missing: {trace}")
 
 
-def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -> None:
+def compare(traces: Sequence[Path], console: Console, *, picture: Path | None, as_json: bool = False) -> None:
     """How the arms of a recipe ended beside their control, and a picture of their courses."""
     from foreshock.lab.scoring.courses import courses, draw_courses
 
     ended = courses(traces)
+    if picture is not None:
+        draw_courses(picture, traces)
+    if as_json:
+        warned = ({"first_warning": w and w.model_dump(mode="json")} for w in (each.first_warning for each in ended))
+        print_json({"runs": [asdict(each) | warning for each, warning in zip(ended, warned, strict=True)]})
+        return
     for recipe in dict.fromkeys(each.recipe for each in ended):
         table = Table(box=None, pad_edge=False, header_style="bold", title=recipe, title_justify="left")
         table.add_column("seed", no_wrap=True)
@@ -184,7 +191,6 @@ def compare(traces: Sequence[Path], console: Console, *, picture: Path | None) -
         console.print(table)
     console.print("loss: mean of the last 1000 steps. excess: over the control's. score, offset: largest of any head.")
     if picture is not None:
-        draw_courses(picture, traces)
         console.print(f"picture: {picture}")
 
 

@@ -152,17 +152,23 @@ def export(
     points: Annotated[
         int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1)
     ] = 10_000,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
     """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""
     from foreshock.cli import runs as text
+    from foreshock.cli.output import print_json
     from foreshock.client import Service
 
     with Service(url, token) as client:
         span = client.series(
             run, metric, layer=layer, head=head, from_step=from_step, to_step=to_step, max_points=points
         )
+    if as_json:
+        where = {"run": run, "metric": metric, "layer": layer, "head": head}
+        print_json(where | {"points": text.points_of_series(span)})
+    else:
         text.csv_of_series(span)
 
 

@@ -26,6 +26,14 @@ def print_json(data: Any) -> None:
     print(json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def tell(data: Any, sentence: str, *, as_json: bool) -> None:
+    """What was done: as JSON, or as a sentence."""
+    if as_json:
+        print_json(data)
+    else:
+        print(sentence)
+
+
 def print_json_line(data: Any) -> None:
     """One JSON document on one line, at once."""
     print(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False), flush=True)

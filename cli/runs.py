@@ -1,6 +1,7 @@
 """`foreshock runs`, `foreshock export` and `foreshock switch`: what the service knows, and an order to it, as text."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -99,11 +100,22 @@ def csv_of_runs(client: Service) -> None:
 
 def csv_of_series(series: Series) -> None:
     """One metric against the step as CSV."""
+    names, points = _points(series)
+    print_csv(names, points)
+
+
+def points_of_series(series: Series) -> list[dict[str, Any]]:
+    """One metric against the step, a dictionary for each point."""
+    names, points = _points(series)
+    return [dict(zip(names, point, strict=True)) for point in points]
+
+
+def _points(series: Series) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     columns = [series.steps, series.low, series.high, series.last]
     names = ["step", "low", "high", "last"]
     if series.worst_head is not None:
         columns, names = [*columns, series.worst_head], [*names, "worst_head"]
-    print_csv(names, zip(*(column.tolist() for column in columns), strict=True))
+    return names, zip(*(column.tolist() for column in columns), strict=True)
 
 
 def switch(

@@ -1,13 +1,14 @@
 """`foreshock store` and `foreshock audit`: a store copied and put back, its audit trail exported and verified."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from foreshock.cli.errors import Commands
-from foreshock.cli.options import Token, Url
+from foreshock.cli.options import AsJson, Token, Url
 from foreshock.client import DEFAULT_URL, Service
 
 store = typer.Typer(cls=Commands, no_args_is_help=True, help="Back up, restore and check the service's store.")
@@ -30,38 +31,49 @@ def _url(given: str | None) -> str:
 def store_backup(
     file: Annotated[Path, typer.Argument(help="A new file; it appears when it is complete.")],
     database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Copy the store into one file while the service runs. PostgreSQL needs pg_dump."""
+    from foreshock.cli.output import tell
     from foreshock.server.store import backup
 
     backup.backup(_url(database_url), file)
-    typer.echo(f"{file}: {file.stat().st_size} bytes")
+    size = file.stat().st_size
+    tell({"file": str(file), "bytes": size}, f"{file}: {size} bytes", as_json=as_json)
 
 
 @store.command("restore")
 def store_restore(
     file: Annotated[Path, typer.Argument(help="A file that `foreshock store backup` wrote.")],
     database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Restore a backup into a new SQLite file or an empty PostgreSQL database. Stop the service first."""
     from foreshock.server.store import backup
 
     url = _url(database_url)
     backup.restore(file, url)
-    typer.echo(asyncio.run(backup.examine(url)))
+    _tell_held(url, as_json=as_json)
 
 
 @store.command("check")
-def store_check(database_url: DatabaseUrl = None) -> None:
+def store_check(database_url: DatabaseUrl = None, as_json: AsJson = False) -> None:
     """Show what the store holds, and verify its whole audit trail. The service may run."""
+    _tell_held(_url(database_url), as_json=as_json)
+
+
+def _tell_held(url: str, *, as_json: bool) -> None:
+    from foreshock.cli.output import tell
     from foreshock.server.store import backup
 
-    typer.echo(asyncio.run(backup.examine(_url(database_url))))
+    held = asyncio.run(backup.examine(url))
+    tell(asdict(held), str(held), as_json=as_json)
 
 
 @audit.command("export")
 def audit_export(
     file: Export,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
@@ -69,6 +81,7 @@ def audit_export(
 
     The token needs the scope `read` for every run.
     """
+    from foreshock.cli.output import tell
     from foreshock.server.store.audit import Chain, read_line
 
     lines = file.read_bytes().splitlines() if file.exists() else []
@@ -79,16 +92,20 @@ def audit_export(
             for line in rows.splitlines():
                 chain.follow(read_line(line))
             out.write(rows)
-    typer.echo(f"{chain.sequence - before} rows appended to {file}, which ends with row {chain.sequence}")
+    new, last = chain.sequence - before, chain.sequence
+    done = {"file": str(file), "appended": new, "rows": last, "hash": chain.hash}
+    tell(done, f"{new} rows appended to {file}, which ends with row {last}", as_json=as_json)
 
 
 @audit.command("verify")
-def audit_verify(file: Export) -> None:
+def audit_verify(file: Export, as_json: AsJson = False) -> None:
     """Verify the hash chain of an export from its first row. Needs no service."""
+    from foreshock.cli.output import tell
     from foreshock.server.store.audit import Chain, read_line
 
     chain = Chain()
     with file.open("rb") as lines:
         for line in lines:
             chain.follow(read_line(line))
-    typer.echo(f"{chain.sequence} rows, all verified; the last hash is {chain.hash}")
+    done = {"file": str(file), "rows": chain.sequence, "hash": chain.hash}
+    tell(done, f"{chain.sequence} rows, all verified; the last hash is {chain.hash}", as_json=as_json)

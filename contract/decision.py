@@ -21,8 +21,11 @@ SHOWN_BY: Final[dict[IncidentCause, str]] = {
     "rounding": "head.score_offset",
     "score growth": "head.score_max",
     "not finite": "run.loss",
+    "other": "run.loss",
 }
 """Key of the metric that shows a cause; what alerts and messages open is its chart."""
+STEPS_BEFORE: Final = 1000
+"""A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 UNTOLD_SCOPE: Final = "untold"
 """The scope of a run whose reader is not told it: an alert knows its labels alone."""
@@ -117,7 +120,7 @@ def decision(
         return Decision(
             act,
             f"{_count(switched, heads)} switched.",
-            "Wait for the verdict on the switch: it comes some hundred steps later.",
+            "Wait for the verdict on the switch: by default it comes a thousand steps later.",
         )
     to_do = {
         "switch": "Look whether the growth stops.",

@@ -97,6 +97,11 @@ class Incident(BaseModel):
     to_do: str = Field(description="what is left to people, in words")
 
     @property
+    def standing_heads(self) -> int:
+        """Heads that are warned about now; 0 where the whole run alone is."""
+        return sum(head.layer is not None and head.state != "quiet" for head in self.heads)
+
+    @property
     def first(self) -> IncidentHead:
         """The head to look at first."""
         return self.heads[0]
@@ -356,13 +361,19 @@ def name_of(head: IncidentHead) -> str:
     return f"layer {head.layer}" + ("" if head.head is None else f" head {head.head}")
 
 
+def counted(heads: Sequence[IncidentHead]) -> str:
+    """How many heads these are; the whole run is none of them."""
+    named = sum(head.layer is not None for head in heads)
+    whole = ["the whole run"] if named < len(heads) else []
+    return " and ".join(whole + [f"{named} head{'s' if named > 1 else ''}"] * (named > 0))
+
+
 def in_words(heads: Sequence[IncidentHead]) -> str:
     """How many heads of which layers; a few by name."""
     if len(heads) <= _NAMED:
         return " and ".join(filter(None, [", ".join(map(name_of, heads[:-1])), name_of(heads[-1])]))
     layers = sorted({head.layer for head in heads if head.layer is not None})
-    ranges = _ranges(layers)
-    return f"{len(heads)} heads of {'layer' if len(layers) == 1 else 'layers'} {ranges}"
+    return f"{counted(heads)} of {'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -54,8 +54,10 @@ INCIDENT_METRICS: Final = (
                 '{{ if eq $labels.cause "not finite" }}computes numbers that are not finite'
                 "{{ else }}is on its way to a loss explosion{{ end }} ({{ $labels.cause }}"
                 '{{ with printf "foreshock_incident_heads'
-                '{run=%q,cause=%q}" $labels.run $labels.cause | query }}'
+                '{run=%q,cause=%q} > 0" $labels.run $labels.cause | query }}'
                 ", heads: {{ . | first | value | humanize }}{{ else }}{{ end }}"
+                '{{ with printf "foreshock_incident_heads{run=%q,cause=%q} == 0" $labels.run $labels.cause | query }}'
+                ", the whole run{{ else }}{{ end }}"
                 '{{ if ne $labels.state "open" }}, {{ $labels.state }}{{ end }})',
                 description="All warnings of this cause are one incident; the page ranks its heads by how soon they "
                 'come to harm.{{ with printf "foreshock_incident_forecast_steps'
@@ -73,8 +75,16 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.heads",
         title="Heads in incidents",
-        help="Heads that an incident warns about now; the whole run counts as one.",
+        help="Heads that an incident warns about now; 0 where it concerns the whole run alone.",
         bad="Many at once: look at the learning rate and the data first.",
+        board="overview",
+        labels=("run", "cause"),
+    ),
+    Metric(
+        key="incident.opened_step",
+        title="Incidents opened at step",
+        help="The step at which an incident opened: links of alerts lead to the steps from shortly before it on.",
+        bad="Long ago: nobody has acted on it.",
         board="overview",
         labels=("run", "cause"),
     ),

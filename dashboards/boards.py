@@ -94,7 +94,10 @@ def _overview(links: Links) -> Board:
             6,
         ),
         _row("Incidents"),
-        *_grid(["incident.active", "incident.heads", "incident.forecast", "incident.acknowledged"], MANY_RUNS),
+        *_grid(
+            ["incident.active", "incident.heads", "incident.opened_step", "incident.forecast", "incident.acknowledged"],
+            MANY_RUNS,
+        ),
         _row("Warnings and switches"),
         *_grid(
             ["run.worst_risk", "warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"],
@@ -116,7 +119,8 @@ def _run(links: Links) -> Board:
         (_alerts(ONE_RUN), 24, 5),
         _row("What decides"),
         *_grid([*_DECIDING, "run.worst_risk"], ONE_RUN),
-        _row("Warnings and switches"),
+        _row("Incidents, warnings and switches"),
+        *_grid(["incident.active", "incident.forecast"], ONE_RUN),
         *_grid(["warning.forecast", "warning.raised", "switch.outcomes", "switch.not_arrested"], ONE_RUN),
         _row("The training"),
         *_grid([m.key for m in RUN_METRICS if m.board == "run" and m.key not in _DECIDING], ONE_RUN),

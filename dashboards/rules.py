@@ -5,12 +5,12 @@ Alertmanager. Load one of the two, or every alert comes twice.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from foreshock.contract.catalog import EXTRA_ALERTS, METRICS
-from foreshock.contract.decision import SHOWN_BY
+from foreshock.contract.decision import SHOWN_BY, STEPS_BEFORE
 from foreshock.contract.metric import Alert, Metric
 
 JOB: Final = "foreshock"
@@ -68,7 +68,6 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
     # A label of the rule would hide the series' own, and a warning knows best how severe it is.
     own_severity = metric is not None and "severity" in metric.labels
-    of_run = metric is not None and "run" in metric.labels
     run = "{{ $labels.run | urlquery }}"
     annotations = {
         "summary": alert.summary,
@@ -76,10 +75,10 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         "action": alert.to_do or alert.action,
         "runbook_url": f"{links.runbooks}/{alert.name}.md",
         "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}"
-        if of_run
+        if metric is not None and "run" in metric.labels
         else f"{links.grafana}/d/foreshock-service",
     }
-    if of_run:
+    if metric is not None and "run" in metric.labels:
         annotations["page_url"] = f"{links.service}/?runs={run}{_place(metric)}"
     if alert.done:
         annotations["done"] = alert.done
@@ -91,22 +90,41 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     )
 
 
-def _place(metric: Metric | None) -> str:
-    """What follows the run in the address of its page: the head that fails first, and the metric that shows it."""
-    if metric is None:
-        return ""
+def _place(metric: Metric) -> str:
+    """What follows the run in the address of its page: the head to look at first, the metric that shows what is wrong,
+    and the steps from shortly before it on."""
     if "cause" not in metric.labels:
-        return f"&metric={metric.key}" if metric.has_series else ""
+        steps = _steps_from(f"foreshock_run_step{{run=%q}} - {STEPS_BEFORE}", "run")
+        if metric.head is None:
+            return (f"&metric={metric.key}" if metric.has_series else "") + steps
+        worst = f"topk(1, {metric.name}{{run=%q,layer=%q}} > 0)"
+        return _head_of(worst, "run", "layer") + f"&metric={metric.key}" + steps
     soonest = (
         "bottomk(1, foreshock_warning_forecast_steps{run=%q} "
-        "and on (run, layer, head) foreshock_warning_active{run=%q,cause=%q})"
+        "and on (run, layer, head) foreshock_warning_active{run=%q,cause=%q}) "
+        "or on (run) topk(1, foreshock_warning_active{run=%q,cause=%q,head!=''})"
     )
-    head = (
-        f'{{{{ with printf "{soonest}" $labels.run $labels.run $labels.cause | query }}}}'
-        '&head={{ . | first | label "layer" }}.{{ . | first | label "head" }}{{ else }}{{ end }}'
-    )
+    head = _head_of(soonest, "run", "run", "cause", "run", "cause")
+    opened = "foreshock_incident_opened_step{run=%q,cause=%q}"
+    lasted = f"scalar(foreshock_run_step{{run=%q}}) - {opened}"
+    since = f"{opened} - clamp_min(2 * ({lasted}), {STEPS_BEFORE})"
+    steps = _steps_from(since, "run", "cause", "run", "run", "cause")
     shown = "{{ else ".join(f'if eq $labels.cause "{cause}" }}}}&metric={key}' for cause, key in SHOWN_BY.items())
-    return head + "{{ " + shown + "{{ end }}"
+    return head + "{{ " + shown + "{{ end }}" + steps
+
+
+def _asked(query: str, labels: Sequence[str], said: str) -> str:
+    """A template that asks Prometheus and says something of the answer; nothing where there is none."""
+    given = " ".join(f"$labels.{label}" for label in labels)
+    return f'{{{{ with printf "{query}" {given} | query }}}}{said}{{{{ else }}}}{{{{ end }}}}'
+
+
+def _head_of(query: str, *labels: str) -> str:
+    return _asked(query, labels, '&head={{ . | first | label "layer" }}.{{ . | first | label "head" }}')
+
+
+def _steps_from(query: str, *labels: str) -> str:
+    return _asked(f"{query} > 0", labels, '&steps={{ . | first | value | printf "%.0f" }}-')
 
 
 def prometheus_rules(links: Links) -> dict[str, Any]:

@@ -44,17 +44,24 @@ def _of(name: str, **labels: str) -> str:
     return name + "{" + ",".join(f"{key}={json.dumps(value)}" for key, value in labels.items()) + "}"
 
 
+_STEP: Final = {_of("foreshock_run_step", run=RUN): "9100x60"}
+
+
 def _incident(cause: str, act: str, state: str, heads: int) -> dict[str, str]:
     critical = cause == "not finite" or state == "not arrested"
     of = {"run": RUN, "cause": cause}
     severity = "critical" if critical else "warning"
-    place = {"layer": "4", "head": "2"}
-    known = {} if cause == "not finite" else {_of("foreshock_incident_forecast_steps", **of): "2600x9"}
-    return known | {
+    place = {"layer": "4", "head": "2"} if heads else {"layer": "", "head": ""}
+    forecast = heads and cause != "not finite"
+    known = {
+        _of("foreshock_incident_forecast_steps", **of): "2600x9",
+        _of("foreshock_warning_forecast_steps", run=RUN, **place): "2600x9",
+    }
+    return (known if forecast else {}) | {
         _of("foreshock_incident_active", **of, state=state, act=act, severity=severity): "1x9",
         _of("foreshock_incident_heads", **of): f"{heads}x9",
+        _of("foreshock_incident_opened_step", **of): "9000x9",
         _of("foreshock_warning_active", **of, **place, signal="offset", severity=severity): "1x9",
-        _of("foreshock_warning_forecast_steps", run=RUN, **place): "2600x9",
     }
 
 
@@ -67,6 +74,8 @@ def cases() -> Iterator[Case]:
             named = "any policy" if policy == "any" else f"policy {policy}"
             title = f"{failing}: {cause}, {named}, {number}"
             yield title, failing, 2, _incident(cause, act, "open", heads)
+    for cause in ("not finite", "other"):
+        yield f"{failing}: {cause}, any policy, the whole run", failing, 2, _incident(cause, "none", "open", 0)
     for state in ("switched", "not arrested"):
         yield f"{failing}: rounding, {state}", failing, 2, _incident("rounding", "switch", state, 144)
     active, heard = _of("foreshock_run_active", run=RUN), _of("foreshock_run_last_heard_timestamp_seconds", run=RUN)
@@ -74,7 +83,13 @@ def cases() -> Iterator[Case]:
     pending, loss = _of("foreshock_service_commands_pending", run=RUN), _of("foreshock_run_loss", run=RUN)
     other: dict[str, tuple[int, dict[str, str]]] = {
         "ForeshockSwitchNotArrested": (2, {_of("foreshock_switch_not_arrested", run=RUN): "1x9"}),
-        "ForeshockNonFiniteRows": (2, {_of("foreshock_layer_nonfinite_rows", run=RUN, layer="3"): "12x9"}),
+        "ForeshockNonFiniteRows": (
+            2,
+            {
+                _of("foreshock_layer_nonfinite_rows", run=RUN, layer="3"): "12x9",
+                _of("foreshock_head_nonfinite_rows", run=RUN, layer="3", head="5"): "12x9",
+            },
+        ),
         "ForeshockNonFiniteSteps": (5, {_of("foreshock_run_nonfinite_steps_total", run=RUN): "0x3 4x9"}),
         "ForeshockLossNotFinite": (2, {loss: "NaN NaN NaN NaN"}),
         "ForeshockLossJumped": (36, {loss: "1.0x30 3.1x20"}),
@@ -97,7 +112,7 @@ def fired(every: Sequence[Case], folder: Path) -> list[Alert]:
     tests = [
         {
             "interval": "1m",
-            "input_series": [{"series": one, "values": values} for one, values in series.items()],
+            "input_series": [{"series": one, "values": values} for one, values in (series | _STEP).items()],
             "alert_rule_test": [{"alertname": name, "eval_time": f"{minute}m", "exp_alerts": []}],
         }
         for _, name, minute, series in every

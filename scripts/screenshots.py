@@ -12,14 +12,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+from PIL import Image
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from foreshock.benchmarks import page_fleet
+from foreshock.benchmarks import page_details, page_fleet
 from foreshock.benchmarks.page import chromium
 from foreshock.benchmarks.page_runs import LongRun
 from foreshock.lab.recording.replay import replay
@@ -113,6 +115,55 @@ def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
     return file
 
 
+def take_details(browser: Chrome, url: str, directory: Path) -> Iterator[Path]:
+    """Every dialog, an unfolded incident and the audit trail, each in either light, on a desk and on a telephone."""
+    run, who, reason = (
+        "details/gpt2-small",
+        "Ada Lovelace",
+        "The offset of layer 0 head 2 grows, and its peers' do not.",
+    )
+    with httpx.Client(base_url=url, timeout=120) as client:
+        page_details.fill(client, run, who, reason)
+    for suffix, width in (("", 1440), ("-phone", PHONE)):
+        # No part is taller than the screen; the page loads what can be seen.
+        size = {"width": width, "height": 2400, "deviceScaleFactor": 1, "mobile": width == PHONE}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for scheme in ("light", "dark"):
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            views = []
+            for _, part in page_details.open_details(browser, url, run, who, reason):
+                shown = browser.find_element(By.CSS_SELECTOR, part)
+                browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", shown)
+                png = shown.screenshot_as_png
+                views.append(Image.open(BytesIO(png)).convert("RGB"))
+            file = directory / f"details-{scheme}{suffix}.png"
+            paper = "#f5f6f8" if scheme == "light" else "#0e1216"
+            sheet(views, 4 if width == PHONE else 3, paper).quantize(128).save(file, optimize=True)
+            yield file
+
+
+def sheet(views: list[Image.Image], columns: int, paper: str, gap: int = 16) -> Image.Image:
+    """Pictures in columns, each below the others of the shortest column so far; wide ones follow below, in full."""
+    wide = [view for view in views if view.width > 600]
+    narrow = [view for view in views if view.width <= 600]
+    width = max((view.width for view in narrow), default=0)
+    bottoms = [gap] * columns
+    places = []
+    for view in narrow:
+        column = bottoms.index(min(bottoms))
+        places.append((view, (gap + column * (width + gap), bottoms[column])))
+        bottoms[column] += view.height + gap
+    bottom = max(bottoms)
+    for view in wide:
+        places.append((view, (gap, bottom)))
+        bottom += view.height + gap
+    whole = Image.new("RGB", (max(at[0] + view.width for view, at in places) + gap, bottom), paper)
+    for view, at in places:
+        whole.paste(view, at)
+    return whole
+
+
 def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
     """Wait until the page shows what is expected and nothing is loading. Raises TimeoutError with what it shows."""
     ready = (
@@ -158,6 +209,8 @@ def main() -> None:
             fill_hard(url)
             for picture in hard_pictures():
                 print(take(browser, url, picture, given.out))
+            for file in take_details(browser, url, given.out):
+                print(file)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote, urlencode
 
-from foreshock.contract.decision import SHOWN_BY
-from foreshock.contract.incident import Incident, urgency
+from foreshock.contract.decision import SHOWN_BY, STEPS_BEFORE
+from foreshock.contract.incident import Incident, counted, urgency
 
 LONGEST: Final = 1500
 _IN_FULL: Final = 2
@@ -17,8 +17,6 @@ _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
 _SENTENCES: Final = 4
 _LETTERS: Final = 80
-_STEPS_BEFORE: Final = 1000
-"""A chart that a message opens begins so long before its incident, or twice as long as that has lasted."""
 _WORDS: Final = {"critical": "Critical", "warning": "Warning", "info": "Note"}
 
 
@@ -83,7 +81,8 @@ def silent(runs: Sequence[str], minutes: float, page: str) -> str:
         if one
         else "To do: Look first at what they share: the cluster, its network, this service's address.",
     ]
-    return fitted(lines, [f"All runs: {page.rstrip('/')}/"] if page else [])
+    link = f"Last steps: {_place(runs[0], (), page)}" if one else f"All runs: {page.rstrip('/')}/"
+    return fitted(lines, [link] if page else [])
 
 
 def fitted(lines: Sequence[str], last: Sequence[str]) -> str:
@@ -108,9 +107,8 @@ def _place(run: str, ranked: Sequence[Incident], page: str) -> str:
         first = incident.first
         if first.layer is not None and first.head is not None:
             asked["head"] = f"{first.layer}.{first.head}"
-        if incident.cause in SHOWN_BY:
-            asked["metric"] = SHOWN_BY[incident.cause]
-        since = incident.opened_step - max(_STEPS_BEFORE, 2 * (incident.step - incident.opened_step))
+        asked["metric"] = SHOWN_BY[incident.cause]
+        since = incident.opened_step - max(STEPS_BEFORE, 2 * (incident.step - incident.opened_step))
         if since > 0:
             asked["steps"] = f"{since}-"
     return f"{page.rstrip('/')}/?{urlencode(asked, quote_via=quote, safe='')}"
@@ -124,5 +122,4 @@ def _head(incident: Incident) -> str:
 
 
 def _brief(incident: Incident) -> str:
-    heads = f"{incident.standing} head{'' if incident.standing == 1 else 's'}"
-    return f"{incident.cause}, {heads} since step {incident.opened_step:,}"
+    return f"{incident.cause}, {counted(incident.heads)} since step {incident.opened_step:,}"

@@ -141,6 +141,15 @@ def sizes(pytestconfig: pytest.Config) -> Sizes:
     return Sizes(pytestconfig)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a run that wants the tests that run alone, or those that do not, the files of the others are not imported."""
+    wanted = config.option.markexpr
+    if collection_path.suffix != ".py" or wanted not in ("alone", "not alone"):
+        return None
+    alone = collection_path.relative_to(ROOT).as_posix().startswith(ALONE)
+    return True if alone == (wanted == "not alone") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what runs alone, leaves out what the tier does not ask for, and gives the tiers their time."""
     for item in items:

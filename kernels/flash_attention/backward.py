@@ -23,11 +23,15 @@ from foreshock.kernels.flash_attention.tuning import Configs, configs
 
 
 def attention_backward(
-    grad_out: Tensor, saved: Saved, state: Tensor | None, given: Arguments
+    grad_out: Tensor, saved: Saved, state: Tensor | None, given: Arguments, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
+    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None.
+
+    grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
+    """
     query, key, value = saved[:3]
-    call = call_of(query, key, value, given, grad_out, *saved[3:], state, given.cadence)
+    grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
+    call = call_of(query, key, value, given, grad_out, *saved[3:], state, given.cadence, grad_lse)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if call.blank(*grads):
         if state is not None:
@@ -40,7 +44,16 @@ def attention_backward(
         means = launch_means(call, key, Mode.CENTRED_KEYS, given.modes, given.cu_seqlens_k)
         packed = (given.cu_seqlens_q, given.cu_seqlens_k)
         tensors = Tensors(
-            grad_out, *saved[:7], state, given.modes, *packed, given.seed, means, saved.looked, given.cadence
+            grad_out,
+            *saved[:7],
+            state,
+            given.modes,
+            *packed,
+            given.seed,
+            means,
+            saved.looked,
+            given.cadence,
+            grad_lse,
         )
         launch_backward(call, chosen, tensors, grads)
         if call.packed:

@@ -40,7 +40,7 @@ def _add_keys(
     mixed_keys, sum_grad, sum_lost, sum_p = defect
     q, grad_out = operands
     key, value, batch, kv_head = tensors
-    log2_lse, delta, wide, narrow = of_rows
+    log2_lse, delta, wide, narrow, _ = of_rows
     _, length_k, _, _ = seen
     seed, plane, start_q, start_k, threshold = chance
     stride_k, stride_v = strides
@@ -89,7 +89,7 @@ def _block(
 ):  # fmt: skip
     """dQ of one block of queries, in one of its versions."""
     grad_query, deltas, codes, folded = outputs
-    _, delta, _, _ = of_rows
+    _, delta, _, _, row_sum = of_rows
     dim, _, scale, _, _ = numbers
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -123,6 +123,7 @@ def _block(
     if CORRECT:
         mixed_keys, sum_grad, sum_lost, sum_p = defect
         sum_p = tl.where(sum_p == 0.0, 1.0, sum_p)
+        sum_grad -= row_sum
         # Under a cap the sum is zero before the slope.
         share = sum_grad + sum_lost / sum_p if SPEC.SOFTCAP else (sum_grad + sum_lost) / sum_p
         acc -= share[:, None] * mixed_keys
@@ -136,7 +137,7 @@ def _block(
     if CENTRE:
         mean_keys, kv_plane = means
         _, _, sum_rounded, _ = defect
-        acc -= sum_rounded[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
+        acc -= (sum_rounded - row_sum)[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
     store_tile(grad_query, acc * scale, first, stride_g, length_q, dim, BLOCK_M, SPEC)
     if COUNT:
         wide_floors, narrow_floors = floors
@@ -170,8 +171,8 @@ def _plain_block(
 
 @triton.jit
 def grad_query_kernel(
-    query, key, value, grad_out, grad_query, log2_lses, deltas, factors, codes, folded, looked, modes, mean_keys,
-    cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, factors, codes, folded, looked, modes,
+    mean_keys, cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
@@ -210,7 +211,11 @@ def grad_query_kernel(
         operands = (q, do)
         tensors = (key, value, batch, kv_head)
         outputs = (grad_query, deltas, codes, folded)
-        of_rows = (log2_lse, delta, wide, narrow)
+        row_sum = 0.0
+        if grad_lses is not None:
+            row_sum = tl.load(grad_lses + rows + queries, mask=inside, other=0.0)
+            row_sum = tl.where(log2_lse < 1e30, row_sum, 0.0)
+        of_rows = (log2_lse, delta, wide, narrow, row_sum)
         seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
         chance = (seed, plane, start_q, start_k, threshold)
         key_strides = (stride_k[2], stride_v[2])
@@ -260,6 +265,7 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
         )
 
     vectors = (
+        given.grad_lse,
         rows.log2_lse,
         rows.delta,
         rows.factors,

@@ -52,7 +52,29 @@ class Ready:
         self._compiled, self._grid, self._tiles = compiled, launch.grid, launch.tiles
         self._rest = (*launch.numbers, *launch.constants.values())
         self._direct = _direct_launch(compiled) if _DIRECT else None
-        self._maps = [None] * len(given) if self._direct is None else _maps(compiled, given)
+        self._words: list[Any] = []
+        self._plain: list[tuple[int, int]] = []
+        self._mapped: list[tuple[int, int, Any]] = []
+        if self._direct is not None:
+            self._lay_out(given)
+
+    def _lay_out(self, given: list[Any]) -> None:
+        """All that the driver is given: what stays is written once, and of the rest it is kept where each tensor's word
+        stands, so that a launch looks at nothing else."""
+        compiled, launcher = self._compiled, self._compiled.run
+        self._words = [
+            *(*self._grid, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None),
+            *(compiled.packed_metadata, None, None, None),
+        ]
+        for place, (tensor, parts) in enumerate(zip(given, _maps(compiled, given), strict=True)):
+            if parts is not None:
+                self._mapped.append((place, len(self._words), parts))
+                self._words += [None, *tensor.shape, *tensor.strides]
+            else:
+                if tensor is not None:
+                    self._plain.append((place, len(self._words)))
+                self._words.append(None)
+        self._words += self._rest
 
     def takes_addresses(self) -> bool:
         """Whether addresses may stand in the place of tensors."""
@@ -62,25 +84,21 @@ class Ready:
         if self._direct is None or _hooked():
             self._compiled[self._grid](*_given(tensors, self._tiles), *self._rest)
             return
-        arguments: list[Any] = []
-        for tensor, tile in zip(tensors, self._maps, strict=True):
-            if tensor is None:
-                arguments.append(None)
-                continue
-            address = tensor if isinstance(tensor, int) else tensor.data_ptr()
-            if tile is None:
-                arguments.append(address)
-            else:
-                encode, parts, sizes = tile
-                arguments.append(encode(address, *parts))
-                arguments += sizes
-        compiled, active = self._compiled, driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        launcher = compiled.run
-        self._direct(
-            *self._grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
-            compiled.packed_metadata, None, None, None, *arguments, *self._rest,
-        )  # fmt: skip
+        words = self._words.copy()
+        active = driver.active
+        words[_STREAM] = active.get_current_stream(active.get_current_device())
+        for place, at in self._plain:
+            tensor: Any = tensors[place]
+            words[at] = tensor if tensor.__class__ is int else tensor.data_ptr()
+        encode = active.utils.fill_tma_descriptor
+        for place, at, parts in self._mapped:
+            tensor = tensors[place]
+            words[at] = encode(tensor if tensor.__class__ is int else tensor.data_ptr(), *parts)
+        self._direct(*words)
+
+
+_STREAM: Final = 3
+"""Place of the stream among the words, after the grid."""
 
 
 def _hooked() -> bool:
@@ -100,7 +118,7 @@ def _direct_launch(compiled: Any) -> Any:
 
 
 def _maps(compiled: Any, given: list[Any]) -> list[Any]:
-    """How the copy engine's map of each tensor is made from its pointer; None for those that it does not read."""
+    """What the copy engine's map of each tensor is made of beside its pointer; None for those that it does not read."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     known = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -111,8 +129,7 @@ def _maps(compiled: Any, given: list[Any]) -> list[Any]:
             continue
         meta = next(known)
         kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-        parts = (meta["swizzle"], meta["elem_size"], kind, meta["block_size"], one.shape, one.strides, 0)
-        found.append((driver.active.utils.fill_tma_descriptor, parts, (*one.shape, *one.strides)))
+        found.append((meta["swizzle"], meta["elem_size"], kind, meta["block_size"], one.shape, one.strides, 0))
     return found
 
 

@@ -123,21 +123,22 @@ def _attention_backward(
     dropout_seed: Tensor | None,
     spec: str,
     cadence: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
 
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing. What counts moves
-    the tick of `cadence` on by 1.
+    the tick of `cadence` on by 1. `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
     thinned = cadence is not None and looked.dim() == 3
     saved = Saved(query, key, value, out, out_residual, lse, row_max, looked if thinned else None)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec), cadence if thinned else None)
     if (kernels := _kernels(query, given.spec)) is not None:
-        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given)
+        result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given, grad_lse)
         return result
     with torch.autocast(query.device.type, enabled=False):
-        grads = reference.attention_backward(grad_out, saved, state, given)
+        grads = reference.attention_backward(grad_out, saved, state, given, grad_lse)
     return _laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)
 
 
@@ -161,7 +162,14 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[1:])
+    _mark(ctx, output)
+
+
+def _mark(ctx: Any, output: tuple[Tensor, ...]) -> None:
+    """O and the log-sum-exp have gradients; where one of them has none, the backward is told None."""
+    _, residual, _, *rest = output
+    ctx.mark_non_differentiable(residual, *rest)
+    ctx.set_materialize_grads(False)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -174,16 +182,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.others = len(inputs) - 3
 
 
-def _backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
     state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
     given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
+    if grad_out is None:  # the log-sum-exp alone was used
+        grad_out = torch.zeros_like(query)
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
-        grads = attention_backward(grad_out, query, key, value, *output, *given)
+        grads = attention_backward(grad_out, query, key, value, *output, *given, grad_lse)
     else:  # which counts nothing
-        packed = cu_seqlens_q is not None
-        grads = twice.differentiable_gradients(grad_out, query, key, value, spec_of(ctx.spec), packed=packed)
+        spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
+        grads = twice.differentiable_gradients(grad_out, grad_lse, query, key, value, spec, packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * ctx.others)
 
@@ -215,17 +225,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output: tuple[Tensor, ...] = attention_forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[1], *output[3:])
-        ctx.set_materialize_grads(False)
+        _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[2] is not None:
-            raise RuntimeError(
-                "a gradient was asked of attention's log-sum-exp, which is not differentiable; use its detach()"
-            )
         result: tuple[Tensor | None, ...] = _backward(ctx, *grads)
         return result
 
@@ -303,8 +307,7 @@ def flash_attention(
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
-    return_lse: also return the log-sum-exp [B, H, Sq], in nats, which is not differentiable: a backward through it is
-    refused (under torch.compile no gradient reaches it).
+    return_lse: also return the log-sum-exp [B, H, Sq], in nats; gradients pass through it, once.
     A NaN or infinity in a key or value reaches, on a GPU, every row whose tile of keys holds it, hidden from it or not.
     Raises ValueError with a sentence for anything else, additive masks included.
     Source: FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2); the statistics are those of arXiv 2510.04212,

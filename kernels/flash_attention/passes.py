@@ -30,6 +30,8 @@ class Tensors(NamedTuple):
     looked: Tensor | None = None
     """int8 [B, H, Sq]: the flags of every row (spec.LOOKED), from the forward; None with no cadence: all of both."""
     cadence: Tensor | None = None
+    grad_lse: Tensor | None = None
+    """fp32 [B, H, Sq]: the gradient of the log-sum-exp, to which every row of dS sums; None means 0."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -114,9 +114,12 @@ def _keeps_residual(modes: Tensor | None, spec: AttentionSpec, device: torch.dev
 
 
 def attention_backward(
-    grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments
+    grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None."""
+    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None.
+
+    grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
+    """
     (query, key, value, _, _, lse, row_max, _), modes, spec = saved, arguments.modes, arguments.spec
     if query.numel() == 0 or key.numel() == 0:
         if state is not None:
@@ -125,20 +128,22 @@ def attention_backward(
             accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     check_modes(modes, spec)
-    given = _score_gradient(grad_out, saved, state, arguments)
+    given = _score_gradient(grad_out, saved, state, arguments, grad_lse)
     if state is not None and arguments.cadence is not None:
         arguments.cadence[1] += 1
     operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
     score_grad = _round(given.sloped(given.score_grad), operand)
     grad_query = _product(score_grad, given.keys, spec.scale)
     if given.mean_key is not None:
-        grad_query = grad_query - spec.scale * score_grad.sum(-1, keepdim=True) * given.mean_key
+        grad_query = grad_query - spec.scale * (score_grad.sum(-1, keepdim=True) - given.row_sum) * given.mean_key
     if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
-        heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True)
+        heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True) - given.row_sum
         mended = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
         grad_query = torch.where(heads, spec.scale * mended, grad_query)
         without = given.sloped(given.score_grad - given.weights * defect)
         score_grad = torch.where(heads, _round(without, operand), score_grad)
+    if given.left_key is not None:
+        grad_query = grad_query + spec.scale * given.row_sum * given.left_key
     grad_key = _product(score_grad.mT, given.queries, spec.scale)
     grad_value = _product(_round(given.dropped, operand).mT, given.grads, 1 / (1 - spec.dropout_p))
     return (
@@ -156,7 +161,7 @@ def _row_error(given: "_ScoreGradient", rounded: Tensor, operand: torch.dtype) -
     weights = _round(given.sloped(given.weights), operand)
     row_sum = weights.sum(-1, keepdim=True)
     row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
-    defect = given.score_grad.sum(-1, keepdim=True)
+    defect = given.score_grad.sum(-1, keepdim=True) - given.row_sum
     lost = (rounded - given.sloped(given.score_grad)).sum(-1, keepdim=True)
     # Under a cap the sum is zero before the slope: the defect is spread as P times the slope is, which sums to less.
     share = (defect + lost) / row_sum if given.slope is None else defect + lost / row_sum
@@ -172,7 +177,7 @@ def row_sum_defect(
     """
     arguments = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
     outputs = attention_forward(query, key, value, arguments)
-    given = _score_gradient(grad_out, Saved(query, key, value, *outputs), None, arguments)
+    given = _score_gradient(grad_out, Saved(query, key, value, *outputs), None, arguments, None)
     score_grad = given.score_grad
     if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
@@ -199,12 +204,18 @@ class _ScoreGradient(NamedTuple):
     """The operands of what is left to do, [B, H, S, D], keys without what was taken from them."""
     mean_key: Tensor | None
     """What is to be taken from the keys of each query yet, [B, H, Sq, D] or [B, H, 1, D]."""
+    left_key: Tensor | None
+    """What was taken from the keys of each query, where the log-sum-exp, which holds it, has a gradient."""
+    row_sum: Tensor | float
+    """What a row of dS sums to but for rounding: the gradient of its log-sum-exp, [B, H, Sq, 1] or 0."""
 
     def sloped(self, x: Tensor) -> Tensor:
         return x if self.slope is None else x * self.slope
 
 
-def _score_gradient(grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments) -> _ScoreGradient:
+def _score_gradient(
+    grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None
+) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
     query, key, value, out, out_residual, lse, row_max, flags = saved
     modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec, _ = arguments
@@ -238,6 +249,10 @@ def _score_gradient(grad_out: Tensor, saved: Saved, state: Tensor | None, argume
     delta = torch.where(_keeps_residual(modes, spec, query.device), delta_hp, delta_lp)
     if centre is not None and spec.numerics != "kernel":
         delta = delta - (grads * centre.seen_value).sum(-1)
+    row_sum: Tensor | float = 0.0
+    if grad_lse is not None:  # d lse_i / d S_ij = P_ij; a row that sees no key has none
+        row_sum = grad_lse.to(wide).masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
+        delta = delta - row_sum.squeeze(-1)
     if dropout_seed is None:
         start = -delta.flatten(0, 1).unsqueeze(-1)
         score_grad = torch.baddbmm(start, grads.flatten(0, 1), values.mT.flatten(0, 1)).view(weights.shape)
@@ -248,8 +263,11 @@ def _score_gradient(grad_out: Tensor, saved: Saved, state: Tensor | None, argume
         weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p))
         score_grad = weights * (weight_grad * keep - delta.unsqueeze(-1))
         dropped = weights * keep
-    mean_key = None if centre is None or spec.numerics != "kernel" else centre.seen_key
-    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, mean_key)
+    seen_key = None if centre is None else centre.seen_key
+    mean_key, left_key = (seen_key, None) if spec.numerics == "kernel" else (None, seen_key)
+    if grad_lse is None:
+        left_key = None
+    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, mean_key, left_key, row_sum)
 
 
 class _Scores(NamedTuple):

@@ -41,8 +41,9 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, query, lse, row_max, looked, log2_lses, deltas, folded, biases, commons, factors, large,
-    done, modes, mean_keys, cu_seqlens_q, cu_seqlens_k, strides, sizes, SPEC: tl.constexpr, ROWS: tl.constexpr,
+    grad_out, out, residual, query, lse, row_max, looked, grad_lses, log2_lses, deltas, folded, biases, commons,
+    factors, large, done, modes, mean_keys, cu_seqlens_q, cu_seqlens_k, strides, sizes,
+    SPEC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta of a block of rows, from O as stored or, where the mode says so, from O before its rounding; what rounding
     O did to delta; and what the other passes need to form P."""
@@ -87,7 +88,10 @@ def row_kernel(
             tl.store(commons + rows + queries, common, mask=inside)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     # A row that sees no key has lse -inf: its P must be 0, not NaN.
-    log2_lse = tl.where(log_sum == float("-inf"), 1e30, log_sum * LOG2E)
+    unseen = log_sum == float("-inf")
+    log2_lse = tl.where(unseen, 1e30, log_sum * LOG2E)
+    if grad_lses is not None:  # d lse_i / d S_ij = P_ij
+        delta -= tl.where(unseen, 0.0, tl.load(grad_lses + rows + queries, mask=inside, other=0.0))
     tl.store(deltas + rows + queries, delta, mask=inside)
     tl.store(log2_lses + rows + queries, log2_lse, mask=inside)
     if folded is not None:
@@ -173,6 +177,7 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             lse,
             given.row_max,
             given.looked,
+            given.grad_lse,
             rows.log2_lse,
             rows.delta,
             rows.folded,

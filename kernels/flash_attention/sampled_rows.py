@@ -1,7 +1,7 @@
 """Statistics of a sample of rows of any attention, in two launches: the rows, then their sum into the state.
 
-The same rows, computed in the same way, as `foreshock.monitor.attention.probe` computes in PyTorch where there is no
-GPU.
+The same rows, computed in the same way, as `foreshock.monitor.attention.probed_rows` computes in PyTorch where there
+is no GPU.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -55,7 +55,7 @@ PLANES = 7
 
 @triton.jit
 def draw(tick, index, below):
-    """Number `index` of those drawn at `tick`, in [0, below): the finaliser of splitmix64, as probe.drawn."""
+    """Number `index` of those drawn at `tick`, in [0, below): the finaliser of splitmix64, as probed_rows.drawn."""
     z = (tick + index).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

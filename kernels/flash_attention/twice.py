@@ -22,18 +22,27 @@ def is_asked(grad_out: Tensor) -> bool:
 
 
 def differentiable_gradients(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, packed: bool
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    *,
+    packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query [B, H, Sq, D] and of key and value [B, Hkv, Sk, D], as functions of all four tensors.
 
-    Raises RuntimeError for a window, a softcap, dropout, packed sequences and lengths that differ under bottom_right.
+    Raises RuntimeError for a window, a softcap, dropout, packed sequences, lengths that differ under bottom_right, and
+    a gradient of the log-sum-exp.
     """
     aligned = spec.causal != "bottom_right" or query.shape[2] == key.shape[2]
-    if packed or spec.softcap or spec.dropout_p or max(spec.window_left, spec.window_right) >= 0 or not aligned:
+    plain = not (packed or spec.softcap or spec.dropout_p or max(spec.window_left, spec.window_right) >= 0)
+    if not plain or not aligned or grad_lse is not None:
         raise RuntimeError(
             "the gradient of foreshock's attention is differentiated again (create_graph=True, or many gradients at "
-            "once), which it cannot with a window, a softcap, dropout, packed sequences or a bottom-right diagonal; "
-            "watch this model with attention='keep'"
+            "once), which it cannot with a window, a softcap, dropout, packed sequences, a bottom-right diagonal or a "
+            "gradient of the log-sum-exp; watch this model with attention='keep'"
         )
     followed = torch.is_grad_enabled()
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

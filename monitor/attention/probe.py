@@ -12,32 +12,20 @@ import logging
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import (
-    CausalAlignment,
-    Numerics,
-    compute_dtype,
-    constants,
-    operand_dtype,
-    spec_of,
-)
-from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
-from foreshock.kernels.flash_attention.visibility import place
+from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, constants, spec_of
+from foreshock.monitor.attention.probed_rows import Call, measure
 from foreshock.monitor.attention.proof import Proof
 
 logger: Final = logging.getLogger("foreshock")
 
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""
-
-GATHERED_BYTES: Final = 16 * 2**20
-"""Keys of sampled rows that are widened at a time. The C library hands a piece of over 32 MiB back to the system at
-once, which costs a CPU as much again as copying it."""
 
 
 @dataclass(slots=True)
@@ -217,7 +205,7 @@ def probe_rows(
     if not (sampling.due or capturing):
         return
     spec = spec_of(spec_text)
-    call = _Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
+    call = Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):
             if provable and not capturing and (proof := _open_proof(sampling, tick)) is not None:
@@ -245,19 +233,7 @@ def _kernels() -> Any:
     return sampled_rows
 
 
-class _Call(NamedTuple):
-    grad_out: Tensor
-    out: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None = None
-    cu_queries: Tensor | None = None
-    """Where packed sequences begin, as cu_keys; None where none are packed."""
-    cu_keys: Tensor | None = None
-
-
-def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
+def _sample(sampling: Sampling, call: Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
     heads = state.shape[0]
     kernels = _kernels() if call.query.is_cuda and call.mask is None and call.cu_queries is None else None
     if kernels is not None and kernels.serves(call.query, call.key, call.value, call.out, spec):
@@ -267,123 +243,11 @@ def _sample(sampling: Sampling, call: _Call, state: Tensor, tick: Tensor, spec: 
     if 0 < sampling.heads < heads:
         index = (tick * sampling.heads + torch.arange(sampling.heads, device=tick.device)) % heads
         part = state[index]
-        _measure(sampling.rows, index, call, part, tick, spec)
+        measure(sampling.rows, index, call, part, tick, spec)
         state[index] = part
     else:
-        _measure(sampling.rows, torch.arange(heads, device=tick.device), call, state, tick, spec)
+        measure(sampling.rows, torch.arange(heads, device=tick.device), call, state, tick, spec)
     tick += 1
-
-
-def _measure(count: int, heads: Tensor, call: _Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
-    """Count `count` rows of each of `heads` [h] (all rows where there are no more) into `state` [h, SLOT_COUNT]."""
-    query, keys = call.query, call.key.shape[2]
-    batch, _, queries, _ = query.shape
-    total = batch * queries
-    if count < total:
-        place = drawn(tick, (len(heads), count), total)
-    else:
-        place = torch.arange(total, device=query.device).expand(len(heads), total)
-    wide = compute_dtype(spec.numerics)
-    at_once = max(1, GATHERED_BYTES // (len(heads) * keys * query.shape[3] * wide.itemsize))
-    for places in torch.split(place, at_once, dim=1):
-        entry, row = places.div(queries, rounding_mode="floor"), places % queries  # both [h, r]
-        accumulate(state, _rows(heads.view(-1, 1), entry, row, call, spec))
-
-
-def _rows(head: Tensor, entry: Tensor, row: Tensor, call: _Call, spec: AttentionSpec) -> Rows:
-    """What is known of the rows `row` [h, r] of batch entries `entry` [h, r] in heads `head` [h, 1]."""
-    grad_out, out, query, key, value, mask = call[:6]
-    operand, wide = operand_dtype(query.dtype), compute_dtype(spec.numerics)
-
-    def widened(x: Tensor) -> Tensor:
-        """As the kernel's operands: rounded where the numerics round them, then wide enough to multiply exactly."""
-        return (x.to(operand) if spec.numerics in ("kernel", "paper") else x).to(wide)
-
-    key_head = head // (query.shape[1] // key.shape[1])
-    queries, keys = widened(query[entry, head, row]), widened(key[entry, key_head])  # [h, r, D], [h, r, Sk, D]
-    scores = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1).mul_(spec.scale)  # [h, r, Sk]
-    if spec.softcap > 0:
-        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    hidden = _hidden(row, call, spec)
-    if mask is not None:
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        seen = mask.expand(shape)[entry, head, row]  # [h, r, Sk]
-        if mask.dtype == torch.bool:
-            hidden = ~seen if hidden is None else hidden | ~seen
-        else:
-            nothing = seen <= torch.finfo(mask.dtype).min / 2  # -inf, or what transformers writes in its place
-            scores += seen
-            hidden = nothing if hidden is None else hidden | nothing
-    if hidden is not None:
-        scores.masked_fill_(hidden, -math.inf)
-    visible = (scores != -math.inf).sum(-1).unsqueeze(0)  # [1, h, r]
-    scores = scores.unsqueeze(0)  # [1, h, r, Sk], as one batch entry
-    row_max = scores.amax(-1, keepdim=True)
-    tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
-    tied_one = several_within(scores, row_max, one_margin(operand), torch.empty_like(scores)).squeeze(-1)
-    floor = row_max.masked_fill(row_max == -math.inf, 0.0)
-    weights = scores.sub_(floor).exp_()
-    row_sum = weights.sum(-1)
-    lse = floor.squeeze(-1) + row_sum.log()
-    grad = grad_out[entry, head, row].to(wide).unsqueeze(0)  # [1, h, r, D]
-    output = out[entry, head, row].to(operand).to(wide)  # in 16 bits under every numerics, as our kernels read it
-    delta = (grad * output).sum(-1)
-    bias = torch.zeros_like(delta)
-    if spec.dropout_p == 0:  # with dropout only the kernel knows which weights it dropped
-        rounded = weights.to(operand).to(wide) if spec.numerics in ("kernel", "paper") else weights
-        product = torch.matmul(rounded[0].unsqueeze(-2), widened(value[entry, key_head])).squeeze(-2)  # [h, r, D]
-        exact = product / row_sum[0].masked_fill(row_sum[0] == 0, 1.0).unsqueeze(-1)
-        bias = (grad * (output - exact)).sum(-1)
-    never = torch.zeros_like(tied_one)
-    return Rows(row_max.squeeze(-1), lse, tied_bf16, tied_one, never, visible, delta - bias, bias)
-
-
-def _hidden(row: Tensor, call: _Call, spec: AttentionSpec) -> Tensor | None:
-    """Pairs that causality, the window or the ends of packed sequences hide, bool [h, r, Sk]; None: there are none."""
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    if call.cu_queries is not None and call.cu_keys is not None:
-        sequence, position = place(call.cu_queries, queries)
-        sequence_of_keys, position_of_keys = place(call.cu_keys, keys)
-        longer = torch.nn.functional.pad(call.cu_keys.diff() - call.cu_queries.diff(), (0, 1))
-        diagonal = position if spec.causal == "top_left" else position + longer[sequence]
-        distance = position_of_keys - diagonal[row].unsqueeze(-1)
-        past = len(call.cu_queries) - 1  # of rows behind the last sequence, which see nothing
-        mine = sequence[row].unsqueeze(-1)
-        hidden = (mine != sequence_of_keys) | (mine == past)
-    elif spec.causal == "none" and spec.window_left < 0 and spec.window_right < 0:
-        return None
-    else:
-        offset = 0 if spec.causal == "top_left" else keys - queries
-        distance = torch.arange(keys, device=row.device) - (row + offset).unsqueeze(-1)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if spec.causal != "none" or spec.window_right >= 0:
-        hidden |= distance > (0 if spec.causal != "none" else spec.window_right)
-    if spec.window_left >= 0:
-        hidden |= distance < -spec.window_left
-    return hidden
-
-
-def drawn(tick: Tensor, shape: tuple[int, int], below: int) -> Tensor:
-    """Numbers in [0, below), int64 of `shape`, that depend on `tick` [1] alone.
-
-    The finaliser of splitmix64 (Steele, Lea and Flood, 2014) over a counter, on the device: the random streams that the
-    training draws from are left alone, and a CUDA graph draws anew in every replay.
-    """
-    count = math.prod(shape)
-    z = (tick * count + torch.arange(count, device=tick.device)) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shifted(z, 31)
-    return ((z & 0x7FFFFFFFFFFFFFFF) % below).view(shape)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical shift right of the 64-bit words."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:

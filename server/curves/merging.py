@@ -6,7 +6,7 @@ does not hold, or that no rank counted, has no value: it is never taken as zero.
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ _FIELDS: Final[dict[str, Metric]] = {m.head.field: m for m in HEAD_METRICS if m.
 _ACROSS_RANKS: Final[dict[str, AcrossRanks]] = {m.sample: m.across_ranks for m in METRICS if m.sample}
 _REDUCE: Final[dict[AcrossRanks, Callable[[Sequence[float]], Any]]] = {"mean": np.mean, "max": np.max, "min": np.min}
 _STEPS_AT_ONCE: Final = 64
+_NOTHING_SEEN: Final = identity_row()
 ARRAYS_OF_MODES: Final = frozenset({"modes"})
 """For `merge`, where nothing but the heads' modes is wanted."""
 
@@ -43,7 +44,7 @@ class Axis:
     rows: dict[int, npt.NDArray[np.intp]]
     """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
 
-    @property
+    @cached_property
     def columns(self) -> dict[int, slice]:
         """Where the heads of each layer stand, layers ascending."""
         return _columns(self.heads)
@@ -165,24 +166,28 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     shape = len(by_step), len(axis.heads)
     words = np.empty((*shape, SLOT_COUNT if names is None or "states" in names else 0), np.int64)
     if words.size:
-        words[:] = identity_row()
+        words[:] = _NOTHING_SEEN
     counted = np.zeros(shape, dtype=np.bool_)
-    fields: dict[str, Floats] = {name: np.full(shape, np.nan) for name in _FIELDS if names is None or name in names}
+    of_heads = [name for name in _FIELDS if names is None or name in names]
+    fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
     held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}
-    scalars: dict[str, Floats] = {name: np.full(len(by_step), np.nan) for name in SCALARS}
-    given = {name: np.zeros(len(by_step), dtype=np.bool_) for name in SCALARS}
+    scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
+    given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
     for i, (_, group) in enumerate(by_step):
         for row in group:
             where = axis.rows.get(row.boot_id)
             if where is None or names == frozenset():
                 continue
             own = held[row.boot_id]
+            at = where[own]
             for name, values in head_arrays(row, len(where), names).items():
-                at, values = where[own], values[own]
+                values = values[own]
                 if name == "states":
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
+                elif row is group[0]:  # as below, where no rank has told anything yet
+                    fields[name][i, at] = values
                 else:
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
                     old = fields[name][i, at]

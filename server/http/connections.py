@@ -6,7 +6,7 @@ more are let in when all of them are at work, and are answered at /healthz alone
 """
 
 import asyncio
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,8 +18,43 @@ from foreshock.server.settings import Settings
 HEALTH: Final = "/healthz"
 _RESERVE: Final = 64
 _HEADER_BYTES: Final = 65_536
+_STATUS_LINE: Final = b"HTTP/1.1 "
 _UNREAD_SECONDS: Final = 60.0
 """How long an answer may lie in the connection's buffer before its client is taken for gone."""
+
+
+class Whole:
+    """A transport that sends the head of an answer with its body, at once where that comes at once.
+
+    Each packet wakes the client, and costs the service as much as the Python around it.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head: bytes | None = None
+        self.is_closing = transport.is_closing  # asked at every request
+
+    def write(self, data: bytes) -> None:
+        """Send, after the head that waits; a head waits for what comes in the same turn of the loop."""
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        elif data.startswith(_STATUS_LINE):
+            self._head = data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Close when all is sent."""
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Connection(HttpToolsProtocol):
@@ -62,7 +97,7 @@ class _Connection(HttpToolsProtocol):
                 self._look_in(left)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, Whole(transport, self.loop)))
         self._address = self.client[0] if self.client else ""
         self._wait()
         self._end_in(self.header_seconds)

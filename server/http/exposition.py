@@ -8,8 +8,8 @@ changes.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -41,7 +41,7 @@ class Exposition:
     """Lines by metric name, filled run by run until the budget is spent."""
 
     budget: int
-    lines: dict[str, list[str]] = field(default_factory=dict)
+    lines: defaultdict[str, list[str]] = field(default_factory=partial(defaultdict, list))
     dropped: int = 0
     used: int = 0
     owners: dict[str, str] = field(default_factory=dict)
@@ -58,20 +58,18 @@ class Exposition:
         name, text = line(BY_KEY[key].name, (), value)
         self.lines[name] = [text]
 
-    def extend(self, run: str, lines: Iterable[Line]) -> None:
-        """Add series of a run in this order, none of which is there."""
-        owner = self.owners.get(run)
+    def extend(self, run: str, lines: Sequence[Line]) -> None:
+        """Add series of a run in this order, none of which is there, as far as the budget and its quota reach."""
+        room, owner = max(0, self.budget - self.used), self.owners.get(run)
+        if owner in self.left:
+            room = min(room, self.left[owner])
+            self.left[owner] -= min(room, len(lines))
+        if room < len(lines):
+            self.dropped += len(lines) - room
+            lines = lines[:room]
+        self.used += len(lines)
         for name, text in lines:
-            if self.used < self.budget and (owner not in self.left or self._within_quota(owner)):
-                self.used += 1
-                self.lines.setdefault(name, []).append(text)
-            else:
-                self.dropped += 1
-
-    def _within_quota(self, owner: str) -> bool:
-        """Take one of what is left to this token."""
-        self.left[owner] -= 1
-        return self.left[owner] >= 0
+            self.lines[name].append(text)
 
 
 class Exposer:

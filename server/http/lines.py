@@ -37,7 +37,7 @@ _TO_ESCAPE: Final = re.compile(r'[\\"\n]')
 def line(name: str, labels: Labels, value: float) -> Line:
     """A sample as text; its labels as the catalogue orders them."""
     own = [labels[place] for place in _ORDER[name]]
-    if any(map(_TO_ESCAPE.search, own)):
+    if _TO_ESCAPE.search("".join(own)):
         own = [text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for text in own]
     return name, _SAMPLE[name] % (*own, floatToGoString(value))  # type: ignore[no-untyped-call]
 

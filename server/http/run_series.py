@@ -126,7 +126,8 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
     state = "open" if incident.state == "acknowledged" else incident.state  # told apart by a series of its own
     told: list[Entry] = [
         (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
-        (_NAMES["incident.heads"], where, float(incident.standing)),
+        (_NAMES["incident.heads"], where, float(incident.standing_heads)),
+        (_NAMES["incident.opened_step"], where, float(incident.opened_step)),
         (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
     ]
     if incident.steps_left is not None:

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -61,20 +62,33 @@ def restore(file: Path, url: str) -> None:
         _call([*tool, *options, str(file)], parsed)
 
 
-async def examine(url: str) -> str:
-    """What a store holds, in a sentence. Raises BrokenChainError when its audit trail was changed."""
+@dataclass(frozen=True)
+class Held:
+    """What a store holds; its audit trail was verified."""
+
+    runs: int
+    batches: int
+    audit_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.runs} runs, {self.batches} batches; the audit trail of {self.audit_rows} rows is whole"
+
+
+async def examine(url: str) -> Held:
+    """What a store holds. Raises BrokenChainError when its audit trail was changed."""
     store = Store(url)
     try:
         await store.check_schema()
         chain = audit.Chain()
         async with store.read() as connection:
-            found = [(await connection.execute(select(func.count()).select_from(t))).scalar() for t in (runs, batches)]
+            counted = [select(func.count()).select_from(table) for table in (runs, batches)]
+            found = [int((await connection.execute(query)).scalar_one()) for query in counted]
             while rows := await audit.after(connection, chain.sequence, 1000):
                 for row in rows:
                     chain.follow(row)
     finally:
         await store.close()
-    return f"{found[0]} runs, {found[1]} batches; the audit trail of {chain.sequence} rows is whole"
+    return Held(found[0], found[1], chain.sequence)
 
 
 def _is_sqlite(url: URL) -> bool:

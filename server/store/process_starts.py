@@ -28,6 +28,9 @@ def began(row: Row[Any]) -> float:
 
 def in_order(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
     """Process starts of whole ranks, the oldest first; those of one moment by name, then the higher rank first."""
+    rows = list(rows)
+    if len(rows) < 2:
+        return rows
     by_rank: dict[int, list[Row[Any]]] = defaultdict(list)
     for row in rows:
         by_rank[row.rank].append(row)

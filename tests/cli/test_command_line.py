@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from foreshock import __version__
@@ -409,11 +411,78 @@ def test_the_list_and_a_curve_are_exported_as_csv(crowded: LiveService) -> None:
     assert {point["worst_head"] for point in worst} <= {"0.0", "1.0", "2.0"}
 
 
-def test_every_command_that_tells_something_can_tell_it_as_json() -> None:
+WITHOUT_AN_ANSWER = {"serve", "lab run", "lab run-set", "lab corpus", "dashboards check"}
+"""Their files and their exit code say it all."""
+
+
+def leaves(command: Any, *name: str) -> Iterator[tuple[str, set[str]]]:
+    """Every command by its whole name, with its options."""
+    for part, own in getattr(command, "commands", {}).items():
+        yield from leaves(own, *name, part)
+    if not hasattr(command, "commands"):
+        yield " ".join(name), {option for given in command.params for option in given.opts}
+
+
+def test_every_command_answers_in_json_whose_shape_is_documented() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    rows = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    for name, options in leaves(typer.main.get_command(app)):
+        if name in WITHOUT_AN_ANSWER:
+            assert f"`{name}`" in page
+            continue
+        assert options & {"--json", "--report"}, name
+        group = name.split()[0]
+        assert f"`foreshock {name} " in rows or f"`foreshock {group} ... --json" in rows, name
+
+
+def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Path) -> None:
+    def told(*words: str) -> dict[str, Any]:
+        done = foreshock(*words, "--json")
+        assert done.exit_code == 0, done.output
+        return dict(json.loads(done.stdout))
+
+    store = f"sqlite:///{tmp_path}/foreshock.db"
+    with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": store}) as live:
+        rank = FakeRank(run="short", layers=2)
+        ended = Finished(step=2, unix_seconds=1.0, status="completed")
+        post(live, rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=float("nan")), ended))
+        worst = told("export", "short", "head.score_max", "--layer", "1", "--url", live.url)
+        assert {point["worst_head"] in (0, 1, 2) for point in worst["points"]} == {True}
+        assert told("export", "short", "run.loss", "--url", live.url) == {
+            "run": "short",
+            "metric": "run.loss",
+            "layer": None,
+            "head": None,
+            "points": [
+                {"step": 1, "low": 3.0, "high": 3.0, "last": 3.0},
+                {"step": 2, "low": None, "high": None, "last": None},
+            ],
+        }
+        asked = CliRunner().invoke(app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n")
+        assert asked.exit_code == 1
+        assert "It cannot be taken back" in asked.stderr
+        assert "It cannot be taken back" not in asked.stdout
+        gone = told("delete", "short", "--reason", "a try", "--yes", "--url", live.url)
+        assert gone == {"deleted": "short", "last_step": 2}
+        trail = tmp_path / "trail.jsonl"
+        first = told("audit", "export", str(trail), "--url", live.url)
+    assert first["appended"] == first["rows"] == len(trail.read_text().splitlines()) > 0
+    assert told("audit", "verify", str(trail)) == {"file": str(trail), "rows": first["rows"], "hash": first["hash"]}
+    copy = tmp_path / "copy.db"
+    saved = told("store", "backup", str(copy), "--database-url", store)
+    assert saved == {"file": str(copy), "bytes": copy.stat().st_size}
+    held = told("store", "check", "--database-url", store)
+    assert held == {"runs": 0, "batches": 0, "audit_rows": first["rows"]}
+    assert told("store", "restore", str(copy), "--database-url", f"sqlite:///{tmp_path}/again.db") == held
+
+
+def test_a_checkup_the_recipes_and_a_replay_are_told_as_json() -> None:
     examined = foreshock("doctor", "--json", "--url", "http://127.0.0.1:9")
     assert {finding["what"] for finding in json.loads(examined.output)} >= {"foreshock", "service"}
     recipes = json.loads(foreshock("lab", "recipes", "--json").output)
     assert "key-bias" in {recipe["name"] for recipe in recipes["recipes"]}
+    [run] = json.loads(foreshock("lab", "compare", str(TRACE), "--json").output)["runs"]
+    assert (run["recipe"], run["excess"], run["first_warning"]) == ("key-bias_batch32", None, None)
     played = foreshock("replay", str(TRACE), "--offline", "--json").output.splitlines()
     assert json.loads(played[-1]) == {"kind": "played", "trace": TRACE.name, "run": None, "url": None}
 

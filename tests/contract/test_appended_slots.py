@@ -26,7 +26,7 @@ OLDER = (
 @pytest.mark.parametrize(
     "tests",
     [
-        pytest.param(("tests/appended/cases.py",), id="their own cases"),
+        pytest.param(("tests/appended/cases.py",), id="their own cases", marks=pytest.mark.full),
         pytest.param(OLDER, id="older tests", marks=pytest.mark.full),
     ],
 )

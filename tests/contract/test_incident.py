@@ -112,6 +112,18 @@ def test_a_flood_of_144_heads_is_one_incident_that_names_where_to_look_first() -
     assert incident.to_do == "Switch every head to row_corrected."
 
 
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [(0, "in the whole run, since"), (1, "in the whole run and layer 3 head 0, since"),
+     (5, "in the whole run and 5 heads of layer 3, since")],
+)  # fmt: skip
+def test_the_whole_run_is_never_told_as_a_head(heads: int, said: str) -> None:
+    run = warned(None, None, cause="other", signal="loss")
+    [incident] = of(run, *(warned(3, head, cause="other", signal="loss") for head in range(heads)))
+    assert said in incident.sentence
+    assert (incident.standing, incident.standing_heads) == (heads + 1, heads)
+
+
 def test_the_rank_that_expects_harm_first_speaks_for_a_head_that_several_hold() -> None:
     calm = warned(2, 5, step=400, rank=0, forecast_steps=5000.0, sentence="calm", severity="warning")
     soon = warned(2, 5, step=380, rank=3, forecast_steps=900.0, sentence="soon", severity="critical", raised=300)

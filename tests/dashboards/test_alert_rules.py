@@ -370,6 +370,9 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         warned("critical"): "1x5",
         'foreshock_incident_forecast_steps{run="a",cause="rounding"}': "1800x5",
         'foreshock_incident_heads{run="a",cause="rounding"}': "96x5",
+        'foreshock_incident_opened_step{run="a",cause="rounding"}': "1234567x5",
+        'foreshock_incident_opened_step{run="a",cause="score growth"}': "1000000x5",
+        'foreshock_run_step{run="a"}': "1244567x5",
         **{
             f'foreshock_warning_active{{run="{run}",layer="{layer}",head="{head}",cause="{cause}",signal="offset",'
             'severity="warning"}': "1x5"
@@ -388,7 +391,7 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
         "action": "Switch every head to the run's mitigation.",
         "runbook_url": "docs/runbooks/ForeshockHeadFailing.md",
         "dashboard_url": "http://127.0.0.1:3000/d/foreshock-run?var-run=a",
-        "page_url": "http://127.0.0.1:8765/?runs=a&head=3.7&metric=head.score_offset",
+        "page_url": "http://127.0.0.1:8765/?runs=a&head=3.7&metric=head.score_offset&steps=1214567-",
     }
     result = promtool(tmp_path, [annotation_test(series, expected)])
     assert result.returncode == 0, result.stdout + result.stderr
@@ -397,13 +400,79 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
 @pytest.mark.servers
 def test_no_alert_speaks_of_a_switch_that_cannot_help_or_of_steps_that_nobody_knows(tmp_path: Path) -> None:
     labels = {"cause": "not finite", "act": "none"}
-    result = promtool(tmp_path, [annotation_test({warned("critical", **labels): "1x5"}, {}, **labels)])
+    of = 'run="a",cause="not finite"'
+    series = {
+        warned("critical", **labels): "1x5",
+        f"foreshock_incident_heads{{{of}}}": "0x5",
+        f"foreshock_incident_opened_step{{{of}}}": "999x5",
+        'foreshock_run_step{run="a"}': "1005x5",
+        f'foreshock_warning_active{{{of},layer="",head="",signal="nonfinite",severity="critical"}}': "1x5",
+    }
+    result = promtool(tmp_path, [annotation_test(series, {}, **labels)])
     said = result.stdout + result.stderr
-    assert "Run a computes numbers that are not finite (not finite)" in said
+    assert "Run a computes numbers that are not finite (not finite, the whole run)" in said
     assert "Nothing is switched: no switch repairs what is not finite." in said
     assert "Stop the run and resume from a checkpoint before the first warning" in said
     assert "unknown" not in said
-    assert "/?runs=a&metric=run.loss" in said.replace("\\u0026", "&")
+    assert '/?runs=a&metric=run.loss"' in said.replace("\\u0026", "&"), "the run is shown from its beginning"
+
+
+@pytest.mark.servers
+def test_the_link_of_an_incident_without_a_forecast_names_one_of_its_heads(tmp_path: Path) -> None:
+    labels = {"cause": "not finite", "act": "none"}
+    signal = 'cause="not finite",signal="nonfinite",severity="critical"'
+    series = {
+        warned("critical", **labels): "1x5",
+        f'foreshock_warning_active{{run="a",layer="",head="",{signal}}}': "1x5",
+        f'foreshock_warning_active{{run="a",layer="11",head="4",{signal}}}': "1x5",
+        f'foreshock_warning_active{{run="b",layer="9",head="9",{signal}}}': "1x5",
+    }
+    result = promtool(tmp_path, [annotation_test(series, {}, **labels)])
+    said = result.stdout + result.stderr
+    assert "/?runs=a&head=11.4&metric=run.loss" in said.replace("\\u0026", "&")
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("alert", "series", "labels", "place"),
+    [
+        (
+            "ForeshockLossNotFinite",
+            {'foreshock_run_loss{run="a"}': "NaN NaN NaN"},
+            {"run": "a", "severity": "critical"},
+            "&metric=run.loss",
+        ),
+        (
+            "ForeshockNonFiniteRows",
+            {
+                'foreshock_layer_nonfinite_rows{run="a",layer="7"}': "12x5",
+                'foreshock_head_nonfinite_rows{run="a",layer="7",head="3"}': "12x5",
+                'foreshock_head_nonfinite_rows{run="a",layer="7",head="1"}': "2x5",
+                'foreshock_head_nonfinite_rows{run="a",layer="8",head="0"}': "99x5",
+            },
+            {"run": "a", "layer": "7", "severity": "critical"},
+            "&head=7.3&metric=head.nonfinite_rows",
+        ),
+        (
+            "ForeshockSwitchNotArrested",
+            {'foreshock_switch_not_arrested{run="a"}': "1x5"},
+            {"run": "a", "severity": "critical"},
+            "",
+        ),
+    ],
+)
+def test_the_link_of_every_alert_of_a_run_begins_a_thousand_steps_before_it(
+    tmp_path: Path, alert: str, series: dict[str, str], labels: dict[str, str], place: str
+) -> None:
+    known = {'foreshock_run_step{run="a"}': "31000x5", 'foreshock_run_step{run="b"}': "9x5"}
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in (series | known).items()],
+        "alert_rule_test": [{"alertname": alert, "eval_time": "2m", "exp_alerts": [{"exp_labels": labels}]}],
+    }
+    said = promtool(tmp_path, [case])
+    told = (said.stdout + said.stderr).replace("\\u0026", "&")
+    assert f'/?runs=a{place}&steps=30000-"' in told
 
 
 @pytest.mark.parametrize(("cause", "state", "act"), [(c, s, a) for c in CAUSES for s in STATES for a in get_args(Act)])

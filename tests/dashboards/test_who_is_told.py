@@ -128,6 +128,7 @@ def silent_runs(count: int) -> str:
     return "\n".join([*heard, *(f'foreshock_run_active{{run="{name}"}} 1' for name in names), ""])
 
 
+@pytest.mark.full
 def test_two_hundred_runs_that_fall_silent_make_two_messages_at_most_and_two_when_they_are_back(
     tmp_path: Path,
 ) -> None:

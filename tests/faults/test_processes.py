@@ -74,8 +74,8 @@ def eventually(what: str, look: Any, seconds: float = 20.0) -> None:
         pytest.param("raise", {1}, marks=pytest.mark.full),
         pytest.param("os._exit", {3}, marks=pytest.mark.full),
         pytest.param("close twice", {0}, marks=pytest.mark.full),
-        ("interrupt", {130, -signal.SIGINT}),
-        ("SIGTERM", {-signal.SIGTERM}),
+        pytest.param("interrupt", {130, -signal.SIGINT}, marks=pytest.mark.full),
+        pytest.param("SIGTERM", {-signal.SIGTERM}, marks=pytest.mark.full),
     ],
 )
 def test_a_process_leaves_within_two_seconds_of_its_end_while_the_server_hangs(
@@ -98,6 +98,7 @@ def test_a_process_leaves_within_two_seconds_of_its_end_while_the_server_hangs(
             assert float(output.removeprefix("left after")) < 2.0 + 0.3
 
 
+@pytest.mark.full
 @pytest.mark.promise("A10")
 def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(tmp_path: Path, sizes: Any) -> None:
     seconds = sizes("stopped_seconds", quick=1, long=30)
@@ -138,6 +139,7 @@ def assert_no_burst(server: HostileServer, since: float, send_every_seconds: flo
     assert not server.events("verdict")
 
 
+@pytest.mark.full
 @pytest.mark.promise("A10")
 def test_a_process_on_a_tenth_of_a_processor_sends_without_a_burst(tmp_path: Path, sizes: Any) -> None:
     slices = sizes("slow_slices", quick=20, long=300)
@@ -208,7 +210,9 @@ def test_a_forked_child_is_inert_and_the_parent_unharmed(tmp_path: Path, sizes: 
 
 @pytest.mark.promise("A6")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.full) for method in ("spawn", "forkserver"))]
+)
 def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tmp_path: Path, sizes: Any) -> None:
     workers = sizes("loader_workers", quick=1, long=4)
     with hostile_server(acknowledge) as server:

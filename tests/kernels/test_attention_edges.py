@@ -71,16 +71,6 @@ def test_a_longest_sequence_told_too_short_is_refused(side: str) -> None:
         flash_attention(*leaves(34), **packed, **told)  # type: ignore[call-overload]
 
 
-def test_a_gradient_of_the_log_sum_exp_is_refused_and_none_asked_is_none_given() -> None:
-    inputs = leaves(12)
-    out, lse = flash_attention(*inputs, return_lse=True)
-    plain = torch.autograd.grad(flash_attention(*inputs).sum(), inputs)
-    for one, other in zip(torch.autograd.grad(out.sum(), inputs, retain_graph=True), plain, strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(RuntimeError, match="log-sum-exp, which is not differentiable; use its detach"):
-        (out.sum() + lse.square().sum()).backward()  # type: ignore[no-untyped-call]
-
-
 def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, forward = [], op.attention_forward
 

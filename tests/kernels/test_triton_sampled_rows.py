@@ -12,6 +12,7 @@ from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, Slot, Words, slot_v
 from foreshock.kernels.flash_attention import AttentionSpec, new_state
 from foreshock.kernels.flash_attention.sampled_rows import count_sampled_rows, serves
 from foreshock.monitor.attention import probe
+from foreshock.monitor.attention.probed_rows import Call
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
@@ -45,7 +46,7 @@ def both(call: list[Tensor], rows: int, heads: int, times: int = 1, **options: A
     assert serves(query, key, value, out, spec)
     for _ in range(times):
         count_sampled_rows(grad, out, query, key, value, ours, tick, rows, heads or 4, spec)
-        probe._sample(sampling, probe._Call(grad, out, query, key, value, masked), truth, ticks, spec)
+        probe._sample(sampling, Call(grad, out, query, key, value, masked), truth, ticks, spec)
     assert tick.item() == ticks.item()
     return ours.cpu().numpy(), truth.cpu().numpy()
 

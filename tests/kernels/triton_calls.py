@@ -73,6 +73,7 @@ def attend(
     by_reference: bool = False,
     longest: tuple[int, int] | None = None,
     cadence: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> Outputs:
     """Forward and backward by the Triton kernels, or by the reference."""
     query, key, value, grad = inputs
@@ -81,7 +82,7 @@ def attend(
     outputs = (reference if by_reference else forward).attention_forward(query, key, value, given)
     state = new_state(query.shape[1], query.device)
     saved = Saved(query, key, value, *outputs)
-    grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given)
+    grads = (reference if by_reference else backward).attention_backward(grad, saved, state, given, grad_lse)
     return Outputs(*saved[3:7], grads[0], grads[1], grads[2], state)
 
 

@@ -56,6 +56,7 @@ def test_a_missing_package_is_named(small: Path, monkeypatch: pytest.MonkeyPatch
         make_byte_pairs()
 
 
+@pytest.mark.full
 def test_recipes_on_byte_pairs_train_on_them_in_either_arm(small: Path) -> None:
     make_byte_pairs()
     from dataclasses import replace

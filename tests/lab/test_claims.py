@@ -132,6 +132,7 @@ def test_no_run_is_refused() -> None:
         markdown([])
 
 
+@pytest.mark.full
 def test_the_command_joins_a_trace_and_checkpoints_of_one_run(tmp_path: Path) -> None:
     tiny = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), batch=4)
     training = Training(replace(tiny, sample_every_steps=1), find_arm("paper"), 1)

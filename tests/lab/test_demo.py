@@ -193,6 +193,7 @@ def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosio
     check_told(told["recorded"], said.getvalue(), tmp_path / "picture.png")
 
 
+@pytest.mark.full
 def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
     workers = Workers()
     order = ArmOrder(

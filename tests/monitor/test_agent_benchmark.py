@@ -11,6 +11,7 @@ from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAtten
 TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_every_arm_is_measured_and_the_fastest_backend_is_named() -> None:

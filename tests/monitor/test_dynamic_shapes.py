@@ -62,8 +62,8 @@ def tiny_llama() -> nn.Module:
     ("make", "attention"),
     [
         (tiny_gpt, "auto"),
-        (tiny_gpt, "kernels"),
-        (tiny_gpt, "keep"),
+        pytest.param(tiny_gpt, "kernels", marks=pytest.mark.full),
+        pytest.param(tiny_gpt, "keep", marks=pytest.mark.full),
         pytest.param(tiny_llama, "keep", marks=pytest.mark.full),
     ],
 )

@@ -68,6 +68,7 @@ def test_sequences_packed_for_another_model_while_one_runs_stay_apart(around: An
     torch.testing.assert_close(seen, [expected], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_sequences_packed_for_a_model_that_one_graph_holds_with_a_watched_one_stay_apart() -> None:
     student, teacher = models()
     expected = teacher(X, position_ids=PACKED).logits
@@ -83,7 +84,7 @@ class InterruptedError(BaseException):
     """As KeyboardInterrupt, which leaves a forward without its hooks."""
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: bool) -> None:
     student, teacher = models()
     expected = teacher(X, position_ids=PACKED).logits

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor.attention.keep_attention import sampling_errors
-from foreshock.monitor.attention.probe import Sampling, drawn, new_ticks, probe, start_sampling, stop_sampling
+from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, probe_rows, start_sampling, stop_sampling
+from foreshock.monitor.attention.probed_rows import drawn
 
 
 def tensors(
@@ -238,13 +240,64 @@ def test_a_step_that_is_not_due_counts_nothing() -> None:
     assert not slot_values(words, Slot.ROWS).any()
 
 
-def test_rows_are_widened_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     arguments = tensors(torch.bfloat16)
     whole = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    monkeypatch.setattr("foreshock.monitor.attention.probe.GATHERED_BYTES", 4 * 24 * 16 * 4 * 7)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: copies)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", 4 * 24 * 4 * 7 * (16 if copies else 1))
     parts = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
     for slot in Slot:
         np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)
+
+
+@pytest.mark.parametrize("rows", [3, 40, EVERY_ROW])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [
+        (4, 4, {"causal": "top_left"}),
+        (6, 2, {"window": (7, 3)}),
+        (3, 1, {"causal": "bottom_right", "scale": 0.3, "softcap": 12.0}),
+    ],
+)
+def test_a_cpu_measures_without_copies_what_a_gpu_measures_with_them(
+    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    arguments = tensors(torch.float64, heads=heads, kv_heads=kv_heads, seed=rows, offset=0.0)
+    sampling = Sampling(rows, 0, strict=True)
+    without = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: True)
+    copied = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    assert slot_values(copied, Slot.ROWS).min() > 0
+    for slot in Slot:
+        np.testing.assert_allclose(
+            slot_values(without, slot), slot_values(copied, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
+        )
+
+
+@pytest.mark.parametrize(("dtype", "numerics"), [(torch.bfloat16, "kernel"), (torch.float32, "float32")])
+def test_a_cpu_copies_no_keys_for_the_rows_that_it_measures(dtype: torch.dtype, numerics: Any) -> None:
+    query, key, value, grad = (x[:2].repeat(1, 1, 8, 1) for x in tensors(dtype, heads=2, kv_heads=2))
+    largest = 0
+
+    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            given = func(*args, **(kwargs or {}))
+            if isinstance(given, Tensor):
+                largest = max(largest, given.numel())
+            return given
+
+    state, tick, number = new_state(2), new_ticks(1, query.device)[0], start_sampling(Sampling(64, 0, strict=True))
+    spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
+    try:
+        with Largest():  # type: ignore[no-untyped-call]
+            probe_rows(grad, grad, query, key, value, None, None, None, state, tick, number, spec, False)
+    finally:
+        stop_sampling(number)
+    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [64, 64]
+    rows_by_keys = 2 * 64 * key.shape[2]
+    assert largest <= 2 * rows_by_keys < rows_by_keys * key.shape[3]
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (torch.tensor([0, 3, 8], dtype=torch.int32),) * 2])

@@ -112,6 +112,7 @@ def test_the_models_own_attention_stays_to_the_last_bit_and_each_row_counts_once
     assert rows(listener) == [[count * mode.micro_batches] * heads] * len(losses)
 
 
+@pytest.mark.full
 @pytest.mark.execution("nanoGPT", "keep")
 def test_inductor_compiles_the_probe_into_one_graph_and_block_by_block() -> None:
     for by_block in (False, True):
@@ -328,7 +329,7 @@ def test_a_fault_of_the_probe_is_told_once_and_training_goes_on(
         raise torch.OutOfMemoryError("a test")
 
     plain, watched = tiny_gpt(), tiny_gpt()
-    monkeypatch.setattr("foreshock.monitor.attention.probe._measure", broken)
+    monkeypatch.setattr("foreshock.monitor.attention.probe.measure", broken)
     losses = []
     agent, listener = kept(watched, strict=False)
     with agent, caplog.at_level(logging.WARNING, "foreshock"):

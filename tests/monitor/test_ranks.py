@@ -15,6 +15,9 @@ from tests.monitor.executions import Trained, watched
 from foreshock.contract.slots import COUNT_SLOTS, Slot, Words, merge_words
 from foreshock.server.testing import LiveService
 
+pytestmark = pytest.mark.full
+"""tests/kernels/test_attention_distributed.py trains on two ranks in the quick tier."""
+
 WORLD = 2
 WAYS = ("DDP", "FSDP2", "FSDP2, separate", "FSDP2, Conv1D", "tensor parallel", "pipeline")
 

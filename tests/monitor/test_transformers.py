@@ -237,7 +237,7 @@ def test_one_line_in_the_trainer_watches_every_step_with_the_raw_loss(tmp_path: 
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), ("Qwen3", {})])
-@pytest.mark.parametrize("attention", ["auto", "kernels"])
+@pytest.mark.parametrize("attention", ["auto", pytest.param("kernels", marks=pytest.mark.full)])
 def test_a_mixture_of_experts_and_norms_of_queries_train_in_the_trainer_as_without_us(
     kind: str, sizes: dict[str, Any], attention: Any, tmp_path: Path
 ) -> None:
@@ -263,7 +263,7 @@ def test_accumulated_micro_batches_give_the_mean_loss_of_the_step(tmp_path: Path
     assert [rows_per_head(s) for s in callback.samples()] == [[4 * 12] * 4] * 2
 
 
-@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("restore", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path, restore: bool) -> None:
     settings = {**QUICK, "sample_every_steps": 3}
     straight = Observed(**settings, switch_at=2)

@@ -34,9 +34,17 @@ NAMES = {
 }
 KEPT = ("Mistral", "Gemma2")
 """Their windows are a mask to PyTorch's attention, and Gemma's softcap is computed by its own eager attention."""
+QUICK = ("GPT-2", "Llama")
+"""In every mode in the quick tier: fused and separate projections. The others, but for eager mode, in the full one."""
 EVERY_ROW: dict[str, Any] = {"probe_rows": 10**6, "probe_every_steps": 1}
 CASES = [
-    pytest.param(model, name, MODES[name][0], id=f"{model}, {name}", marks=pytest.mark.execution(model, name))
+    pytest.param(
+        model,
+        name,
+        MODES[name][0],
+        id=f"{model}, {name}",
+        marks=[pytest.mark.execution(model, name), *[pytest.mark.full] * (model not in QUICK and name != "eager")],
+    )
     for model in NAMES
     for name in MODES
     if name not in ("inductor", "selective checkpointing")
@@ -126,7 +134,9 @@ def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
 
 
-@pytest.mark.parametrize(("name", "side"), [("GPT-2", "right"), ("Mistral", "left")])
+@pytest.mark.parametrize(
+    ("name", "side"), [("GPT-2", "right"), pytest.param("Mistral", "left", marks=pytest.mark.full)]
+)
 def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str, side: str) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 7:] = 0
@@ -149,7 +159,7 @@ def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str
     torch.testing.assert_close(got.losses, plain.losses, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_sequences_packed_by_position_numbers_are_never_taken_for_one(compiled: bool) -> None:
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     expected = Logits("Llama", Mode(), "eager").model(input_ids=batch(0), position_ids=positions).logits

@@ -110,6 +110,7 @@ def test_a_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) 
     drill(tmp_path, url, restored, {})
 
 
+@pytest.mark.full
 @pytest.mark.servers
 def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
     tmp_path: Path, postgres: str, monkeypatch: pytest.MonkeyPatch

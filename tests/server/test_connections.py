@@ -1,14 +1,17 @@
 """Who connects and then does nothing, or next to nothing, takes nobody's place."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
 
+from foreshock.server.http.connections import Whole
 from foreshock.server.testing import FakeRank, LiveService
 
 SECRET = "a-secret-of-sixteen-or-more"
@@ -55,12 +58,54 @@ def silent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, socke
         yield connections
 
 
+class Packets:
+    """A transport that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    abort = write_eof = close
+
+
+def test_a_head_goes_with_a_body_that_comes_at_once_and_waits_for_none_that_comes_later() -> None:
+    head, packets = b"HTTP/1.1 200 OK\r\n\r\n", Packets()
+
+    async def answers() -> None:
+        transport = Whole(cast(asyncio.Transport, packets), asyncio.get_running_loop())
+        transport.write(head)
+        transport.write(b"at once")
+        transport.write(b"more")
+        await asyncio.sleep(0)
+        transport.write(head)
+        await asyncio.sleep(0)
+        transport.write(b"later")
+        transport.write(head)
+        transport.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(answers())
+    assert packets.sent == [head + b"at once", b"more", head, b"later", head]
+    assert packets.closed
+
+
 @pytest.mark.promise("S4")
 @pytest.mark.parametrize("sent", SILENT)
 def test_a_connection_that_asks_nothing_ends(silent: dict[str, socket.socket], sent: str) -> None:
     assert ended(silent[sent])
 
 
+@pytest.mark.full
 @pytest.mark.promise("S4")
 def test_a_deadline_holds_for_every_request_of_a_connection_and_a_longer_one_before_it_changes_nothing(
     tmp_path: Path,

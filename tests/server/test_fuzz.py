@@ -121,7 +121,9 @@ def assert_the_healthy_run_is_whole(fuzzed: Fuzzed) -> None:
     assert 'foreshock_run_step{run="run-1"} 1.0' in fuzzed.send("GET", "/metrics", None).text
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.servers, pytest.mark.full])]
+)
 def fuzzed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     """A service on a new store of either kind."""
     url = f"sqlite:///{tmp_path_factory.mktemp('fuzz')}/fuzz.db"

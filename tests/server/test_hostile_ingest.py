@@ -264,6 +264,7 @@ async def others(url: str, rounds: int) -> list[tuple[str, int, str]]:
     return answers
 
 
+@pytest.mark.full
 @pytest.mark.promise("S4")
 @pytest.mark.promise("S12")
 def test_nobody_else_is_answered_otherwise_while_a_token_that_may_only_ingest_attacks(

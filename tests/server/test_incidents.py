@@ -154,8 +154,10 @@ def test_metrics_show_one_series_for_a_run_and_cause(play: Any) -> None:
             f"foreshock_incident_active{{{labels.format('none', 'not finite', 'critical')}}} 1.0",
             f"foreshock_incident_active{{{labels.format('propose', 'rounding', 'warning')}}} 1.0",
             'foreshock_incident_forecast_steps{cause="rounding",run="run-1"} 2099.0',
-            'foreshock_incident_heads{cause="not finite",run="run-1"} 1.0',
+            'foreshock_incident_heads{cause="not finite",run="run-1"} 0.0',
             'foreshock_incident_heads{cause="rounding",run="run-1"} 36.0',
+            'foreshock_incident_opened_step{cause="not finite",run="run-1"} 20.0',
+            'foreshock_incident_opened_step{cause="rounding",run="run-1"} 20.0',
         ]
 
     play(story)

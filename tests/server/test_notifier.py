@@ -146,6 +146,20 @@ def test_forty_runs_that_fail_together_are_one_message(play: Any) -> None:
     play(story)
 
 
+def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that_nobody_warned_about() -> None:
+    nan = Verdict(id="n", step=70, state="raised", severity="critical", cause="other", signal="nonfinite", sentence="")
+    found = incidents([Warned(0, 70, nan)], mitigation="row_corrected", policy="auto")
+    [(_, message)] = messages_of({f"sweep/{number}": found for number in range(5)}, {}, "")
+    assert message.splitlines()[1] == "sweep/0: critical, not finite, the whole run since step 70"
+
+
+def test_the_message_of_one_silent_run_opens_that_run() -> None:
+    assert silent(["team/run 1"], 5, "https://page.example/").endswith(
+        "\nLast steps: https://page.example/?runs=team%2Frun%201"
+    )
+    assert silent(["a", "b"], 5, "https://page.example/").endswith("\nAll runs: https://page.example/")
+
+
 def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(play: Any) -> None:
     async def story(service: Any) -> None:
         out, now = Out(), time.time()

@@ -41,6 +41,7 @@ def url(server: PostgresServer) -> str:
     return asyncio.run(new_database(server.url, f"killed_{uuid.uuid4().hex[:8]}"))
 
 
+@pytest.mark.full
 def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_that_it_waits(
     server: PostgresServer, url: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:

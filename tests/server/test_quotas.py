@@ -191,6 +191,7 @@ def test_a_quota_holds_over_replicas_of_one_postgresql(
     asyncio.run(all_of_it())
 
 
+@pytest.mark.full
 def test_an_agent_keeps_what_is_beyond_its_quota_and_sends_it_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_large_answers_are_read_and_written_beside_the_event_loop(
     assert max(held.values()) < PART_HELD, held
 
 
+@pytest.mark.full
 def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes: Any) -> None:
     readers = sizes("readers", quick=4, long=24)
 

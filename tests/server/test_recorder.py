@@ -100,6 +100,7 @@ def test_any_order_repetition_and_interleaving_gives_the_same_state(
     assert shown_after(player, mixed, at_once) == in_order
 
 
+@pytest.mark.full
 @pytest.mark.promise("S2")
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), replayed_from=st.integers(1, 6), at_once=st.integers(1, 8))

@@ -156,6 +156,7 @@ def test_a_variable_wins_over_its_file_later_too(play: Any, files: Path, monkeyp
     play(story)
 
 
+@pytest.mark.full
 def test_a_running_service_follows_its_file_without_a_restart_and_loses_no_batch(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     write(tokens, json.dumps([entry("cluster", OLD)]))

@@ -20,6 +20,7 @@ def test_clients_of_the_ingest_benchmark_are_answered(live_service: LiveService)
     assert len(result.latencies) == result.statuses[200]
 
 
+@pytest.mark.full
 @pytest.mark.servers
 def test_the_benchmark_of_the_service_scrapes_tells_and_starts(tmp_path: Path, postgres: str) -> None:
     url = asyncio.run(new_database(postgres, f"bench_{uuid.uuid4().hex[:8]}"))

@@ -167,6 +167,7 @@ def test_a_clock_that_goes_back_an_hour_takes_nothing_back(play: Any, monkeypatc
 # ---- migrations -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.promise("S16")
 def test_a_migration_that_is_killed_again_and_again_ends_with_everything_there(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]

@@ -83,6 +83,7 @@ async def listen(url: str, path: str = "/v1/stream") -> tuple[asyncio.StreamRead
     return reader, writer
 
 
+@pytest.mark.full
 @pytest.mark.promise("S4")
 def test_clients_that_never_read_do_not_hold_the_streams_of_others(tmp_path: Path) -> None:
     async def story(service: LiveService) -> None:

@@ -23,7 +23,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
           show every update of a warning
         </label>
       </header>
-      <ol class="card events">
+      <ol class="card events" tabIndex={0} aria-label="events, the newest first">
         {events.map(({ event, colour }) => (
           <li key={event.id} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
             <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
@@ -57,7 +57,7 @@ function Audit({ runs }: { runs: readonly string[] }) {
   if (!audit.data) return <p class="empty">Loading the audit trail.</p>;
   const { rows } = audit.data;
   return (
-    <div class="card table">
+    <div class="card table" tabIndex={0} role="region" aria-label="Rows of the audit trail">
       <table>
         <caption>
           {audit.data.intact

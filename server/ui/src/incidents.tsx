@@ -76,7 +76,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
           </span>
         )}
         <span class="muted">
-          {incident.cause} · {incident.standing > 1 ? `${incident.standing} heads` : where(first)} · since step{" "}
+          {incident.cause} · {incident.standing > 1 ? counted(incident) : where(first)} · since step{" "}
           {steps(incident.opened_step)}
           {incident.times > 1 && ` · ${incident.times} times in this run`}
         </span>
@@ -240,6 +240,14 @@ function Acknowledge({ run, incident }: { run: string; incident: string }) {
       {error && <ErrorNote error={error} />}
     </form>
   );
+}
+
+/** How many heads are warned about; the whole run is none of them. */
+function counted({ heads }: Incident): string {
+  const standing = heads.filter(({ state }) => state !== "quiet");
+  const named = standing.filter(({ layer }) => layer !== null).length;
+  const whole = named < standing.length ? "the whole run and " : "";
+  return `${whole}${named} ${named === 1 ? "head" : "heads"}`;
 }
 
 function where({ layer, head }: IncidentHead): string {

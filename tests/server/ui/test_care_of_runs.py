@@ -225,7 +225,7 @@ def test_a_warning_comes_with_the_stream_and_waits_for_no_pause(
         chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [1440, pytest.param(390, marks=pytest.mark.full)])
 def test_what_people_write_breaks_no_card_however_long_or_strange(
     chromium: Chrome, service: Service, feeder: Feeder, width: int
 ) -> None:

@@ -162,7 +162,7 @@ window.fetch = async (...given) => {
 """
 
 
-@pytest.mark.parametrize("runs", [1000, 5000])
+@pytest.mark.parametrize("runs", [1000, pytest.param(5000, marks=pytest.mark.full)])
 def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_search(
     chromium: Chrome, fleet: Service, runs: int
 ) -> None:
@@ -247,17 +247,18 @@ def _absent(why: str) -> None:
     pytest.skip(why)
 
 
-def barriers(chromium: Chrome, axe: str) -> list[str]:
-    """What axe-core finds wrong with the page as it stands."""
+def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
+    """What axe-core finds wrong with this part of the page as it stands."""
     chromium.execute_script(axe)
     chromium.set_script_timeout(60)
     found: list[dict[str, Any]] = chromium.execute_async_script(
-        "const done = arguments[arguments.length - 1]; axe.run(document).then(r => done(r.violations))"
+        "const done = arguments[arguments.length - 1]; axe.run(arguments[0]).then(r => done(r.violations))",
+        part,
     )
     return [f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:3]]}" for v in found]
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture(params=["light", pytest.param("dark", marks=pytest.mark.full)])
 def themed(request: pytest.FixtureRequest, chromium: Chrome) -> Iterator[Chrome]:
     """The browser in either theme."""
     media = [{"name": "prefers-color-scheme", "value": request.param}]
@@ -291,7 +292,7 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [pytest.param(1440, marks=pytest.mark.full), 390])
 def test_names_that_are_long_or_strange_break_no_card_on_any_screen(
     chromium: Chrome, service: Service, width: int
 ) -> None:

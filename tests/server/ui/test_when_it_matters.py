@@ -27,7 +27,7 @@ pytestmark = pytest.mark.servers
 LONG = "gpt-neox-20b/pile-deduplicated/bf16-flash-attention/lr-6e-4/warmup-3000/seed-1234567/80x64-"
 OVERFLOW = """
 const wide = [];
-for (const card of document.querySelectorAll(".card, main > section")) {
+for (const card of document.querySelectorAll(".card, main > section, dialog")) {
   const { left, right } = card.getBoundingClientRect();
   for (const inner of card.querySelectorAll("*:not(.hidden)")) {
     if (inner.closest(".table, .canvas, .u-wrap, .scroll")) continue;
@@ -40,6 +40,10 @@ for (const word of document.querySelectorAll(".crumbs a, .state, button")) {
   const range = document.createRange();
   range.selectNodeContents(word);
   if (range.getBoundingClientRect().height > 50) wide.push(`broken into letters: ${word.textContent}`);
+}
+for (const dialog of document.querySelectorAll("dialog")) {
+  const { left, right, top, bottom } = dialog.getBoundingClientRect();
+  if (left < 0 || right > innerWidth || top < 0 || bottom > innerHeight) wide.push("a dialog leaves the screen");
 }
 if (document.documentElement.scrollWidth > innerWidth) wide.push(`the page: ${document.documentElement.scrollWidth}`);
 return wide;

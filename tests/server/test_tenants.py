@@ -1,0 +1,169 @@
+"""Whoever has a token for some runs learns nothing of the others, and changes nothing of them, at any address."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.server.test_webhooks import delivery
+
+from foreshock.contract.wire import Event, Finished
+from foreshock.server.http.exposition import Exposer
+from foreshock.server.settings import ALL_SCOPES, Token
+from foreshock.server.testing import FakeRank, LiveService
+
+EVE, ALL = "eves-secret-of-sixteen-or-more", "the-secret-that-reaches-all-runs"
+TOKENS = (Token.of("eve", EVE, ALL_SCOPES, run_prefix="team-e/"), Token.of("all", ALL, ALL_SCOPES))
+ORDER = {"who": "ann", "mode": "plain", "reason": "it drifts"}
+OWN, OTHER = "team-e/run", "team-o/run"
+BODIES: dict[str, Any] = {
+    "/v1/runs/{run}/acknowledge": {"who": "eve", "incident": "rounding-1", "reason": "mine now"},
+    "/v1/runs/{run}/commands": {"who": "eve", "mode": "plain", "reason": "because"},
+    "/v1/runs/{run}/describe": {"notes": "seen"},
+}
+
+
+async def ask(service: Any, secret: str, method: str, path: str, **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {secret}", **more.pop("headers", {})}
+    answer: httpx.Response = await service.client.request(method, path, headers=headers, **more)
+    return answer
+
+
+async def two_tenants(service: Any) -> str:
+    """A run of each, warned about; the id of an order that waits in the one that is not Eve's."""
+    for name in (OWN, OTHER):
+        rank = FakeRank(run=name)
+        warned = [rank.verdict(1, head=head, name=f"warn-{head}") for head in rank.layers[0].heads]
+        body = rank.batch(rank.started(), rank.sample(1), *warned).model_dump_json()
+        json_type = {"content-type": "application/json"}
+        assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+    order = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER)
+    assert order.status_code == 201, order.text
+    return str(order.json()["id"])
+
+
+async def told_of(service: Any, run: str) -> list[Any]:
+    """All that a person can read of a run."""
+    paths = ("", "/events", "/commands", "/incidents")
+    return [(await ask(service, ALL, "GET", f"/v1/runs/{run}{path}")).json() for path in paths]
+
+
+@pytest.mark.promise("S7")
+def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_other_runs(play: Any) -> None:
+    async def story(service: Any) -> None:
+        order = await two_tenants(service)
+        before = await told_of(service, OTHER)
+        asked = 0
+        for path, methods in service.app.openapi()["paths"].items():
+            for method in methods:
+                if re.search(r"\{run\}|\{command\}", path):
+                    there = path.replace("{run}", OTHER).replace("{command}", order)
+                    body = BODIES.get(path, {"who": "eve", "reason": "because"}) if method == "post" else None
+                    answer = await ask(service, EVE, method.upper(), there, json=body)
+                    assert answer.status_code == 403, (method, path, answer.status_code, answer.text)
+                    asked += 1
+        assert asked >= 15
+        assert await told_of(service, OTHER) == before
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S7")
+def test_a_snapshot_of_the_metrics_that_somebody_else_has_asked_for_is_not_shown_to_a_tenant(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await two_tenants(service)
+        exposer: Exposer = service.app.state.exposer
+        whole = (await exposer.expose("", ""))[0].decode()
+        assert f'run="{OTHER}"' in whole
+        for _ in range(2):
+            shown = (await ask(service, EVE, "GET", "/metrics")).text
+            assert f'run="{OWN}"' in shown
+            assert "team-o" not in shown
+        assert f'run="{OTHER}"' in (await ask(service, ALL, "GET", "/metrics")).text
+
+    play(story, tokens=TOKENS, metrics_seconds=600.0)
+
+
+@pytest.mark.promise("S7")
+def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await two_tenants(service)
+        key = {"idempotency-key": "switch-it-now"}
+        theirs = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
+        mine = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER, headers=key)
+        assert theirs.status_code == 201
+        assert OTHER not in mine.text
+        assert theirs.json()["id"] not in mine.text
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S7")
+@pytest.mark.parametrize("back", [{}, {"last-event-id": "0"}], ids=["live", "come_back"])
+def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], tmp_path: Path) -> None:
+    tokens = [{"name": t.name, "sha256": t.sha256, "scopes": t.scopes, "run_prefix": t.run_prefix} for t in TOKENS]
+    json_type = {"content-type": "application/json"}
+    with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service, service.client(ALL) as everybody:
+
+        def send(rank: FakeRank, *events: Event) -> None:
+            body = rank.batch(*events).model_dump_json()
+            everybody.post("/v1/batches", content=body, headers=json_type).raise_for_status()
+
+        own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
+        for rank in (other, own):
+            send(rank, rank.started(), rank.verdict(1))
+        with service.client(EVE, timeout=60.0) as eve, eve.stream("GET", "/v1/stream", headers=back) as stream:
+            lines = stream.iter_lines()
+            heard = [next(lines)]  # it listens
+            for rank in (other, own):
+                send(rank, rank.verdict(2, name="warn-later"), rank.sample(2))
+                send(rank, Finished(step=3, unix_seconds=1.0, status="completed"))
+            while not heard[-1].startswith("event: finished"):
+                heard.append(next(lines))
+            heard.append(next(lines))
+        assert (OWN in "".join(heard), OTHER in "".join(heard)) == (True, False)
+        assert ("event: started" in heard) == bool(back)
+
+
+@pytest.mark.promise("S7")
+def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for_the_watchdog_of_all(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await two_tenants(service)
+        before = await told_of(service, OTHER)
+        for body in (delivery(run=OTHER), delivery(alertname="ForeshockWatchdog")):
+            answer = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["results"][0].split(":")[0] in ("refused", "ignored")
+        assert await told_of(service, OTHER) == before
+        seen = "foreshock_service_watchdog_timestamp_seconds "
+        assert seen not in (await ask(service, ALL, "GET", "/metrics")).text
+        watched = await ask(
+            service, ALL, "POST", "/v1/webhooks/alertmanager", json=delivery(alertname="ForeshockWatchdog")
+        )
+        assert watched.json()["results"] == ["watchdog"]
+        assert seen in (await ask(service, ALL, "GET", "/metrics")).text
+        switched = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=delivery(run=OWN))
+        assert switched.json()["results"][0].split(":")[0] == "ordered"
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S7")
+def test_the_audit_trail_and_what_others_use_are_closed_to_a_tenant_even_as_admin(play: Any) -> None:
+    async def story(service: Any) -> None:
+        await two_tenants(service)
+        for path in ("/v1/audit", "/v1/audit/export"):
+            assert (await ask(service, EVE, "GET", path)).status_code == 403
+            assert "team-o" in (await ask(service, ALL, "GET", path)).text
+        usage = (await ask(service, EVE, "GET", "/v1/usage")).text
+        assert '"eve"' in usage
+        assert '"all"' not in usage
+        listed = (await ask(service, EVE, "GET", "/v1/runs")).text
+        found = (await ask(service, EVE, "GET", "/v1/runs?search=team-o")).json()
+        assert OWN in listed
+        assert OTHER not in listed
+        assert found["runs"] == []
+
+    play(story, tokens=TOKENS)
