@@ -123,7 +123,7 @@ def main(
                 leave_branch=branch if arm.name == UNTREATED.name else None,
                 trace=traces and traces / f"{recipe.name}_{arm.name}_seed{seed}.jsonl.gz",
                 deadline=deadline,
-                agent_settings=agent_settings or {},
+                agent_settings={"detectors": show.detectors, **(agent_settings or {})},
             )
 
         story = _train(show, order, console)

@@ -135,7 +135,7 @@ def _trained(
     record = record or Record()
     if branch == {}:
         return record
-    training = Training(show.recipe, arm, seed)
+    training = Training(show.recipe, arm, seed, detectors=show.detectors)
     if branch:
         training.restore(branch)
     train(training, show.recipe.steps, sinks=(record.add,), on_warning=on_warning)

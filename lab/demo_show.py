@@ -1,12 +1,13 @@
 """What the demo trains, and in words what that starts from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.wire import ModeName
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, Numerics
 from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Show:
     """How attention is rounded where it is."""
     mitigation: ModeName = DEFAULT_MITIGATION
     """What the agent switches to."""
+    detectors: DetectorConfig = field(default_factory=DetectorConfig)
+    """When the agent warns."""
 
     @property
     def untreated(self) -> Arm:
@@ -42,14 +45,17 @@ class Show:
 _ROUNDS_AS_THE_PAPER: Final = (
     "It starts from ordinary random weights. What is not ordinary: attention rounds as in the paper's reference "
     "(scores, row sums and output in bf16). A key bias adds one number to all scores of a row, which softmax cannot "
-    "see: in exact arithmetic it would never move."
+    "see: in exact arithmetic it would never move. Nothing fails in minutes on a CPU, so the agent is told to warn of "
+    "a drift however far off the quality loss is (horizon_lives); by default it would wait."
 )
+_HOWEVER_FAR: Final = DetectorConfig(horizon_lives=None)
 ON_CPU: Final = Show(
     recipe=find_recipe("key-bias-small"),
     starts_from=_ROUNDS_AS_THE_PAPER,
     seed=8,
     numerics="paper",
     mitigation="centred_keys",
+    detectors=_HOWEVER_FAR,
 )
 """Anywhere."""
 ON_GPU: Final = Show(
@@ -68,6 +74,7 @@ SHOWS: Final = {
             seed=8,
             numerics="paper",
             mitigation="centred_keys",
+            detectors=_HOWEVER_FAR,
         ),
         ON_GPU,
     )

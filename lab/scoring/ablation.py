@@ -32,9 +32,9 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "without ties": {"tied_growth": _NEVER},
     "without the norm": {"norm_growth": _NEVER},
     "without a rise of the offset by a factor": {"offset_growth": _ANY, "unsupported_growth": _ANY},
+    "harm however far off": {"horizon_lives": None},
     "harm within 10 lives": {"horizon_lives": 10.0},
     "harm within 5 lives": {"horizon_lives": 5.0},
-    "harm within 3 lives": {"horizon_lives": 3.0},
     "harm within 2 lives": {"horizon_lives": 2.0},
 }
 """Fields of DetectorConfig that differ from the shipped ones, by what they do."""

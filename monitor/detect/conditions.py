@@ -17,6 +17,8 @@ _WORTH_A_LOOK: Final = 0.6
 """Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 
 
+_FORESEEN: Final = np.array([int(HeadSignal.OFFSET), int(HeadSignal.SCORE)])
+"""Signals whose course a forecast goes on with."""
 _MANY_HEADS: Final = 4
 """A layer of fewer heads has no typical head."""
 
@@ -65,17 +67,19 @@ class Nearness:
         return near
 
     def _bring_into_sight(self, near: Floats, growth: Growth, step: int) -> None:
-        """No signal of a head is nearer than its harm, which has to come within some times the run's life so far.
+        """Neither offset nor score of a head is nearer than its harm, which has to come within some times the run's
+        life so far.
 
         What drifts by little for long meets every condition on growth, and harms nobody. Where no score was recorded,
         nothing is foreseen and nothing is held back.
         """
-        if self._config.horizon_lives is None or not any_at_least(near, _WORTH_A_LOOK):
+        if self._config.horizon_lives is None or not any_at_least(near[_FORESEEN], _WORTH_A_LOOK):
             return
-        heads = np.flatnonzero(near.max(axis=0) >= _WORTH_A_LOOK)
+        heads = np.flatnonzero(near[_FORESEEN].max(axis=0) >= _WORTH_A_LOOK)
         with np.errstate(divide="ignore"):
             sight = self._config.horizon_lives * step / forecasts(growth, heads)[0]
-        near[:, heads] = np.fmin(near[:, heads], sight)
+        held = np.ix_(_FORESEEN, heads)
+        near[held] = np.fmin(near[held], sight)
 
     def _lasting(self, growth: Growth, signal: HeadSignal, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:
         """Whether growth goes on, is more than noise and more than that of the peers, for some `heads`."""

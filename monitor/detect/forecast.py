@@ -1,6 +1,7 @@
 """What growth means for a head: the steps until its scores are dangerous, and the verdict in words."""
 
 import math
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,11 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.growth import Growth
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, HeadSignal
+
+_STEEPEST: Final = 1e6
+"""Factor from half to half beyond which the older half was level."""
+_EVEN: Final = 1e-9
+"""Difference of that factor from 1 below which growth is a line."""
 
 
 def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | None, float | None]:
@@ -24,7 +30,6 @@ def forecasts(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     score = growth.end[HeadSignal.SCORE, heads]
     offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
     found = np.full((3, len(heads)), math.inf)
-    half = growth.steps / 2
     with np.errstate(all="ignore"):
         for signal, target in (
             (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
@@ -33,16 +38,43 @@ def forecasts(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
             of = (signal, heads)
             sign = np.copysign(1.0, growth.end[of])
             start, middle, end = (sign * part for part in (growth.start[of], growth.middle(of), growth.end[of]))
-            newer, older = end - middle, middle - start
-            line = (target - end) / newer * half
-            curve = np.where(middle > 0, np.log(target / end) / np.log(end / middle) * half, line)
-            speeds_up = (older > 0) & (newer >= 1.2 * older)
-            likely = np.where(speeds_up, curve, np.sqrt(line * curve))  # between the two, where it may turn
-            sooner = (newer > 0) & (growth.sigmas(of) >= 2.0) & (likely < found[0])
-            told = np.stack([likely, 0.5 * np.minimum(line, curve), 1.5 * np.maximum(line, curve)])
+            told = halves_until(target, start, middle, end, growth.jitter(of)) * (growth.steps / 2)
+            sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told[0] < found[0])
             found[:, sooner] = told[:, sooner]
     found[:, score >= DANGEROUS_SCORE] = 0.0
     found[:, ~np.isfinite(score)] = math.nan
+    return found
+
+
+def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, error: Floats) -> Floats:
+    """Until what grew from `start` over `middle` to `end` reaches `target`, in halves of that time: [3, ...] likely,
+    earliest and latest; inf for never.
+
+    What was gained in the newer half over what was gained in the older is the factor by which growth goes on: 1 is a
+    line, less levels off, more compounds. As much of that as the `error` of each value may have made is left out. A
+    second course compounds from zero. The likely time is the later of the two: what grows evenly is not doubled, and a
+    jump is no explosion.
+    """
+    newer, older = end - middle, middle - start
+    apart = math.sqrt(2.0) * error
+    with np.errstate(all="ignore"):
+        least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
+        most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
+        fastest = _compounded(target - end, newer, np.where(older > 0, newer / older, math.inf))
+        going_on = _compounded(target - end, newer, np.clip(1.0, least, most))
+        from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
+        likely = np.maximum(going_on, from_zero)
+        latest = np.maximum(likely, (target - end) / newer)
+    return np.stack([likely, 0.5 * np.fmin(fastest, from_zero), 1.5 * latest])
+
+
+def _compounded(left: Floats, newer: Floats, factor: Floats) -> Floats:
+    """Halves until `left` is gained, where the last one gained `newer` and each gains `factor` times the one before."""
+    factor = np.clip(factor, 0.0, _STEEPEST)
+    even = left / newer
+    log = np.log(factor)
+    halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1.0) / factor) / log)
+    found: Floats = np.where(np.isnan(halves), math.inf, halves)  # it levels off before
     return found
 
 

@@ -38,7 +38,7 @@ class DetectorConfig(BaseModel):
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     horizon_lives: float | None = Field(
-        default=None,
+        default=3.0,
         gt=0,
         description="a head is warned about only if its forecast lies within so many times the run's life so far; "
         "null: however far off it is",

@@ -112,23 +112,38 @@ def own_name(value: object) -> str:
 
 
 def is_by_hand(module: nn.Module) -> bool:
-    """Whether its code takes a softmax and a matrix product: attention that no function of a library computes."""
+    """Whether its code takes a softmax and a matrix product, in one function, in two methods of its own or with a
+    softmax that is a module of its own: attention that no function of a library computes."""
     named = any(_ATTENTION.search(kind.__name__) for kind in type(module).__mro__ if kind.__module__ not in _BASES)
     queries = any(_QUERIES.fullmatch(name) for name in (*module._modules, *module._parameters))
-    return (named or queries) and any(_takes_both(function.__code__) for function in functions_of(module))
+    if not named and not queries:
+        return False
+    codes = [function.__code__ for function in functions_of(module)]
+    kind: Any = type(module)
+    own = [method.__code__ for method in _methods(kind)]
+    apart = any(map(_takes_softmax, own)) or any(isinstance(child, nn.Softmax) for child in module.children())
+    return any((_takes_softmax(code) or _divides_by_sum(code)) and _multiplies(code) for code in codes) or (
+        apart and any(map(_multiplies, own))
+    )
 
 
 @functools.cache
-def _takes_both(code: CodeType) -> bool:
-    names = list(_names(code))
-    by_sum = {"exp", "sum"} <= set(names) and "cumsum" not in names
-    if not by_sum and not _SOFTMAX.search(" ".join(names)):
-        return False
-    return bool(_PRODUCT.search(" ".join(names))) or any(_multiplies(part) for part in _with_inner(code))
+def _takes_softmax(code: CodeType) -> bool:
+    return bool(_SOFTMAX.search(" ".join(_names(code))))
 
 
+def _divides_by_sum(code: CodeType) -> bool:
+    names = set(_names(code))
+    return {"exp", "sum"} <= names and "cumsum" not in names
+
+
+@functools.cache
 def _multiplies(code: CodeType) -> bool:
-    return any(i.opname == "BINARY_OP" and i.argrepr.startswith("@") for i in dis.get_instructions(code))
+    return bool(_PRODUCT.search(" ".join(_names(code)))) or any(
+        i.opname == "BINARY_OP" and i.argrepr.startswith("@")
+        for part in _with_inner(code)
+        for i in dis.get_instructions(part)
+    )
 
 
 @functools.cache

@@ -15,9 +15,11 @@ from rich.console import Console
 from foreshock.cli import laboratory
 from foreshock.lab import demo_seeds
 from foreshock.lab.demo_seeds import Shown
-from foreshock.lab.demo_show import Show
+from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.run import Training
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -83,6 +85,26 @@ def test_a_seed_that_is_not_warned_about_is_measured_all_the_same_and_not_kept()
     assert not measured.kept
     assert measured.loss_untreated > 0
     assert measured.loss_control > 0
+
+
+def test_every_training_of_a_seed_is_watched_by_the_detectors_of_its_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Seen(Training):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            seen.append(self.agent.config.detectors)
+
+    monkeypatch.setattr(demo_seeds, "Training", Seen)
+    asked = DetectorConfig(horizon_lives=7.0)
+    demo_seeds.measure(replace(SHOW, detectors=asked), 5)
+    assert seen == [asked, asked]
+
+
+def test_the_demo_of_a_cpu_says_that_it_warns_however_far_off_the_quality_loss_is() -> None:
+    assert ON_CPU.detectors.horizon_lives is None
+    assert "(horizon_lives)" in ON_CPU.starts_from
+    assert ON_GPU.detectors == DetectorConfig()
 
 
 def test_what_was_measured_is_kept_in_a_file_and_not_measured_again(

@@ -30,12 +30,9 @@ def test_the_seal_names_every_held_out_run_that_is_published_as_it_was_scored() 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("lives", "healthy"), [(None, [6175, 6475, None]), (3.0, [6275, 6475, None]), (2.0, [None, None, None])]
-)
-def test_two_lives_silence_the_healthy_text_runs_and_delay_no_failing_one(
-    lives: float | None, healthy: list[int | None]
-) -> None:
-    config = DetectorConfig(horizon_lives=lives)
-    assert first_warnings("real-text", HEALTHY, config) == healthy
-    assert first_warnings("cure", FAILING, config) == [4375, 4875, 3075, 3775]
+def test_the_horizon_silences_the_healthy_text_runs_and_delays_no_failing_one() -> None:
+    however_far = DetectorConfig(horizon_lives=None)
+    assert first_warnings("real-text", HEALTHY, DetectorConfig()) == [None, None, None]
+    assert first_warnings("real-text", HEALTHY, however_far) == [6175, 6475, None]
+    for config in (DetectorConfig(), however_far):
+        assert first_warnings("cure", FAILING, config) == [4375, 4875, 3075, 3775]

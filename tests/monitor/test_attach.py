@@ -198,6 +198,40 @@ def test_a_compiled_model_counts_on_the_right_layers() -> None:
         np.testing.assert_array_equal(a.words(), b.words())
 
 
+class AttentionThroughAHelper(CausalSelfAttention):
+    """Calls PyTorch's attention two functions away from its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (t.unflatten(2, (self.n_head, -1)).transpose(1, 2) for t in self.c_attn(x).split(x.shape[2], dim=2))
+        out: Tensor = self.c_proj(tiny_attention(*heads).transpose(1, 2).flatten(2))
+        return out
+
+
+def tiny_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return tiny_attention_of(query, key, value, causal=True)
+
+
+def tiny_attention_of(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["keep", pytest.param("kernels", marks=pytest.mark.full)])
+def test_attention_through_a_helper_counts_every_row_under_torch_compile(attention: Any) -> None:
+    model = tiny_gpt(AttentionThroughAHelper(16, 2))
+    agent = attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6, "probe_every_steps": 1})
+    agent.subscribe(listener := Listener())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        agent.step(train_step(compiled, optimizer, step))
+    agent.close()
+    torch._dynamo.reset()
+    expected = watch(tiny_gpt(CausalSelfAttention(16, 2)), attention="kernels")[1]
+    assert rows_of(listener) == rows_of(expected)
+    assert min(rows_of(listener)) > 0
+
+
 def test_a_copied_model_is_independent_and_brings_no_counts() -> None:
     model = tiny_gpt()
     agent = attach(model, **EVERY_STEP)

@@ -213,6 +213,29 @@ class ByHandWithExp(Attention):
         return weights @ x / weights.sum(-1, keepdim=True)
 
 
+class ByHandInTwoMethods(Attention):
+    """As LayoutLMv3's."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return cast(Tensor, nn.Softmax(dim=-1)(scores - scores.amax(-1, keepdim=True)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.weigh(torch.matmul(x, x.mT)), x)
+
+
+class ByHandWithAModule(nn.Module):
+    """As vit-pytorch's: the softmax is a module that goes by another name, and so does the layer of the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Softmax(dim=-1)
+        self.to_qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.to_qkv(x).chunk(3, -1)
+        return torch.matmul(self.attend(torch.matmul(query, key.mT)), value)
+
+
 class AFunctionOfTheirOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -243,12 +266,14 @@ class Router(nn.Module):
         ByHandThroughWrappers,
         ByHandWithLogSumExp,
         ByHandWithExp,
+        ByHandInTwoMethods,
+        ByHandWithAModule,
         Mixer,
         MHSA,
         ByAFunctionOfTheirOwn,
     ],
 )
-def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not(kind: type[Attention]) -> None:
+def test_attention_by_hand_is_named_and_a_module_that_only_takes_a_softmax_is_not(kind: type[nn.Module]) -> None:
     (found,) = find_attention(nn.Sequential(kind(), nn.Softmax(-1), Router()), {})
     assert found.name == "0"
     assert found.problem is not None

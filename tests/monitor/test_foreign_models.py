@@ -101,6 +101,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         ACROSS,
     ),
     "gpt-oss, sinks": (lambda: tiny("GptOss", **DECODER, **EXPERTS, sliding_window=4), {}),
+    "DeepSeek-V4, sinks": (lambda: tiny("DeepseekV4", **DECODER | LATENT), {}),
+    "Granite with windows, sinks": (lambda: tiny("GraniteSWA", **DECODER, sliding_window=4), {}),
+    "MiMo-V2-Flash, sinks": (lambda: tiny("MiMoV2Flash", **DECODER, **EXPERTS, sliding_window=4), {}),
     "DeepSeek-V3.2, sparse indices": (lambda: tiny("DeepseekV32", **DECODER | LATENT), {}),
     "GLM-MoE-DSA, sparse indices": (lambda: tiny("GlmMoeDsa", **DECODER | LATENT), {}),
     "Phimoe, a window": (lambda: tiny("Phimoe", **DECODER, **EXPERTS, sliding_window=4), {}),
@@ -130,6 +133,59 @@ def assert_the_same(got: list[Tensor], expected: list[Tensor], *, to_the_bit: bo
             assert torch.equal(a, b), float((a - b).abs().max())
         else:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+INFORMER: dict[str, Any] = {
+    "prediction_length": 4,
+    "context_length": 12,
+    "lags_sequence": [1, 2],
+    "num_time_features": 2,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
+
+
+@pytest.mark.parametrize(("kind", "unwatched"), [("prob", 3), ("full", 0)])
+def test_no_layer_of_an_informer_goes_unseen(kind: str, unwatched: int, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(3)
+    config = transformers.InformerConfig(**INFORMER, attention_type=kind, sampling_factor=2)
+    model = transformers.InformerModel(config)
+    given = {
+        "past_values": torch.randn(2, 14),
+        "past_time_features": torch.randn(2, 14, 2),
+        "past_observed_mask": torch.ones(2, 14),
+        "future_values": torch.randn(2, 4),
+        "future_time_features": torch.randn(2, 4, 2),
+    }
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(4)  # it draws the keys that it looks at
+        torch.autograd.backward(model(**given).last_hidden_state.square().sum())
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    agent = attach(model, **QUIET, sample_every_seconds=0.0)
+    with agent:
+        assert_the_same(gradients(), expected, to_the_bit=True)
+        agent.step(1.0)
+        said = agent.report()
+    attention = [name for name, _ in model.named_modules() if name.endswith(("self_attn", "encoder_attn"))]
+    assert len(attention) == 4
+    assert sum(f"{name} computes attention but is not watched: it computes its attention by hand" in caplog.text
+               for name in attention) == unwatched  # fmt: skip
+    assert "counted nothing" not in caplog.text
+    assert all(name in said for name in attention)
 
 
 @pytest.mark.parametrize("attention", WAYS)
