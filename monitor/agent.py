@@ -22,14 +22,13 @@ from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
 from foreshock.monitor.detect.detectors import Detecting, Detectors
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.instruments import Instruments, near_a_warning
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.policy import decide, outcome_of
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.judging import Judge, Judged
 from foreshock.monitor.sampling.norms import Measured, ModelNorms
 from foreshock.monitor.sampling.sample import GramsDraft, SampleDraft
-from foreshock.monitor.sampling.thinning import near_a_warning
 from foreshock.monitor.switch import Switchboard
 from foreshock.monitor.voice import Voice
 

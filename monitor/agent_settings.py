@@ -57,9 +57,8 @@ class AgentSettings(TypedDict, total=False):
     rounding. The name "foreshock" is an old one for kernels."""
     count_every_blocks: int
     """Where foreshock's kernels serve, a layer that is far from a warning counts ties, shifts and delta bias in one of
-    so many blocks of 128 rows, others at each step. It counts more where a sample would look at less than 8192 rows of
-    a head. Near a warning and in a young run (`settle_steps` of the detectors) it counts all rows, as it does with
-    1."""
+    so many blocks of 128 rows. It counts more where a sample would look at less than 8192 rows of a head. Near a
+    warning and in a young run (`settle_steps` of the detectors) it counts all rows, as it does with 1."""
     probe_every_steps: int
     """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
     probe_rows: int

@@ -19,10 +19,10 @@ from foreshock.monitor.attention.interception import sdpa_rebinding, watch_modul
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.instruments import Instruments, thinning_of
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.table import table_of
-from foreshock.monitor.sampling.thinning import Thinning, new_cadence, thinning_of
+from foreshock.monitor.sampling.thinning import Thinning, new_cadence
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention, "

@@ -23,7 +23,8 @@ from foreshock.lab.recording.trace import Trace, counted, modes_of, reading
 from foreshock.lab.scoring.score import Score, asked_lead, score_traces
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.sampling.thinning import LEAST_ROWS, near_a_warning, new_cadence, thinning_of
+from foreshock.monitor.instruments import near_a_warning, thinning_of
+from foreshock.monitor.sampling.thinning import LEAST_ROWS, new_cadence
 
 EVERY: Final = (2, 4, 8, 16, 32)
 """The k that are tried."""

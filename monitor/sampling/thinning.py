@@ -13,9 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreshock.contract.slots import Floats, Slot, Words
-from foreshock.monitor.detect.signals import HeadSignal
-from foreshock.monitor.detect.thresholds import DetectorConfig
+from foreshock.contract.slots import Slot, Words
 
 NEAR: Final = 0.6
 """Risk of a head from which its layer counts all rows; 1 is a warning. Below it the detectors leave out conditions."""
@@ -83,18 +81,6 @@ class Thinning:
         if self._cadence.is_cuda:
             source = source.pin_memory()
         self._cadence[:, 0].copy_(source, non_blocking=True)  # in place: graphs and captured steps hold this memory
-
-
-def thinning_of(cadence: Tensor, heads: Sequence[int], every_blocks: int, config: DetectorConfig) -> Thinning:
-    """The thinning that goes with these detectors: it holds on for as long as they take to believe what they see."""
-    hold = config.persist_blocks * config.block_steps
-    return Thinning(cadence, heads, every_blocks=every_blocks, hold_steps=hold, young_steps=config.settle_steps)
-
-
-def near_a_warning(risk: Floats, pressure: Floats) -> npt.NDArray[np.bool_]:
-    """Whether each head is, [N], by what the detectors tell: `risk` [N] and `pressure` [len(SIGNALS), N]."""
-    near: npt.NDArray[np.bool_] = (risk >= NEAR) | (pressure[HeadSignal.OFFSET] >= DRIFTING)
-    return near
 
 
 def new_cadence(layers: int, device: torch.device) -> Tensor:

@@ -20,13 +20,14 @@ from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
+from foreshock.monitor.instruments import near_a_warning
 from foreshock.monitor.sampling import thinning
-from foreshock.monitor.sampling.thinning import LEAST_ROWS, Thinning, near_a_warning, new_cadence
+from foreshock.monitor.sampling.thinning import LEAST_ROWS, Thinning, new_cadence
 
 HOLD = 300
 NOWHERE = np.zeros(5, dtype=np.bool_)
 PLAIN = np.zeros(5, dtype=np.int32)
-FEW = {"count_every_blocks": 3, "detectors": DetectorConfig(settle_steps=0, block_steps=1)}
+FEW: dict[str, Any] = {"count_every_blocks": 3, "detectors": DetectorConfig(settle_steps=0, block_steps=1)}
 
 
 def rows(*of_layers: int) -> Any:
