@@ -78,7 +78,7 @@ def test_a_switched_head_a_fresh_warning_a_young_run_and_silent_detectors_ask_fo
         ({}, [16, 16]),
     ):
         thinned, _ = two_layers(young=1000)
-        given_: dict[str, Any] = {"words": MANY, "near": NOWHERE, "modes": PLAIN, "step": 5000} | asked  # type: ignore[operator]
+        given_: dict[str, Any] = {"words": MANY, "near": NOWHERE, "modes": PLAIN, "step": 5000} | asked
         thinned.follow(**given_)
         assert thinned.every.tolist() == expected, asked
 
