@@ -1,7 +1,7 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-scripts/screenshots.py                        replays the recorded arms of the demo into a service of its own, and fills
-                                              that with a flood of warnings, long names and a fleet
+scripts/screenshots.py                        replays three recorded runs on real text into a service of its own, and
+                                              fills that with a flood of warnings, long names and a fleet
 scripts/screenshots.py TRACE...               replays these instead
 scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
 """
@@ -28,6 +28,11 @@ from foreshock.lab.recording.replay import replay
 from foreshock.lab.service import local_service
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDED = tuple(
+    ROOT / "lab" / "traces" / "cure" / f"kb256_{arm}_seed2.jsonl.gz"
+    for arm in ("untreated", "rescued-all-row-corrected", "control")
+)
+"""Runs on real text, of the default mode: the one that drifts, the one that was switched, the one in float32."""
 DESKTOP, PHONE = 1280, 390
 
 
@@ -193,9 +198,7 @@ def main() -> None:
             if not runs:
                 runs = tuple(run["run"] for run in httpx.get(f"{url}/v1/runs").raise_for_status().json()["runs"][:3])
         else:
-            # untreated comes first
-            arms = sorted((ROOT / "lab" / "traces").glob("key-bias-small_*_seed8.jsonl.gz"), reverse=True)
-            traces = [Path(name) for name in given.what] or arms
+            traces = [Path(name) for name in given.what] or list(RECORDED)
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
             url = stack.enter_context(local_service(Path(directory), 0))
             runs = tuple(replay(trace, url=url) for trace in traces)

@@ -6,7 +6,7 @@ from typing import Final
 
 from foreshock.monitor.model.discovery import Found
 
-_HEAD: Final = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "served by")
+_HEAD: Final = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "how it is watched")
 _NAMED: Final = 3
 """Members of a group that are named one by one."""
 
@@ -16,15 +16,15 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"
 
 
-def table_of(found: Sequence[Found], served_by: str) -> str:
-    """Modules that differ in their number alone share a line; `served_by` serves those that are watched."""
+def table_of(found: Sequence[Found], how: str) -> str:
+    """Modules that differ in their number alone share a line; `how` says how those are watched that are."""
     groups: dict[tuple[str, ...], tuple[tuple[str, ...], list[tuple[str, str]]]] = {}
     number = 0
     for each in found:
         label = "-" if each.problem else str(number)
         number += not each.problem
         name = each.name or "(the model)"
-        described = _described(each, served_by)
+        described = _described(each, how)
         like = (re.sub(r"\d+", "#", name), *described[:-1], re.sub(r"\d+", "#", described[-1]))
         groups.setdefault(like, (described, []))[1].append((label, name))
     rows = [_HEAD]
@@ -37,13 +37,13 @@ def table_of(found: Sequence[Found], served_by: str) -> str:
     return "\n".join(("foreshock watches:", *lines))
 
 
-def _described(found: Found, served_by: str) -> tuple[str, ...]:
+def _described(found: Found, how: str) -> tuple[str, ...]:
     sizes = [str(size) if size else "?" for size in (found.heads, found.kv_heads, found.head_dim)]
     if found.projection:
         layout = found.projection.layout + found.projection.gaps(found.first_head)
     else:
         layout = f"norms are not measured: {found.unmeasured or 'it is not watched'}"
-    return (*sizes, layout, f"NOTHING: {found.problem}" if found.problem else served_by)
+    return (*sizes, layout, f"NOTHING: {found.problem}" if found.problem else how)
 
 
 def _numbers(labels: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ _UNREAD_SECONDS: Final = 60.0
 class Whole:
     """A transport that sends the head of an answer with its body, at once where that comes at once.
 
-    Each packet wakes the client, and costs the service as much as the Python around it.
+    Each packet is a system call, and wakes the client.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
