@@ -77,7 +77,7 @@ def test_a_state_saved_with_signals_in_another_order_and_one_fewer_goes_on() -> 
     resumed.load_state_dict(state)
     there, here = ([v for step in range(412, 904, 4) for v in each.update(reading(step))] for each in (whole, resumed))
     shared = here[0].evidence.keys() - {"tied_share"}
-    sides = [[without_newer_evidence(v.model_dump(), shared) for v in side] for side in (there, here)]
+    sides = [[without_what_is_newer(v.model_dump(), shared) for v in side] for side in (there, here)]
     assert sides[0] == sides[1]
     assert len(here) == 3
 
