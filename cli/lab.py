@@ -195,6 +195,23 @@ def lab_ablation(
     scores.ablation(traces, console(), report=report)
 
 
+@lab.command("thinning")
+def lab_thinning(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, none of them held out.")],
+    every: Annotated[
+        list[int] | None, typer.Option(min=2, help="k to try; again for more. By default 2 to 32.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of thinnings of every run.")] = 3,
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Say what the detectors lose where one in k blocks of rows is looked at: runs, thinned and judged anew."""
+    from foreshock.cli import scores
+    from foreshock.cli.output import console
+    from foreshock.lab.scoring.thinned import EVERY
+
+    scores.thinning(traces, every or EVERY, console(), seeds=seeds, report=report)
+
+
 @lab.command("claims")
 def lab_claims(
     runs: Annotated[list[Path], typer.Argument(help="Traces (.gz) and checkpoints of `foreshock lab run`.")],

@@ -107,6 +107,48 @@ def ablation(traces: Sequence[Path], console: Console, *, report: Path | None) -
         console.print(f"report: {report}")
 
 
+def thinning(
+    traces: Sequence[Path], every: Sequence[int], console: Console, *, seeds: int, report: Path | None
+) -> None:
+    """Judge recorded runs anew with their rows thinned, and print a line for each k."""
+    from foreshock.lab.scoring.thinned import POLICIES, thinned
+
+    break_seal(traces, DetectorConfig(), None)
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
+        bar = progress.add_task("thinning", total=2 * len(POLICIES) * len(every))
+        rows = thinned(list(map(read_trace, traces)), every, seeds=seeds, on_row=lambda: progress.advance(bar))
+    shown = Table(
+        box=None, pad_edge=False, header_style="bold", title=f"{rows[0].runs} large runs", title_justify="left"
+    )
+    for name in (
+        "k",
+        "set by",
+        "alike",
+        "warned",
+        "moved",
+        "by at most",
+        "lost",
+        "added",
+        "in time",
+        "false",
+        "looked",
+    ):
+        shown.add_column(name, justify="right")
+    for each in rows:
+        shown.add_row(
+            *(str(each.every), each.policy, str(each.alike), str(each.warnings), cell(each.moved)),
+            *(str(each.furthest_steps), cell(each.lost), cell(each.added), f"{cell(each.in_time)}/{each.failures}"),
+            *(cell(each.false_alarms), f"{each.looked:.0%}"),
+        )
+    console.print(shown)
+    console.print(
+        "moved, lost, added: first warnings about a head, beside those with every row counted; mean of seeds."
+    )
+    if report is not None:
+        report.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+        console.print(f"report: {report}")
+
+
 def _print_monitors(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """A table for each split: detection, lead and false alarms of every monitor."""
     for split in dict.fromkeys(row["split"] for row in rows):

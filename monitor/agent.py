@@ -22,7 +22,7 @@ from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
 from foreshock.monitor.detect.detectors import Detecting, Detectors
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.instruments import Instruments, near_a_warning
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.policy import decide, outcome_of
 from foreshock.monitor.sampling.collector import Collector, Counted
@@ -174,12 +174,13 @@ class Agent:
 
         def judge() -> Judged:
             verdicts = self.detectors.update(self._instruments.readings(counted))
-            return Judged(counted, verdicts, self.detectors.risk)
+            risk = self.detectors.risk
+            return Judged(counted, verdicts, risk, near_a_warning(risk, self.detectors.pressure))
 
         return self._guards["detectors"].run(judge) or Judged(counted, [], None)
 
     def _tell(self, judged: Judged) -> None:
-        counted, verdicts, risk = judged
+        counted, verdicts, risk, near = judged
         self._guards["sample"].run(self._look, counted)
         if verdicts and (keeper := self._instruments.keeper) is not None:
             told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
@@ -193,6 +194,9 @@ class Agent:
             self._guards["voice"].run(self._hear, verdicts)
         if self.config.policy != "observe":
             self._guards["policy"].run(self._act, verdicts)
+        if (thinning := self._instruments.thinning) is not None:
+            step, until = self.current_step, self._cadence.watch_until
+            self._guards["collector"].run(thinning.follow, counted.words, near, self._switchboard.host, step, until)
 
     def _hear(self, verdicts: list[wire.Verdict]) -> None:
         self._say(self._voice.hear(verdicts, self._switched_modes))

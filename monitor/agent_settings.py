@@ -55,6 +55,10 @@ class AgentSettings(TypedDict, total=False):
     compute and count every row; calls that they do not support are kept. With auto attention is kept on a CPU. On a GPU
     the first steps compare the kernels with each layer's own attention. A layer moves to them where both agree within
     rounding. The name "foreshock" is an old one for kernels."""
+    count_every_blocks: int
+    """Where foreshock's kernels serve, a layer that is far from a warning counts ties, shifts and delta bias in one of
+    so many blocks of 128 rows. It counts more where a sample would look at less than 8192 rows of a head. Near a
+    warning and in a young run (`settle_steps` of the detectors) it counts all rows, as it does with 1."""
     probe_every_steps: int
     """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
     probe_rows: int

@@ -19,9 +19,10 @@ from foreshock.monitor.attention.interception import sdpa_rebinding, watch_modul
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.instruments import Instruments, thinning_of
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.table import table_of
+from foreshock.monitor.sampling.thinning import Thinning, new_cadence
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: no module calls torch.nn.functional.scaled_dot_product_attention, "
@@ -54,7 +55,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
         raise ValueError("; ".join(f"{f.name or 'the model'} cannot be watched: {f.problem}" for f in found))
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
-    placed = _Buffers(watched, _device(watched[0].module, model))
+    placed = _Buffers(watched, _device(watched[0].module, model), settings)
     layers = placed.layers(watched, settings)
     prove = settings.attention == "auto" and _accelerated(placed.state.device)
     keeper = Keeper(layers, placed.state, settings, prove=prove)
@@ -129,22 +130,30 @@ def _device(module: nn.Module, model: nn.Module) -> torch.device:
 
 @dataclass(slots=True)
 class _Buffers:
-    """State and modes of all layers, each one packed buffer (house decision 3)."""
+    """State, modes and cadence of all layers, each one packed buffer (house decision 3)."""
 
     state: Tensor
     modes: Tensor
+    thinning: Thinning | None
+    _cadences: tuple[Tensor | None, ...]
 
-    def __init__(self, watched: list[Found], device: torch.device) -> None:
+    def __init__(self, watched: list[Found], device: torch.device, settings: AgentConfig) -> None:
         total = sum(f.heads for f in watched)
         self.state = torch.from_numpy(identity_row()).repeat(total, 1).to(device)
         self.modes = torch.zeros(total, dtype=torch.int32, device=device)
         assert self.state.shape[1] == SLOT_COUNT
+        self.thinning, self._cadences = None, (None,) * len(watched)
+        if settings.count_every_blocks > 1:
+            cadence, heads = new_cadence(len(watched), device), [f.heads for f in watched]
+            self.thinning = thinning_of(cadence, heads, settings.count_every_blocks, settings.detectors)
+            self._cadences = cadence.unbind()
 
     def layers(self, watched: list[Found], settings: AgentConfig) -> list[WatchedLayer]:
         sizes = [f.heads for f in watched]
-        views = zip(watched, torch.split(self.state, sizes), torch.split(self.modes, sizes), strict=True)
+        states, modes = torch.split(self.state, sizes), torch.split(self.modes, sizes)
         return [
-            WatchedLayer(f.name, state, modes, settings.numerics, strict=settings.strict) for f, state, modes in views
+            WatchedLayer(f.name, state, flags, settings.numerics, cadence=cadence, strict=settings.strict)
+            for f, state, flags, cadence in zip(watched, states, modes, self._cadences, strict=True)
         ]
 
 
@@ -212,6 +221,7 @@ def _instruments(
         projections=tuple(f.projection for f in watched),
         report=report,
         keeper=keeper,
+        thinning=placed.thinning,
         unwatched=sum(f.problem is not None for f in found),
     )
 

@@ -303,6 +303,12 @@ def _foreign_sample(line: dict[str, Any], since: int, layers: int, heads: int) -
 
 def readings(trace: Trace) -> Iterator[Readings]:
     """The samples as the detectors read them. Modes that were not recorded are taken for plain."""
+    for sample, words in counted(trace):
+        yield reading(trace, sample, words)
+
+
+def counted(trace: Trace) -> Iterator[tuple[wire.Sample, Words]]:
+    """The samples that hold counts, with these [N, SLOT_COUNT]. Raises ValueError where they are of other heads."""
     heads = len(trace.heads)
     for sample in trace.samples:
         words = sample.words()
@@ -310,14 +316,24 @@ def readings(trace: Trace) -> Iterator[Readings]:
             continue
         if words.shape[0] != heads:
             raise ValueError(f"{trace.path}, step {sample.step}: {words.shape[0]} heads in a trace of {heads}")
-        yield Readings.from_words(
-            step=sample.step,
-            since_step=sample.since_step,
-            words=words,
-            modes=np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy(),
-            loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
-            grad_norm=sample.grad_norm,
-            learning_rate=sample.learning_rate,
-            rounds=trace.rounds,
-            query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
-        )
+        yield sample, words
+
+
+def modes_of(sample: wire.Sample, heads: int) -> npt.NDArray[np.int32]:
+    """The modes of a sample [N]; plain where they were not recorded."""
+    return np.zeros(heads, dtype=np.int32) if sample.modes is None else sample.modes.numpy()
+
+
+def reading(trace: Trace, sample: wire.Sample, words: Words) -> Readings:
+    """One sample as the detectors read it, of these counts [N, SLOT_COUNT]."""
+    return Readings.from_words(
+        step=sample.step,
+        since_step=sample.since_step,
+        words=words,
+        modes=modes_of(sample, len(words)),
+        loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
+        grad_norm=sample.grad_norm,
+        learning_rate=sample.learning_rate,
+        rounds=trace.rounds,
+        query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
+    )

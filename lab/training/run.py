@@ -118,6 +118,7 @@ class Training:
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,
+            "count_every_blocks": 1,  # a recording holds what can be thinned afterwards
             "spool_directory": None,
             "quiet": True,
         } | (FAST_CONTROL if self._fast else {})

@@ -14,7 +14,7 @@ from foreshock.contract import wire
 from foreshock.contract.catalog import read
 from foreshock.contract.metric import ratio
 from foreshock.contract.modes import parse_mode
-from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 from foreshock.monitor.attention.proof import Proof
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
@@ -35,7 +35,7 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
     variance = np.maximum(read("head.score_offset_rms", words) ** 2 - read("head.score_offset", words) ** 2, 0.0)
     return {
         "offset_error": np.sqrt(ratio(variance, rows)),
-        "tied_bf16_error": np.sqrt(ratio(share * (1 - share), rows)),
+        "tied_bf16_error": np.sqrt(ratio(share * (1 - share), looked_at(words))),
     }
 
 

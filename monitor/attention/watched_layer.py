@@ -38,18 +38,29 @@ def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str 
 
 
 class WatchedLayer:
-    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
+    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT], `modes` int32 [H] and `cadence` int64
+    [2], all views; `cadence` is None where all rows are counted always.
 
     It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
     is served by our kernels or by the model's own attention, of which a sample is measured.
     """
 
-    def __init__(self, name: str, state: Tensor, modes: Tensor, numerics: str, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: Tensor,
+        modes: Tensor,
+        numerics: str,
+        *,
+        cadence: Tensor | None = None,
+        strict: bool = False,
+    ) -> None:
         self.name = name
         # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
         self.state = state.data
         self.modes = modes.data
+        self.cadence = None if cadence is None else cadence.data
         self.numerics = numerics
         self.strict = strict
         self.rounds = numerics not in _EXACT
@@ -68,9 +79,9 @@ class WatchedLayer:
         """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
         """Why calls were neither served nor measured."""
-        for buffer in (self.state, self.modes):
-            # spares torch.compile's CUDA graphs a copy of them in every step
-            torch._dynamo.mark_static_address(buffer, guard=False)
+        for buffer in (self.state, self.modes, self.cadence):
+            if buffer is not None:  # spares torch.compile's CUDA graphs a copy of them in every step
+                torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -131,7 +142,7 @@ class WatchedLayer:
         """The watched attention, [B, H, Sq, D], or None when our operator refuses this call."""
         self._note(**options)
         numerics = numerics_for(query, self.numerics)
-        options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
+        options |= {"numerics": numerics, "state": self.state, "modes": self.modes, "cadence": self.cadence}
         if torch.compiler.is_compiling():
             return cast(Tensor, flash_attention(query, key, value, **options))
         self.rounds = numerics not in _EXACT

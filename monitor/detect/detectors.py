@@ -59,6 +59,10 @@ class Detecting(Protocol):
     def risk(self) -> Floats:
         """How near a warning each head is, [N] in [0, 1]."""
 
+    @property
+    def pressure(self) -> Floats:
+        """How near a warning each signal of each head is, [len(SIGNALS), N], 0 or more; at 1 it warns."""
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
 

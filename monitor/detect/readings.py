@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.catalog import read
-from foreshock.contract.metric import ratio
-from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Readings:
     tied_rows_bf16: Floats
     tied_rows_one: Floats
     delta_bias_sum: Floats
-    """over all rows, estimated where a cadence skipped some"""
+    """over the rows that a cadence did not skip: summed over samples each row then weighs the same"""
     nonfinite_rows: Floats
     query_norm: Floats | None = None
     modes: npt.NDArray[np.int32]
@@ -57,8 +56,6 @@ class Readings:
         # This runs between two steps of a training: few operations, and none on slots that nobody reads.
         rows = slot_values(words, Slot.ROWS)
         delta_bias_sum = slot_values(words, Slot.DELTA_BIAS_SUM)
-        if words[:, Slot.SKIPPED_ROWS].any():  # as many as all rows would have, from those that a cadence looked at
-            delta_bias_sum = delta_bias_sum * ratio(rows, looked_at(words))
         return cls(
             step=step,
             since_step=since_step,

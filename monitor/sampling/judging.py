@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.sampling.collector import Counted
@@ -18,11 +21,13 @@ LONGEST_WAIT_SECONDS: Final = 1.0
 
 
 class Judged(NamedTuple):
-    """A sample with what the detectors said of it; `risk` is float64 [N], None where they are off."""
+    """A sample with what the detectors said of it; `risk` is float64 [N], `near` bool [N] (`near_a_warning`), both None
+    where they are off."""
 
     counted: Counted
     verdicts: list[wire.Verdict]
     risk: Floats | None
+    near: npt.NDArray[np.bool_] | None = None
 
 
 class Judge:

@@ -417,12 +417,12 @@ def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown()
     assert words.shape == (2, SLOT_COUNT)
 
 
-def test_the_sum_of_delta_bias_is_what_it_would_be_had_a_cadence_skipped_no_row() -> None:
+def test_in_the_sum_of_delta_bias_each_row_that_a_cadence_looked_at_weighs_the_same() -> None:
     words = np.tile(identity_row(), (3, 1))
     words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 60, (40, 0, 60)
     words.view(np.float64)[:, Slot.DELTA_BIAS_SUM] = -1.5, 2.5, 0.0
     seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(3, dtype=np.int32))
-    np.testing.assert_array_equal(seen.delta_bias_sum, [-4.5, 2.5, np.nan])
+    np.testing.assert_array_equal(seen.delta_bias_sum, [-1.5, 2.5, 0.0])
 
 
 def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
