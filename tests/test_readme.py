@@ -47,7 +47,7 @@ def test_the_costs_are_those_that_were_measured() -> None:
     table = agent.split("<!-- step times")[1].split("<!-- end of step times")[0]
     for model in ("gpt2-small", "llama-1b"):
         row = next(cells(line) for line in table.splitlines() if line.startswith(f"| {model} "))
-        for ratio in (row[8], row[9]):
+        for ratio in filter(lambda told: told != "-", row[9:]):
             per_cent = f"{100 * (float(ratio.split()[0]) - 1):.1f} %"
             assert per_cent in README
 
