@@ -21,6 +21,7 @@ GUARDED: Final = (
     "collector",
     "sample",
     "detectors",
+    "thinning",
     "policy",
     "voice",
     "switch",

@@ -196,7 +196,7 @@ class Agent:
             self._guards["policy"].run(self._act, verdicts)
         if (thinning := self._instruments.thinning) is not None:
             step, until = self.current_step, self._cadence.watch_until
-            self._guards["collector"].run(thinning.follow, counted.words, near, self._switchboard.host, step, until)
+            self._guards["thinning"].run(thinning.follow, counted.words, near, self._switchboard.host, step, until)
 
     def _hear(self, verdicts: list[wire.Verdict]) -> None:
         self._say(self._voice.hear(verdicts, self._switched_modes))

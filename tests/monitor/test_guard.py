@@ -83,6 +83,7 @@ BREAKAGES: dict[str, tuple[str, str]] = {
     "landed": ("_collector.landed", "collector"),
     "norms": ("_norms.measure", "norms"),
     "detectors": ("detectors.update", "detectors"),
+    "thinning": ("_instruments.thinning.follow", "thinning"),
     "sender": ("_outbox.sender.put", "sender"),
     "commands": ("_outbox.sender.commands", "switch"),
 }
