@@ -31,6 +31,7 @@ TINY = replace(
 )
 SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper", mitigation="exact_delta")
 EARLY = DetectorConfig(
+    horizon_lives=None,  # as in the demo
     settle_steps=0,
     block_steps=25,
     window_steps=200,
