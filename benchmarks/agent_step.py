@@ -320,26 +320,32 @@ def measure(
     return result
 
 
+_WATCHED: Final = ("kernels", "kernels_agent", "quiet_agent", "keep_agent")
+_PAIRS: Final = (
+    ("kernels_agent", "kernels"),
+    ("kernels_agent", "none"),
+    ("quiet_agent", "none"),
+    ("keep_agent", "none"),
+)
+"""Arms whose ratio is told."""
+
+
 def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     medians = {name: 1e3 * statistics.median(arm.seconds) for name, arm in bench.arms.items()}
     means = {name: 1e3 * statistics.fmean(arm.seconds) for name, arm in bench.arms.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    arms = {"none": best, **{name: name for name in ("kernels", "kernels_agent", "quiet_agent", "keep_agent")}}
+    arms = {"none": best, **{name: name for name in _WATCHED}}
 
     def ratio(values: dict[str, float], arm: str, base: str) -> float | None:
         both = values.get(arms[arm]), values.get(arms[base])
         return None if both[0] is None or both[1] is None else round(both[0] / both[1], 4)
 
-    pairs = (
-        *(("kernels_agent", "kernels"), ("kernels_agent", "none")),
-        *(("quiet_agent", "none"), ("keep_agent", "none")),
-    )
     return {
         "shape": asdict(bench.shape),
         "best_backend": best.removeprefix("none_"),
         **{name: round(medians[arm], 3) if arm in medians else None for name, arm in arms.items()},
-        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in pairs},
-        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in pairs},
+        "ratios": {f"{a} / {b}": ratio(medians, a, b) for a, b in _PAIRS},
+        "ratios_of_means": {f"{a} / {b}": ratio(means, a, b) for a, b in _PAIRS},
         "backends": {name.removeprefix("none_"): round(medians[name], 3) for name in medians if name[:5] == "none_"},
         "means": {name: round(value, 3) for name, value in means.items()},
         "rounds": rounds,
@@ -383,8 +389,7 @@ def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     """The table of docs/agent.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
-    pairs = ("kernels_agent / kernels", "kernels_agent / none", "quiet_agent / none", "keep_agent / none")
-    arms = ("none", "kernels", "kernels_agent", "quiet_agent", "keep_agent")
+    pairs, arms = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *_WATCHED)
     lines = [
         f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",
         "|---" * (3 + len(arms + pairs)) + "|",

@@ -74,11 +74,10 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
         "description": alert.description,
         "action": alert.to_do or alert.action,
         "runbook_url": f"{links.runbooks}/{alert.name}.md",
-        "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}"
-        if metric is not None and "run" in metric.labels
-        else f"{links.grafana}/d/foreshock-service",
+        "dashboard_url": f"{links.grafana}/d/foreshock-service",
     }
     if metric is not None and "run" in metric.labels:
+        annotations["dashboard_url"] = f"{links.grafana}/d/foreshock-run?var-run={run}"
         annotations["page_url"] = f"{links.service}/?runs={run}{_place(metric)}"
     if alert.done:
         annotations["done"] = alert.done

@@ -220,10 +220,9 @@ def forward_kernel(
         numbers = (dim, unit, scale, softcap, score_unit, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
         mode = 0
-        if modes is not None:
-            mode = tl.load(modes + head)
         looking = (cadence, looked, which // heads + head)
         if modes is not None:
+            mode = tl.load(modes + head)
             if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
                 mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
                 _block(

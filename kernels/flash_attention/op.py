@@ -161,18 +161,6 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save(ctx, inputs, output)
-    _mark(ctx, output)
-
-
-def _mark(ctx: Any, output: tuple[Tensor, ...]) -> None:
-    """O and the log-sum-exp have gradients; where one of them has none, the backward is told None."""
-    _, residual, _, *rest = output
-    ctx.mark_non_differentiable(residual, *rest)
-    ctx.set_materialize_grads(False)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
     # State, modes and cadence change between forward and backward by design, which save_for_backward would refuse.
@@ -180,6 +168,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
     ctx.cadence = inputs[11] if len(inputs) > 11 else None
     ctx.others = len(inputs) - 3
+    # O and the log-sum-exp have gradients; where one of them has none, the backward is told None.
+    ctx.mark_non_differentiable(output[1], *output[3:])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple[Tensor | None, ...]:

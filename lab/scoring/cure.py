@@ -20,7 +20,7 @@ import numpy as np
 
 from foreshock.contract import catalog, wire
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.lab.recording.trace import Steps, Trace, read_trace
+from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.lab.scoring.courses import excess_over, final_offset
 from foreshock.lab.scoring.harm import AGAINST_CONTROL, Limits, first_harm
 from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
@@ -74,7 +74,8 @@ def cured_runs(paths: Iterable[Path]) -> list[CuredRun]:
 def _cured(trace: Trace, control: Trace | None, limits: Limits) -> CuredRun:
     control = None if control is trace else control
     switched = _first_switch(trace)
-    harm = first_harm(_since(trace.steps, switched or 0), None if control is None else control.steps, limits)
+    since = trace.steps.only(trace.steps.step - trace.steps.span >= (switched or 0))
+    harm = first_harm(since, None if control is None else control.steps, limits)
     share, key_bias = _null_part(trace)
     return CuredRun(
         recipe=str(trace.header.get("recipe", trace.path.name)),
@@ -96,11 +97,6 @@ def _cured(trace: Trace, control: Trace | None, limits: Limits) -> CuredRun:
 def _first_switch(trace: Trace) -> int | None:
     steps = (e.step for e in trace.events if isinstance(e, wire.Switched) and e.outcome == "applied" and e.heads)
     return next(steps, None)
-
-
-def _since(steps: Steps, first: int) -> Steps:
-    kept = steps.step - steps.span >= first
-    return Steps(steps.step[kept], steps.loss[kept], steps.grad_norm[kept], steps.span[kept])
 
 
 def _policy(trace: Trace) -> str:

@@ -52,14 +52,9 @@ def _least(pair: tuple[Steps, Steps], limits: Any) -> float:
     """The least excess at which the first of two runs is not harmed beside the second, by halving."""
     low, high = 0.0, _LARGEST
     both = min(int(steps.step[-1]) for steps in pair)
-    one, other = (_until(steps, both) for steps in pair)
+    one, other = (steps.only(steps.step <= both) for steps in pair)
     for _ in range(20):
         middle = (low + high) / 2
         harm = first_harm(one, other, limits(middle))
         low, high = (middle, high) if harm is not None and harm.by != "non-finite" else (low, middle)
     return high
-
-
-def _until(steps: Steps, last: int) -> Steps:
-    kept = steps.step <= last
-    return Steps(steps.step[kept], steps.loss[kept], steps.grad_norm[kept], steps.span[kept])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 from foreshock.kernels.flash_attention.spec import LOOK_ROWS
 from foreshock.lab.recording.trace import Trace, counted, modes_of, reading
 from foreshock.lab.scoring.score import Score, asked_lead, score_traces
@@ -92,9 +92,8 @@ def _spread(words: Words) -> Floats:
     floats, rows = words.view(np.float64), words[:, Slot.ROWS]
     total, squares = floats[:, Slot.DELTA_BIAS_SUM], floats[:, Slot.DELTA_BIAS_SUMSQ]
     with np.errstate(divide="ignore", invalid="ignore"):
-        of_size = (
-            np.pi / 2 * slot_values(words, Slot.DELTA_BIAS_ABS) ** 2 / rows
-        )  # of a normal row, where no more is known
+        # Of a normal row, where no more is known.
+        of_size = np.pi / 2 * slot_values(words, Slot.DELTA_BIAS_ABS) ** 2 / rows
         spread = np.where(np.isnan(squares), of_size, squares - total**2 / rows)
     return np.asarray(np.nan_to_num(spread.clip(min=0.0)))
 
@@ -123,7 +122,7 @@ def warned(
         k = np.full(len(whole), every) if always else np.repeat(thinning.every, heads)
         words = thin(whole, k.astype(np.float64), alike, alike_bias, random) if (k > 1).any() else whole
         all_rows += int(whole[:, Slot.ROWS].sum())
-        looked += int((words[:, Slot.ROWS] - words[:, Slot.SKIPPED_ROWS]).sum())
+        looked += int(looked_at(words).sum())
         for verdict in detectors.update(replace(reading(trace, sample, words), rounds=True)):
             if verdict.state == "raised" and verdict.severity != "info":
                 told.setdefault((verdict.layer, verdict.head), verdict.step)

@@ -9,6 +9,7 @@ import torch
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
+    INTERPRETED,
     Inputs,
     attend,
     attend_by_reference,
@@ -26,8 +27,7 @@ from foreshock.kernels.flash_attention.spec import residual_scale
 
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    *INTERPRETED,
     # PyTorch's own attention is the first to multiply in autograd's thread.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.triton_calls import DEVICE, Outputs, attend, attend_by_reference, random_inputs, scaled
+from tests.kernels.triton_calls import DEVICE, INTERPRETED, Outputs, attend, attend_by_reference, random_inputs, scaled
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
@@ -13,10 +13,7 @@ from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot
 from foreshock.kernels.flash_attention import backward, forward, new_state, reference
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = INTERPRETED
 BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
 RESULTS = ("out", "lse", "row_max", "grad_query", "grad_key", "grad_value")
 ALWAYS = (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS)

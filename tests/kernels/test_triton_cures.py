@@ -5,6 +5,7 @@ import torch
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
+    INTERPRETED,
     Inputs,
     Outputs,
     attend,
@@ -20,10 +21,7 @@ from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import COUNT_SLOTS, Slot
 from foreshock.kernels.flash_attention import AttentionSpec
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = INTERPRETED
 
 EVERY = "exact_delta+row_corrected+centred_keys+centred_values"
 CASES = [

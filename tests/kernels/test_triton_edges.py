@@ -9,6 +9,7 @@ import triton.language as tl
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
+    INTERPRETED,
     Inputs,
     attend,
     attend_by_reference,
@@ -26,10 +27,7 @@ from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 from foreshock.kernels.flash_attention.spec import Arguments
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = INTERPRETED
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import torch
 from tests.kernels.triton_calls import (
     CUDA,
     DEVICE,
+    INTERPRETED,
     Inputs,
     attend,
     attend_by_reference,
@@ -17,10 +18,7 @@ from tests.kernels.triton_calls import (
 from foreshock.contract.modes import parse_mode
 from foreshock.kernels.flash_attention import AttentionSpec
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = INTERPRETED
 
 CASES = [
     pytest.param("plain", 70, 70, 32, 2, 1, {"causal": "top_left"}, id="plain, causal, grouped"),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.triton_calls import DEVICE
+from tests.kernels.triton_calls import DEVICE, INTERPRETED
 from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, Slot, Words, slot_values
@@ -14,10 +14,7 @@ from foreshock.kernels.flash_attention.sampled_rows import count_sampled_rows, s
 from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probed_rows import Call
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = INTERPRETED
 
 
 def tensors(dtype: torch.dtype, length_q: int = 7, length_k: int = 18, dim: int = 16) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,11 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state, reference
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
+INTERPRETED = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+"""Marks of modules whose kernels run in Triton's interpreter where there is no GPU."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
