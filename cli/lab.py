@@ -62,7 +62,7 @@ def lab_run_set(
         str,
         typer.Argument(
             help="Which set: cpu, healthy, gpu, other, removal, rescue, cure-explosion, cure-twenty, cure-text, "
-            "cure-small, real-text, real-text-large or real-text-small."
+            "cure-deep, cure-small, real-text, real-text-large or real-text-small."
         ),
     ],
     folder: Annotated[

@@ -52,9 +52,11 @@ def _arm(mode: str) -> str:
 
 def cure_sets() -> dict[str, list[Entry]]:
     """By name: `cure-explosion` (shared-values, with the habits of others, and paper-values), `cure-twenty` (fresh
-    seeds of shared-values and the shipped policy), `cure-text` (byte pairs) and `cure-small` (on a CPU)."""
+    seeds of shared-values and the shipped policy), `cure-text` (byte pairs), `cure-deep` (byte pairs, eight layers,
+    the shipped policy) and `cure-small` (on a CPU)."""
     shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     text, wide_batch, deep = (find_recipe(name) for name in ("kb256", "kb256b128", "kb512"))
+    eight_layers = find_recipe("kb256deep")
     small = find_recipe("key-bias-small")
     first, fresh = (2, 7, 1, 4, 5, 3), range(8, 28)
     at_once = [f"rescued-all-{_arm(mode)}" for mode in CURES[:3]]
@@ -83,6 +85,10 @@ def cure_sets() -> dict[str, list[Entry]]:
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), *at_once[:2]], (3,)),
             *_runs(deep, [UNTREATED, CONTROL, _arm(CURES[0])], (1,)),
             *_runs(text, HABITS[:-1], (2,)),
+        ],
+        "cure-deep": [
+            *_runs(eight_layers, [UNTREATED, f"rescued-all-{_arm(DEFAULT_MITIGATION)}"], (1, 2, 3)),
+            *_runs(eight_layers, [CONTROL], (1, 2, 3)),
         ],
         "cure-small": [
             *_runs(small, [UNTREATED, CONTROL, *map(_arm, CURES)], (44, 45, 46)),
