@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import pybase64
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_BATCH_BYTES: Final = 32 * 2**20
 
@@ -16,6 +16,17 @@ class Message(BaseModel):
     """Base of every message: frozen, non-finite scalars as strings. Fields of a newer version are skipped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """Refuses a longer object before its entries are looked at: each wrong one would be an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"has {len(value)} entries, {entries} are the most")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _decoded(data: str) -> bytes:

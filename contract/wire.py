@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -26,6 +27,7 @@ from pydantic_core import from_json
 from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
 from foreshock.contract.message import Array as Array
 from foreshock.contract.message import Message as Message
+from foreshock.contract.message import at_most
 from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
@@ -36,6 +38,8 @@ MAX_LAYERS: Final = 1024
 MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
+MAX_VALUES: Final = 2**20
+"""Most values in a batch, arrays aside: its lists and objects, and what stands in them."""
 MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
 MAX_GRAM_DIM: Final = 256
@@ -81,7 +85,7 @@ class Layer(Message):
 
     layer: LayerNumber
     name: Identifier
-    heads: tuple[HeadNumber, ...] = Field(min_length=1, max_length=MAX_HEADS)
+    heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
     kv_heads: int = Field(ge=1, le=MAX_HEADS)
     head_dim: int = Field(ge=1, le=4096)
     served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
@@ -106,15 +110,19 @@ class Started(Message):
     step: Step
     unix_seconds: UnixSeconds
     world_size: int = Field(default=1, ge=1, le=10**6)
-    layers: tuple[Layer, ...] = Field(max_length=MAX_LAYERS)
+    layers: Annotated[tuple[Layer, ...], FailFast()] = Field(max_length=MAX_LAYERS)
     policy: Policy
     numerics: str = Field(max_length=32)
     mitigation: ToldModeName = "exact_delta"
     switch_scope: str | None = Field(
         default=None, pattern="^[a-z_]{1,16}$", description="what a warning switches: head, layer, model"
     )
-    labels: dict[Identifier, Annotated[str, Field(max_length=256)]] = Field(default_factory=dict, max_length=32)
-    versions: dict[Identifier, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict, max_length=32)
+    labels: Annotated[dict[Identifier, Annotated[str, Field(max_length=256)]], at_most(32)] = Field(
+        default_factory=dict, max_length=32
+    )
+    versions: Annotated[dict[Identifier, Annotated[str, Field(max_length=64)]], at_most(32)] = Field(
+        default_factory=dict, max_length=32
+    )
 
 
 PER_HEAD: Final = {"modes": "<i4", "query_norm": "<f4", "key_norm": "<f4", "query_key_norm": "<f4", "risk": "<f4"}
@@ -194,7 +202,7 @@ class Verdict(Message):
     head: HeadNumber | None = None
     cause: Cause
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
-    evidence: dict[Identifier, float] = Field(default_factory=dict, max_length=32)
+    evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None
     forecast_high_steps: float | None = None
@@ -216,9 +224,9 @@ class Switched(Message):
     command: Identifier | None = None
     verdict: Identifier | None = None
     outcome: Outcome
-    heads: tuple[HeadRef, ...] = Field(max_length=MAX_LAYERS * 64)
-    before: tuple[ToldModeName, ...]
-    after: tuple[ToldModeName, ...]
+    heads: Annotated[tuple[HeadRef, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
+    before: Annotated[tuple[ToldModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
+    after: Annotated[tuple[ToldModeName, ...], FailFast()] = Field(max_length=MAX_LAYERS * 64)
     reason: str = Field(max_length=500)
 
     @model_validator(mode="after")
@@ -233,8 +241,10 @@ class AgentHealth(Message):
 
     kind: Literal["health"] = "health"
     step: Step
-    dropped: dict[Identifier, Count] = Field(default_factory=dict, max_length=256, description="events lost, by reason")
-    faults: dict[Identifier, Count] = Field(
+    dropped: Annotated[dict[Identifier, Count], at_most(256)] = Field(
+        default_factory=dict, max_length=256, description="events lost, by reason"
+    )
+    faults: Annotated[dict[Identifier, Count], at_most(256)] = Field(
         default_factory=dict, max_length=256, description="contained faults, by component"
     )
     retries: Count = 0
@@ -253,7 +263,7 @@ class Grams(Message):
     step: Step
     began_step: Step = Field(description="where the boot began; only parts of boots that began together are added up")
     layer: LayerNumber
-    heads: tuple[HeadNumber, ...] = Field(min_length=1, max_length=MAX_HEADS)
+    heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
     head_dim: int = Field(ge=1, le=MAX_GRAM_DIM)
     inputs: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = Field(description="[start, stop)")
     all_inputs: int = Field(ge=1, le=2**31 - 1)
@@ -318,6 +328,8 @@ def read_batch(body: bytes) -> Batch:
     try:
         return Batch.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > MAX_EVENTS:  # more than unknown kinds; and each error takes a kilobyte
+            raise
         found = error.errors(include_url=False, include_input=False)
         places = [e["loc"][1] for e in found if e["type"] == "union_tag_invalid" and e["loc"][:1] == ("events",)]
         said: dict[str, Any] = from_json(body) if places else {}
