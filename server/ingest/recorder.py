@@ -57,6 +57,14 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
+_WRITE_WARNINGS = Many(warnings.insert(), [column.name for column in warnings.c])
+_KEY_OF_WARNING = (warnings.c.run_id, warnings.c.rank, warnings.c.uid)
+_CHANGE_WARNINGS = Many(
+    update(warnings)
+    .where(*(column == bindparam(f"new_{column.name}") for column in _KEY_OF_WARNING))
+    .values({column: bindparam(f"new_{column.name}") for column in warnings.c if not column.primary_key}),
+    [f"new_{column.name}" for column in _KEY_OF_WARNING],
+)
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
@@ -367,9 +375,8 @@ def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int
 async def _write_warnings(
     connection: AsyncConnection, newest: dict[WarningKey, dict[str, Any]], known: Collection[WarningKey]
 ) -> None:
-    for key, row in sorted(newest.items(), key=lambda item: item[0]):
-        if key in known:
-            same = (warnings.c.run_id == key[0], warnings.c.rank == key[1], warnings.c.uid == key[2])
-            await connection.execute(update(warnings).where(*same).values(row))
-        else:
-            await connection.execute(warnings.insert().values(row))
+    if new := sorted(newest.keys() - set(known)):
+        await _WRITE_WARNINGS.execute(connection, [newest[key] for key in new])
+    if changed := sorted(newest.keys() & set(known)):
+        values = [{f"new_{name}": value for name, value in newest[key].items()} for key in changed]
+        await _CHANGE_WARNINGS.execute(connection, values)

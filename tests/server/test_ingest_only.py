@@ -46,6 +46,32 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
+def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_else() -> None:
+    settings = Settings(tokens=TOKENS)
+    nobody: Any = None
+    loud, quiet = FakeRank(run="m/1"), FakeRank(run="a/1")
+    words = loud.batch(*(loud.verdict(1, name=f"w-{number}") for number in range(512)))
+    alone = quiet.batch(quiet.started())
+
+    async def story() -> None:
+        writer = Writer(settings, nobody, nobody, nobody, nobody)  # it never runs: what it would write can be seen
+        waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", UNTOLD)) for _ in range(20)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", UNTOLD)) for _ in range(2)]
+        waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", UNTOLD)) for _ in range(3)]
+        await asyncio.sleep(0)
+        groups = []
+        while writer.depth:
+            groups.append("".join(item.token[0] for item in writer._next_group()))
+        assert groups[:3] == ["mab", "mab", "mb"]
+        assert groups[3:] == ["mm"] * 8 + ["m"]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
 def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(play: Any) -> None:
     """Of a token, of a session of its, of a stranger at an address that needs no token."""
 
