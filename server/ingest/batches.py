@@ -17,6 +17,7 @@ from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.ingest.arrivals import Arrival
+from foreshock.server.ingest.grams import Adder
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.incidents import tell_incidents
@@ -46,10 +47,16 @@ class Writer:
     """
 
     def __init__(
-        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
+        self,
+        settings: Settings,
+        store: Store,
+        counters: Counters,
+        broadcaster: Broadcaster,
+        roller: Roller,
+        adder: Adder,
     ) -> None:
         self._settings, self._store, self._counters = settings, store, counters
-        self._broadcaster, self._roller = broadcaster, roller
+        self._broadcaster, self._roller, self._adder = broadcaster, roller, adder
         self._waiting: dict[str, deque[_Item]] = {}
         """By token what waits, none of them empty; whose turn it is comes first."""
         self._woken = asyncio.Event()
@@ -191,6 +198,7 @@ class Writer:
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:
             self._roller.touch(run_id, step)
+        self._adder.touch(done.summed)
         self._broadcaster.committed(done.new)
         return [
             Ack(

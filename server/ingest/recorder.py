@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
 from foreshock.server.ingest.arrivals import Arrival
-from foreshock.server.ingest.grams import Part, add_up
+from foreshock.server.ingest.grams import Part, keep_parts
 from foreshock.server.ingest.placing import place, starts_of, supersede
 from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
 from foreshock.server.store import process_starts
@@ -94,6 +94,8 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    """(run id, step) whose sums of Gram matrices may be complete now."""
     told: set[int] = field(default_factory=set)
     """Runs of which something was told that an incident may change by: a verdict, a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -127,7 +129,7 @@ async def record(
     await _merge_boots(store, connection, done, rows, placed, now)
     await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
-    await _add_up_grams(store, connection, done, now)
+    await _keep_grams(store, connection, done, now)
     await _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
 
@@ -221,12 +223,12 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
         await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
-async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+async def _keep_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
     owned = [(done.run_ids[b.run], done.boot_ids[key_of(b)], event) for b in done.new for event in b.events]
     parts = [Part(run_id, boot_id, event) for run_id, boot_id, event in owned if isinstance(event, Grams)]
     started = {boot_id for _, boot_id, event in owned if isinstance(event, Started)}
     if parts or started:
-        done.stepped |= await add_up(store, connection, parts, started, now)
+        done.summed = await keep_parts(store, connection, parts, started, now)
 
 
 async def _merge_boots(
