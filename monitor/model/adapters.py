@@ -1,15 +1,49 @@
-"""The weight that a projection with low-rank adapters really computes with: W + scale * B A.
+"""The weight that a projection really computes with: its own, or with low-rank adapters W + scale * B A.
 
 Known are peft's layout (a `base_layer`, and `lora_A`, `lora_B`, `scaling` by adapter name), torchtune's (linear layers
 `lora_a`, `lora_b`) and the one of loralib and most hand-made ones (`lora_A`, `lora_B`, parameters or linear layers).
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from foreshock.monitor.model.sharding import is_sharded
+
+_PURE: Final[tuple[type, ...]] = tuple(
+    kind for name in ("_WeightNorm", "_Orthogonal") if isinstance(kind := getattr(parametrizations, name, None), type)
+)
+"""PyTorch's parametrizations that neither write nor draw anything; its spectral norm goes on at every reading."""
+
+
+def stored(module: nn.Module, name: str = "weight") -> Any:
+    """The tensor of this name, or None where a property computes it: reading that would run code of the model, which
+    may write or draw numbers, or give the weight under adapters of an unknown kind."""
+    for held in (module._parameters, module._buffers, vars(module)):
+        if name in held:
+            return held[name]
+    if not parametrize.is_parametrized(module, name):
+        return None
+    makers = module.parametrizations[name]  # type: ignore[index]
+    return getattr(module, name) if all(isinstance(maker, _PURE) for maker in makers) else None
+
+
+def why_unread(projection: nn.Module) -> str | None:
+    """Why the weight that a projection computes with cannot be told; None where it can, or where it has none."""
+    if has_adapters(projection):
+        return "whose adapters are of an unknown kind" if adapted(projection) is None else None
+    if stored(projection) is None and (hasattr(type(projection), "weight") or "base_layer" in projection._modules):
+        return "whose weight is computed anew at every reading"
+    return None
+
+
+def computes_otherwise(module: nn.Module) -> bool:
+    """Whether the projection has a forward that is not known here, which may scale or round its weight."""
+    projection = base_of(module)
+    known = type(projection).forward is nn.Linear.forward or is_conv1d(projection) or has_adapters(projection)
+    return not known
 
 
 def has_adapters(module: object) -> bool:
@@ -34,7 +68,7 @@ def is_conv1d(module: nn.Module) -> bool:
 def adapted(module: nn.Module) -> Tensor | None:
     """The effective weight as [out, in], or None where it cannot be told (another layout, DoRA, sharded weights)."""
     base = base_of(module)
-    weight = getattr(base, "weight", None)
+    weight = stored(base)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or is_sharded(weight) or _is_dora(module):
         return None
     effective = weight.detach().t() if is_conv1d(base) else weight.detach()

@@ -7,14 +7,22 @@ its D query (key) features over the E inputs.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from foreshock.contract.wire import MAX_GRAM_DIM
-from foreshock.monitor.model.adapters import adapted, base_of, has_adapters, is_conv1d
+from foreshock.monitor.model.adapters import (
+    adapted,
+    base_of,
+    computes_otherwise,
+    has_adapters,
+    is_conv1d,
+    stored,
+    why_unread,
+)
 from foreshock.monitor.model.sharding import Part, is_first_replica, is_sharded, local_tensor, part_of, parts_of
 
 _SEPARATE: Final = (
@@ -33,6 +41,7 @@ _SEPARATE: Final = (
 )
 _FUSED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "wqkv", "in_proj", "to_qkv", "c_qkv", "attn_qkv", "W_pack")
 _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
+_PROJECTIONS: Final = frozenset((*chain.from_iterable(_SEPARATE), *_FUSED, *_FUSED_PER_KEY_HEAD))
 
 
 class ShardedWeightError(Exception):
@@ -191,9 +200,14 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
     if why_unmeasured(module) != _NOT_FOUND:
         return None
     projection = _find_projection(module, heads, kv_heads, head_dim)
-    if projection is not None and any(_HEAD_NORM.fullmatch(name) for name in module._modules):
-        return replace(projection, layout=f"{projection.layout}, norms of the weights alone: heads are normalised")
-    return projection
+    if projection is None:
+        return None
+    whys = ["heads are normalised"] if any(_HEAD_NORM.fullmatch(name) for name in module._modules) else []
+    holders = {rows.holder for rows in (projection.query, projection.key)} - {module}
+    whys += sorted({f"{type(h).__name__} has a forward of its own" for h in holders if computes_otherwise(h)})
+    if not whys:
+        return projection
+    return replace(projection, layout=f"{projection.layout}, norms of the weights alone: {', '.join(whys)}")
 
 
 _NOT_FOUND: Final = "W_Q and W_K were not found"
@@ -208,10 +222,13 @@ def why_unmeasured(module: nn.Module) -> str:
     for name, child in module._modules.items():
         if re.fullmatch(r"[qk]_?\w*conv\w*", name):
             return f"queries or keys pass through a convolution ({name})"
-        weight = getattr(base_of(child), "weight", None) if child is not None else None
+        weight = stored(base_of(child)) if child is not None else None
         if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
             dtype = str(weight.dtype).removeprefix("torch.")
             return f"the weight of {name} is kept as {dtype} and scaled elsewhere"
+        if name in _PROJECTIONS and child is not None and why_unread(child) is not None:
+            package = type(child).__module__.partition(".")[0]
+            return f"{name} is {package}'s {type(child).__name__}, {why_unread(child)}"
     return _NOT_FOUND
 
 
@@ -283,10 +300,10 @@ def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
 def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
     """heads * head_dim as the module's own projections tell it, or None."""
     for query_name, _ in _SEPARATE:
-        if (width := _outputs(getattr(module, query_name, None))) is not None:
+        if (width := _width(getattr(module, query_name, None))) is not None:
             return width
     for name in (*_FUSED, *_FUSED_PER_KEY_HEAD):
-        width = _outputs(getattr(module, name, None))
+        width = _width(getattr(module, name, None))
         if width is not None and width * heads % (heads + 2 * kv_heads) == 0:
             return width * heads // (heads + 2 * kv_heads)
     return None
@@ -295,8 +312,16 @@ def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
 def _outputs(module: object) -> int | None:
     if not isinstance(module, nn.Module) or (has_adapters(module) and adapted(module) is None):
         return None  # the base's weight alone would give the norm of a W_Q that nobody uses
-    weight = getattr(base_of(module), "weight", None)
+    weight = stored(base_of(module))
     return weight.shape[_output_dim(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _width(module: object) -> int | None:
+    """How many outputs a projection has, also where its weight cannot be read."""
+    if (outputs := _outputs(module)) is not None:
+        return outputs
+    told = getattr(getattr(module, "base_layer", module), "out_features", None)
+    return told if isinstance(told, int) else None
 
 
 def _output_dim(module: nn.Module) -> int:
@@ -307,7 +332,10 @@ def _turned(part: Part, module: nn.Module) -> Part:
     return Part(part.columns, part.rows) if _output_dim(module) else part
 
 
-def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection:
+def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ...], head_dim: int) -> Projection | None:
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight")
+    if any(hasattr(type(module), name) for name in names):
+        return None  # computed by a property, such as a parametrization's
     if getattr(module, "_qkv_same_embed_dim", True):
         keys = tuple(module.embed_dim + start for start in blocks)
         query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))

@@ -1,0 +1,138 @@
+"""Projections whose weight is no tensor of their own: reading it never runs code of the model, and no norm is of a
+weight that nobody computes with."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from foreshock.monitor import attach
+from foreshock.monitor.model.discovery import find_attention
+
+HEADS, WIDTH = 3, 24
+
+
+class Attention(nn.Module):
+    """One layer of causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads = HEADS
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            projection(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
+        )
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def attention() -> Attention:
+    torch.manual_seed(17)
+    module = Attention()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+class Noisy(nn.Module):
+    """A weight that is drawn anew at every reading, as quantisation-aware training does."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.01 * torch.randn_like(weight)
+
+
+def three_steps(module: nn.Module, agent: Any = None) -> dict[str, Tensor]:
+    torch.manual_seed(23)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(3):
+        loss = module(torch.randn(2, 7, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        if agent is not None:
+            agent.step(loss.detach())
+    return {**module.state_dict(), "next number": torch.randn(1)}
+
+
+@pytest.mark.parametrize("how", ["spectral norm", "noise"])
+def test_a_weight_that_changes_by_being_read_is_never_read(how: str) -> None:
+    module = attention()
+    for projection in (module.wq, module.wk):
+        if how == "spectral norm":
+            parametrizations.spectral_norm(projection)
+        else:
+            parametrize.register_parametrization(projection, "weight", Noisy())
+    alone = three_steps(copy.deepcopy(module))
+    with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
+        watched = three_steps(module, agent)
+        report = agent.report()
+    assert alone.keys() == watched.keys()
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+    assert (
+        "norms are not measured: wq is torch's ParametrizedLinear, whose weight is computed anew at every reading"
+        in report
+    )
+    assert "watched 1 of 1" in report
+
+
+@pytest.mark.parametrize("computed", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_weight_that_pytorch_computes_without_a_trace_is_measured(computed: Any) -> None:
+    module = attention()
+    computed(module.wq)
+    (found,) = find_attention(module, {})
+    assert found.projection is not None
+    assert torch.equal(found.projection.query.read().weights.flatten(0, 1), module.wq.weight)
+
+
+def test_adapters_of_an_unknown_kind_are_told_and_the_weight_under_them_is_not_taken_for_the_sum() -> None:
+    class Rotated(nn.Module):
+        """As peft's tuners: the weight of the layer under it as its own, computed with otherwise."""
+
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.turn = base, nn.Linear(WIDTH, WIDTH)
+
+        @property
+        def weight(self) -> Tensor:
+            return self.base_layer.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(self.turn(x))  # type: ignore[no-any-return]
+
+    module = attention()
+    module.wk = Rotated(module.wk)  # type: ignore[assignment]
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.head_dim == WIDTH // HEADS
+    assert found.projection is None
+    assert (
+        found.unmeasured
+        == f"wk is {__name__.partition('.')[0]}'s Rotated, whose weight is computed anew at every reading"
+    )
+
+
+def test_a_projection_with_a_forward_of_its_own_says_that_the_norms_are_of_its_weight_alone() -> None:
+    class Normed(nn.Linear):
+        """Its weight is divided by its norm in every forward."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight / torch.linalg.matrix_norm(self.weight, 2), self.bias)
+
+    module = attention()
+    module.wq = Normed(WIDTH, WIDTH)
+    (found,) = find_attention(module, {})
+    assert found.projection is not None
+    assert found.projection.layout == "separate (wq, wk), norms of the weights alone: Normed has a forward of its own"
+
+
+def test_a_parametrized_multihead_attention_is_watched_without_norms() -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS)
+    parametrize.register_parametrization(module, "in_proj_weight", Noisy())
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.projection is None
