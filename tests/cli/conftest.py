@@ -17,7 +17,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    """A service that knows one run with two layers of three heads; each test orders, keeps or deletes runs of its own."""
+    """A service that knows one run of two layers with three heads; each test changes runs of its own."""
     with LiveService(tmp_path_factory.mktemp("service")) as live:
         rank = FakeRank(run="run-1")
         live.post(rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=2.5)))
