@@ -110,6 +110,9 @@ class WatchedLayer:
         can."""
         if (reason := self._misfit(query, key, value)) is not None:
             return reason
+        if query.dim() != 4 or key.shape[0] != query.shape[0]:
+            shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}"
+            return f"{shapes}; our kernels take [B, H, S, D]"
         if key.shape[3] != query.shape[3] or value.shape[3] != query.shape[3]:
             return f"its queries have {query.shape[3]} features, its values {value.shape[3]}"
         if dropout_p > 0 and not self.draws:
@@ -124,16 +127,21 @@ class WatchedLayer:
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why a call can be neither served nor measured."""
+        heads = self.state.shape[0]
+        shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}, its value {list(value.shape)}"
         if query.is_nested:
             return "its query is a nested tensor; [B, H, S, D] is measured"
-        if query.dim() != 4:
+        if query.dim() < 4 and not (query.dim() == 3 and heads == 1):
             return f"its query has shape {list(query.shape)}; [B, H, S, D] is measured"
-        if query.shape[1] != self.state.shape[0]:
-            return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
-        if key.dim() != 4 or value.shape[:3] != key.shape[:3] or key.shape[0] != query.shape[0]:
-            return f"its key has shape {list(key.shape)}, its value {list(value.shape)}, its query {list(query.shape)}"
-        if query.shape[1] % key.shape[1]:
-            return f"its query has {query.shape[1]} heads, its key {key.shape[1]}"
+        if query.dim() >= 4 and query.shape[-3] != heads:
+            told = f'attach(heads={{"{self.name}": {query.shape[-3]}}}) would'
+            return f"its query has {query.shape[-3]} heads, {heads} were announced; {told} announce them"
+        if key.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]:
+            return shapes
+        if any(q != k and 1 not in (q, k) for q, k in zip(query.shape[:-3], key.shape[:-3], strict=True)):
+            return shapes
+        if query.dim() >= 4 and query.shape[-3] % key.shape[-3]:
+            return f"its query has {query.shape[-3]} heads, its key {key.shape[-3]}"
         if query.device != self.state.device:
             return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
         return None
@@ -163,7 +171,7 @@ class WatchedLayer:
         return refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
 
     def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """`out` [B, H, Sq, D] of the model's own attention, of which the backward measures a sample where asked to."""
+        """`out` [..., H, Sq, D] of the model's own attention, of which the backward measures a sample where asked."""
         if self.tick is None or not out.requires_grad:
             return out
         if (reason := self._misfit(query, key, value)) is not None:
