@@ -74,7 +74,8 @@ def create_app(settings: Settings) -> Service:
     broadcaster = Broadcaster(store, settings)
     roller = Roller(store)
     notifier = Notifier.of(store, settings)
-    writer = Writer(settings, store, counters, broadcaster, roller)
+    adder = grams.Adder(store, roller)
+    writer = Writer(settings, store, counters, broadcaster, roller, adder)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +83,7 @@ def create_app(settings: Settings) -> Service:
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in (*chores, app.state.rotation.run(closing))]
+        others = [asyncio.create_task(chore) for chore in (*chores, adder.run(), app.state.rotation.run(closing))]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -92,6 +93,7 @@ def create_app(settings: Settings) -> Service:
             broadcaster.close()
             writer.close()
             await writing
+            adder.close()
             finished, late = await asyncio.wait(others, timeout=_CLOSING_SECONDS)
             log.info("background tasks ended", ended=len(finished), cancelled=len(late))
             for task in late:
@@ -108,6 +110,7 @@ def create_app(settings: Settings) -> Service:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
+    app.state.adder = adder
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)

@@ -64,17 +64,19 @@ async def exchange(
 
     The caller holds the runs (`Store.lock_runs`).
     """
-    answering = {run_ids[batch.run] for batch, answer in switched if answer.command is not None}
-    held = await holdings(connection, answering) if answering else {}
+    telling = {run_ids[batch.run] for batch, _ in switched}
+    held = await holdings(connection, telling) if telling else {}
+    said: dict[int, list[dict[str, Any]]] = {}
     for batch, answer in switched:
         if answer.command is not None:
             await _answer(store, connection, run_ids[batch.run], held, batch, answer)
         else:
-            await pass_on(store, connection, run_ids[batch.run], batch, answer)
+            run_id = run_ids[batch.run]
+            await pass_on(store, connection, run_id, held.get(run_id, {}), said, batch, answer)
     rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}
-    held |= await holdings(connection, {row.run_id for row in rows} - answering)
+    held |= await holdings(connection, {row.run_id for row in rows} - telling)
     tracks = await tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()

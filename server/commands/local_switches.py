@@ -9,6 +9,7 @@ cautious. Whatever falls short is proposed, and a person decides.
 import hashlib
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sqlalchemy import func, select
@@ -16,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.modes import is_mode, mode_name, parse_mode, with_mode
 from foreshock.contract.wire import Batch, HeadRef, Switched
-from foreshock.server.commands.heads_by_rank import Holding, holdings
+from foreshock.server.commands.heads_by_rank import Holding
 from foreshock.server.commands.lifecycle import OPEN, Order, create
 from foreshock.server.models import CommandState
 from foreshock.server.runs.listing import active_warnings
@@ -30,10 +31,21 @@ _MOST_PROPOSALS: Final = 64
 """Proposals of agents that wait in one run; what comes then stands in the audit trail alone."""
 
 
-async def pass_on(store: Store, connection: AsyncConnection, run_id: int, batch: Batch, switched: Switched) -> None:
-    """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads."""
+async def pass_on(
+    store: Store,
+    connection: AsyncConnection,
+    run_id: int,
+    ranks: Mapping[int, Holding],
+    said: dict[int, list[dict[str, Any]]],
+    batch: Batch,
+    switched: Switched,
+) -> None:
+    """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
+
+    ranks: who holds which heads of the run. said: by run what its living process starts said of themselves, kept here
+    from the first switch on that asks for it; a batch may hold hundreds.
+    """
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
-    ranks = (await holdings(connection, [run_id])).get(run_id, {})
     own = ranks.get(batch.rank)
     living = own is not None and own.boot == batch.boot  # a superseded boot's news comes too late to be an order
     for ref, mode in zip(switched.heads, switched.after, strict=True):
@@ -53,7 +65,7 @@ async def pass_on(store: Store, connection: AsyncConnection, run_id: int, batch:
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched)
+    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched, said)
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -82,22 +94,26 @@ async def pass_on(store: Store, connection: AsyncConnection, run_id: int, batch:
         await create(store, connection, order)
 
 
-def _others(ranks: dict[int, Holding], rank: int, heads: list[HeadRef]) -> set[int]:
+def _others(ranks: Mapping[int, Holding], rank: int, heads: list[HeadRef]) -> set[int]:
     return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
 
 
-async def _is_borne_out(connection: AsyncConnection, run_id: int, rank: int, switched: Switched) -> bool:
+async def _is_borne_out(
+    connection: AsyncConnection, run_id: int, rank: int, switched: Switched, said: dict[int, list[dict[str, Any]]]
+) -> bool:
     """Whether the run's policy and a standing warning of the rank call for what it did."""
-    known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
-    said = [described([boot]) for boot in process_starts.newest(known).values() if boot.finished_status is None]
-    if {one.get("policy") for one in said} != {"auto"}:
+    if switched.verdict is None:
         return False
-    raised = (await active_warnings(connection, [run_id])).get(run_id, [])
-    if not any(
-        (w.id, w.rank, w.cause) == (switched.verdict, rank, "rounding") and w.severity != "info" for w in raised
-    ):
+    raised = (await active_warnings(connection, [run_id], switched.verdict)).get(run_id, [])
+    if not any((w.rank, w.cause) == (rank, "rounding") and w.severity != "info" for w in raised):
         return False
-    mitigations = {one.get("mitigation") for one in said}
+    if run_id not in said:
+        known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
+        living = [boot for boot in process_starts.newest(known).values() if boot.finished_status is None]
+        said[run_id] = [described([boot]) for boot in living]
+    if {one.get("policy") for one in said[run_id]} != {"auto"}:
+        return False
+    mitigations = {one.get("mitigation") for one in said[run_id]}
     mitigation = next(iter(mitigations))
     if len(mitigations) != 1 or not mitigation or not all(is_mode(mode) for mode in (mitigation, *switched.before)):
         return False

@@ -19,6 +19,10 @@ HEALTH: Final = "/healthz"
 _RESERVE: Final = 64
 _HEADER_BYTES: Final = 65_536
 _STATUS_LINE: Final = b"HTTP/1.1 "
+_PIPELINED: Final = 16
+"""Requests that may come before the one ahead of them is answered. Few clients send any so; one packet can hold
+thousands, each of which takes some kilobytes.
+"""
 _UNREAD_SECONDS: Final = 60.0
 """How long an answer may lie in the connection's buffer before its client is taken for gone."""
 
@@ -133,6 +137,8 @@ class _Connection(HttpToolsProtocol):
             self._end_in(self.header_seconds)  # bytes that begin no request
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _PIPELINED:
+            raise ValueError("more requests wait on this connection than the service takes")
         super().on_message_begin()
         self._header_bytes = 0
         self._end_in(self.header_seconds)

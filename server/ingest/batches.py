@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.ingest.arrivals import Arrival
+from foreshock.server.ingest.grams import Adder
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.runs.broadcast import Broadcaster
 from foreshock.server.runs.incidents import tell_incidents
@@ -25,6 +26,9 @@ from foreshock.server.store.database import Store
 from foreshock.server.store.trouble import tell
 
 _SHOWN_SECONDS: Final = 60.0
+_EVENTS_AT_ONCE: Final = 1024
+_BYTES_AT_ONCE: Final = 16 * 2**20
+"""No batch is added to a group that holds so much: a batch waits for as much of others' as that, and not for more."""
 
 
 @dataclass
@@ -37,14 +41,25 @@ class _Item:
 
 
 class Writer:
-    """The one task that writes. Requests wait in a bounded queue; what comes in during a commit goes into the next."""
+    """The one task that writes. Requests wait in bounded queues; what comes in during a commit goes into the next.
+
+    Each token has a queue of its own, and they take turns: whoever sends much, or what is long to write, waits for it.
+    """
 
     def __init__(
-        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
+        self,
+        settings: Settings,
+        store: Store,
+        counters: Counters,
+        broadcaster: Broadcaster,
+        roller: Roller,
+        adder: Adder,
     ) -> None:
         self._settings, self._store, self._counters = settings, store, counters
-        self._broadcaster, self._roller = broadcaster, roller
-        self._waiting: asyncio.Queue[_Item | None] = asyncio.Queue()
+        self._broadcaster, self._roller, self._adder = broadcaster, roller, adder
+        self._waiting: dict[str, deque[_Item]] = {}
+        """By token what waits, none of them empty; whose turn it is comes first."""
+        self._woken = asyncio.Event()
         self._held: Counter[str] = Counter()
         self._held_bytes: Counter[str] = Counter()
         """Batches of each token that wait or are being written, and their bytes."""
@@ -60,7 +75,7 @@ class Writer:
         places, most_bytes = self._settings.ingest_queue_batches, self._settings.ingest_queue_bytes
         held, held_bytes = self._held[token], self._held_bytes[token] + size
         tokens = len(self._held) + (token not in self._held)
-        taken = max(self._held.total(), self._waiting.qsize())  # with those being written, and those whose client left
+        taken = max(self._held.total(), self.depth)  # with those being written, and those whose client left
         full = taken >= places and held >= max(1, places // tokens)
         if full or (held and self._held_bytes.total() + size > most_bytes and held_bytes > most_bytes // tokens):
             self._counters.batches["busy"] += 1
@@ -77,7 +92,8 @@ class Writer:
         item = _Item(batch, size, token, arrival)
         self._held_bytes[token] += size
         self._held[token] += 1
-        self._waiting.put_nowait(item)
+        self._waiting.setdefault(token, deque()).append(item)
+        self._woken.set()
         try:
             return await item.done  # whoever leaves meanwhile cancels the answer, not the writing
         finally:
@@ -89,24 +105,39 @@ class Writer:
     @property
     def depth(self) -> int:
         """Batches that wait."""
-        return self._waiting.qsize()
+        return sum(map(len, self._waiting.values()))
 
     async def run(self) -> None:
         """Write until `close`, then what is left."""
-        while (first := await self._waiting.get()) is not None:
-            group = [first]
-            while len(group) < self._settings.commit_batches and not self._waiting.empty():
-                item = self._waiting.get_nowait()
-                if item is None:
-                    self._waiting.put_nowait(None)
-                    break
-                group.append(item)
-            await self._commit(group)
+        while self._waiting or not self._closed:
+            self._woken.clear()
+            if self._waiting:
+                await self._commit(self._next_group())
+            else:
+                await self._woken.wait()
+
+    def _next_group(self) -> list[_Item]:
+        """What is written together: a batch of each token in turn, while there is room."""
+        group: list[_Item] = []
+        events = size = 0
+        while (
+            self._waiting
+            and len(group) < self._settings.commit_batches
+            and events < _EVENTS_AT_ONCE
+            and size < _BYTES_AT_ONCE
+        ):
+            token = next(iter(self._waiting))
+            own = self._waiting.pop(token)
+            group.append(own.popleft())
+            events, size = events + len(group[-1].batch.events), size + group[-1].size
+            if own:
+                self._waiting[token] = own
+        return group
 
     def close(self) -> None:
         """Take no more; `run` ends when what waits is written."""
         self._closed = True
-        self._waiting.put_nowait(None)
+        self._woken.set()
 
     async def _commit(self, group: list[_Item]) -> None:
         began = time.monotonic()
@@ -167,6 +198,7 @@ class Writer:
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:
             self._roller.touch(run_id, step)
+        self._adder.touch(done.summed)
         self._broadcaster.committed(done.new)
         return [
             Ack(

@@ -5,28 +5,36 @@ sample of sequence 0, which no batch has, of the boot that sent the first part: 
 as any other sample's. A sum that stays incomplete expires.
 """
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, delete, func, or_, select
+from sqlalchemy import ColumnElement, Row, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Array, Grams, Sample
-from foreshock.server.curves.rollups import COARSE, forget
+from foreshock.server.curves.rollups import COARSE, Roller, forget
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.store.lanes import ClosingError
 from foreshock.server.store.packing import pack_sample, unpack_arrays
-from foreshock.server.store.schema import boots, grams, samples, topologies
+from foreshock.server.store.schema import boots, grams, runs, samples, topologies
 from foreshock.server.store.topology import heads_of_layers
+from foreshock.server.store.trouble import is_away, tell
 
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 KEPT_SECONDS: Final = 3600.0
 MAX_BYTES: Final = 2**30
 """Most bytes of parts that wait in one run; beyond it the oldest steps go."""
+_AWAY_SECONDS: Final = 1.0
+_WHAT_WAITS: Final = 0, 0
+"""In the place of a run and a step, first of all: what was left when the service went down."""
 _SEQUENCE: Final = 0
 _BOOT: Final = boots.c.id, boots.c.rank, boots.c.boot, boots.c.began, boots.c.replayed
 
@@ -39,24 +47,122 @@ class Part(NamedTuple):
     grams: Grams
 
 
-async def add_up(
+async def keep_parts(
     store: Store, connection: AsyncConnection, parts: Sequence[Part], started: Collection[int], now: float
 ) -> set[tuple[int, int]]:
-    """Keep new parts and store the norms of every sum that is complete; (run id, step) of those.
+    """Keep new parts; the (run id, step) whose sums may be complete now.
 
     `started` are boots that have just said what they watch: a sum of theirs may have waited for that alone.
     """
     if parts:
         await connection.execute(insert_or_ignore(store, grams), [_row(part, now) for part in parts])
-    waiting = select(grams.c.run_id, grams.c.step).where(grams.c.boot_id.in_(started)).distinct()
-    touched = {(row.run_id, row.step) for row in await connection.execute(waiting)} if started else set()
-    touched |= {(part.run_id, part.grams.step) for part in parts}
-    stepped = {at for at in sorted(touched) if await _complete(connection, *at)}
-    if stepped:
-        await forget(connection, {(run_id, step // COARSE) for run_id, step in stepped})
     for run_id in sorted({part.run_id for part in parts}):
         await _bound(connection, run_id)
-    return stepped
+    waiting = select(grams.c.run_id, grams.c.step).where(grams.c.boot_id.in_(started)).distinct()
+    touched = {(row.run_id, row.step) for row in await connection.execute(waiting)} if started else set()
+    return touched | {(part.run_id, part.grams.step) for part in parts}
+
+
+class Adder:
+    """Adds up what is complete, beside the writer: the norms of a wide layer take seconds."""
+
+    def __init__(self, store: Store, roller: Roller) -> None:
+        self._store, self._roller = store, roller
+        self._due: dict[tuple[int, int], None] = {_WHAT_WAITS: None}
+        self._at_work, self._closed = False, False
+        self._woken = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was touched has been looked at."""
+        return not self._due and not self._at_work
+
+    def touch(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Parts of these (run id, step) were stored, or the heads of their boots became known."""
+        self._due |= dict.fromkeys(steps)
+        self._woken.set()
+
+    def close(self) -> None:
+        """`run` ends after the sum that it is at; the parts of others stay in the store."""
+        self._closed = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Add up until `close`."""
+        while not self._closed:
+            self._woken.clear()
+            if not self._due:
+                await self._woken.wait()
+                continue
+            at = next(iter(self._due))
+            del self._due[at]  # before it is looked at: what comes meanwhile is looked at again
+            self._at_work = True
+            try:
+                if at == _WHAT_WAITS:
+                    self.touch(await self._store.look(_steps_waiting))
+                else:
+                    await self._add_up(*at)
+            except ClosingError:
+                return
+            except Exception as error:
+                tell("norms could not be added up", error)
+                if is_away(error):
+                    self._due[at] = None
+                    await asyncio.sleep(_AWAY_SECONDS)
+            finally:
+                self._at_work = False
+
+    async def _add_up(self, run_id: int, step: int) -> None:
+        for complete in await self._store.look(partial(_complete, run_id=run_id, step=step)):
+            triangles = await self._store.look(partial(_triangles, complete=complete))
+            if len(triangles) < len(complete.parts):
+                continue  # another replica was first
+            first = complete.parts[0]
+            norms = await asyncio.to_thread(spectral_norms, triangles, len(complete.heads), first.head_dim)
+            if await self._store.transact(partial(self._keep, complete=complete, norms=norms)):
+                self._roller.touch(run_id, step)
+
+    async def _keep(self, connection: AsyncConnection, complete: "_Complete", norms: npt.NDArray[np.float32]) -> bool:
+        """Store the norms in the place of their parts; False when those are gone, with their run or by another."""
+        first = complete.parts[0]
+        await self._store.lock_runs(connection, [first.run_id])
+        query = select(func.count()).select_from(grams).where(complete.own())
+        if (await connection.execute(query)).scalar_one() < len(complete.parts):
+            return False
+        await _store_norms(connection, first, {(first.layer, head): i for i, head in enumerate(complete.heads)}, norms)
+        await connection.execute(delete(grams).where(*complete.mine()))
+        await forget(connection, {(first.run_id, first.step // COARSE)})
+        changed = update(runs).where(runs.c.id == first.run_id).values(changes=runs.c.changes + 1)
+        await connection.execute(changed)  # what was made of the run is old
+        return True
+
+
+async def _steps_waiting(connection: AsyncConnection) -> list[tuple[int, int]]:
+    found = await connection.execute(select(grams.c.run_id, grams.c.step).distinct())
+    return [(row.run_id, row.step) for row in found]
+
+
+@dataclass(frozen=True)
+class _Complete:
+    """The parts of a sum that lacks none, in the order of their inputs, without their matrices."""
+
+    parts: list[Row[Any]]
+    heads: list[int]
+
+    def mine(self) -> tuple[ColumnElement[bool], ...]:
+        """Every part of the same sum, those included that were sent twice."""
+        first = self.parts[0]
+        return (
+            grams.c.run_id == first.run_id,
+            grams.c.step == first.step,
+            grams.c.layer == first.layer,
+            grams.c.began_step == first.began_step,
+            grams.c.heads == first.heads,
+        )
+
+    def own(self) -> ColumnElement[bool]:
+        """These parts."""
+        return and_(*self.mine(), grams.c.boot_id.in_([part.boot_id for part in self.parts]))
 
 
 async def expire(store: Store, now: float) -> None:
@@ -88,14 +194,14 @@ def _row(part: Part, now: float) -> dict[str, Any]:
     }
 
 
-async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool:
-    """Store the norms of the sums of one step that are complete, and forget their parts; whether there was one."""
-    own = grams.c.run_id == run_id, grams.c.step == step
+async def _complete(connection: AsyncConnection, run_id: int, step: int) -> list[_Complete]:
+    """The sums of one step that are complete."""
     query = (
         select(*(c for c in grams.c if c.key != "triangles"), topologies.c.layers, *_BOOT)
         .join(boots, grams.c.boot_id == boots.c.id)
         .outerjoin(topologies, boots.c.topology == topologies.c.hash)
-        .where(*own, or_(boots.c.until_step.is_(None), boots.c.until_step >= step))
+        .where(grams.c.run_id == run_id, grams.c.step == step)
+        .where(or_(boots.c.until_step.is_(None), boots.c.until_step >= step))
         .order_by(grams.c.first_input)
     )
     sums: dict[tuple[Any, ...], dict[tuple[int, int], Row[Any]]] = defaultdict(dict)
@@ -106,23 +212,15 @@ async def _complete(connection: AsyncConnection, run_id: int, step: int) -> bool
     for row in sorted(found, key=lambda row: (row.first_input, age[row.id])):
         same = row.layer, row.began_step, row.heads, row.head_dim, row.size, row.all_inputs
         sums[same].setdefault((row.first_input, row.end_input), row)  # the newest's, where two sent the same part
-    stored = False
-    for (layer, began_step, heads, head_dim, _, all_inputs), parts in sums.items():
-        first = next(iter(parts.values()))
-        if first.layers is None or not _tile(parts, all_inputs):
-            continue
-        mine = *own, grams.c.layer == layer, grams.c.began_step == began_step, grams.c.heads == heads
-        held = {
-            row.boot_id: row.triangles
-            for row in await connection.execute(select(grams.c.boot_id, grams.c.triangles).where(*mine))
-        }
-        numbers = json.loads(heads)
-        triangles = [held[row.boot_id] for row in parts.values()]
-        norms = spectral_norms(triangles, len(numbers), head_dim)
-        await _store_norms(connection, first, {(layer, head): i for i, head in enumerate(numbers)}, norms)
-        await connection.execute(delete(grams).where(*mine))
-        stored = True
-    return stored
+    whole = ([*parts.values()] for (*_, all_inputs), parts in sums.items() if _tile(parts, all_inputs))
+    return [_Complete(parts, json.loads(parts[0].heads)) for parts in whole if parts[0].layers is not None]
+
+
+async def _triangles(connection: AsyncConnection, complete: _Complete) -> list[bytes]:
+    """The matrices of the parts, in their order; fewer where some are gone."""
+    query = select(grams.c.boot_id, grams.c.triangles).where(complete.own())
+    held = {row.boot_id: row.triangles for row in await connection.execute(query)}
+    return [held[part.boot_id] for part in complete.parts if part.boot_id in held]
 
 
 def _tile(parts: Iterable[tuple[int, int]], size: int) -> bool:

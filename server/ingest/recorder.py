@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
 from foreshock.server.ingest.arrivals import Arrival
-from foreshock.server.ingest.grams import Part, add_up
+from foreshock.server.ingest.grams import Part, keep_parts
 from foreshock.server.ingest.placing import place, starts_of, supersede
 from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
 from foreshock.server.store import process_starts
@@ -57,6 +57,14 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
+_WRITE_WARNINGS = Many(warnings.insert(), [column.name for column in warnings.c])
+_KEY_OF_WARNING = (warnings.c.run_id, warnings.c.rank, warnings.c.uid)
+_CHANGE_WARNINGS = Many(
+    update(warnings)
+    .where(*(column == bindparam(f"new_{column.name}") for column in _KEY_OF_WARNING))
+    .values({column: bindparam(f"new_{column.name}") for column in warnings.c if not column.primary_key}),
+    [f"new_{column.name}" for column in _KEY_OF_WARNING],
+)
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
@@ -86,6 +94,8 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    """(run id, step) whose sums of Gram matrices may be complete now."""
     told: set[int] = field(default_factory=set)
     """Runs of which something was told that an incident may change by: a verdict, a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -119,7 +129,7 @@ async def record(
     await _merge_boots(store, connection, done, rows, placed, now)
     await _write_events(store, connection, done, rows, now)
     await _merge_warnings(connection, done)
-    await _add_up_grams(store, connection, done, now)
+    await _keep_grams(store, connection, done, now)
     await _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
 
@@ -213,12 +223,12 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
         await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
-async def _add_up_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
+async def _keep_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
     owned = [(done.run_ids[b.run], done.boot_ids[key_of(b)], event) for b in done.new for event in b.events]
     parts = [Part(run_id, boot_id, event) for run_id, boot_id, event in owned if isinstance(event, Grams)]
     started = {boot_id for _, boot_id, event in owned if isinstance(event, Started)}
     if parts or started:
-        done.stepped |= await add_up(store, connection, parts, started, now)
+        done.summed = await keep_parts(store, connection, parts, started, now)
 
 
 async def _merge_boots(
@@ -367,9 +377,8 @@ def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int
 async def _write_warnings(
     connection: AsyncConnection, newest: dict[WarningKey, dict[str, Any]], known: Collection[WarningKey]
 ) -> None:
-    for key, row in sorted(newest.items(), key=lambda item: item[0]):
-        if key in known:
-            same = (warnings.c.run_id == key[0], warnings.c.rank == key[1], warnings.c.uid == key[2])
-            await connection.execute(update(warnings).where(*same).values(row))
-        else:
-            await connection.execute(warnings.insert().values(row))
+    if new := sorted(newest.keys() - set(known)):
+        await _WRITE_WARNINGS.execute(connection, [newest[key] for key in new])
+    if changed := sorted(newest.keys() & set(known)):
+        values = [{f"new_{name}": value for name, value in newest[key].items()} for key in changed]
+        await _CHANGE_WARNINGS.execute(connection, values)

@@ -150,14 +150,18 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
     }
 
 
-async def active_warnings(connection: AsyncConnection, run_ids: Sequence[int]) -> dict[int, list[ActiveWarning]]:
-    """Warnings that are raised, not cleared, and not of steps that a later boot does again."""
+async def active_warnings(
+    connection: AsyncConnection, run_ids: Sequence[int], named: str | None = None
+) -> dict[int, list[ActiveWarning]]:
+    """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or those of a name."""
     query = (
         select(warnings, boots.c.until_step)
         .join(boots, warnings.c.boot_id == boots.c.id)
         .where(warnings.c.run_id.in_(run_ids), warnings.c.active)
         .order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)
     )
+    if named is not None:
+        query = query.where(warnings.c.uid == named)
     raised: dict[int, list[ActiveWarning]] = defaultdict(list)
     for row in await connection.execute(query):
         said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.test_executions import MODELS, Mode, encoder_layer
-from tests.monitor.test_transformers import MODELS as TRANSFORMERS
+from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 from torch import nn
 from torch.nn.attention import varlen

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
 from tests.monitor.test_executions import MODELS, MODES, Mode
 from tests.monitor.test_foreign_models import DECODER, X, tiny
-from tests.monitor.test_transformers import MODELS as TRANSFORMERS
-from tests.monitor.test_transformers import gpt2, ids
+from tests.monitor.test_huggingface import MODELS as TRANSFORMERS
+from tests.monitor.test_huggingface import gpt2, ids
 from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.monitor.executions import EVERY_STEP, Trained, watched
 from tests.monitor.test_executions import MODES, STEPS, Mode
-from tests.monitor.test_transformers import MODELS as MAKERS
+from tests.monitor.test_huggingface import MODELS as MAKERS
 from tests.monitor.tiny_models import batch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -182,3 +182,22 @@ def test_headers_without_an_end_are_refused_before_they_fill_the_memory(tmp_path
             pass
         assert sent < 8 * 2**20
         assert ended(connection)
+
+
+def test_requests_that_do_not_wait_for_answers_are_cut_off_and_a_few_are_answered(live_service: LiveService) -> None:
+    """Each takes memory and time from the moment at which its packet comes, whoever sends it."""
+    ask = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+    def answers(times: int, last: bytes = b"") -> bytes:
+        with connected(live_service) as connection:
+            told = b""
+            with suppress(ConnectionError):
+                connection.sendall(ask * times + last)
+                while piece := connection.recv(65_536):
+                    told += piece
+            return told
+
+    few = answers(4, ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert few.count(b"HTTP/1.1 200") == 5
+    assert answers(5000).count(b"HTTP/1.1 200") < 100
+    assert answers(0, ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).count(b"HTTP/1.1 200") == 1

@@ -1,10 +1,13 @@
 """What an agent says that it did is an order to the others only where the run's own policy and warnings bear it out."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
+from foreshock.server.commands import delivery, local_switches
+from foreshock.server.runs import listing
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S11")
@@ -106,5 +109,35 @@ def test_proposals_that_nobody_decides_are_few(play: Any) -> None:
         await service.store(ranks[0], *switches)
         answer = await service.get("/v1/runs/run-1/commands", limit=500)
         assert 16 <= len(answer["commands"]) <= 64
+
+    play(story)
+
+
+def test_hundreds_of_switches_in_one_batch_ask_for_the_runs_warnings_and_starts_once(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(service: Any) -> None:
+        ranks = await real_ranks(service, "auto")
+        one = ranks[0]
+        await service.store(one, *(one.verdict(19, name=f"other-{number}") for number in range(50)), one.verdict(19))
+        read: Counter[str] = Counter()
+
+        def counted(module: Any, name: str) -> None:
+            real = getattr(module, name)
+
+            def count(*given: Any) -> Any:
+                read[name] += 1
+                return real(*given)
+
+            monkeypatch.setattr(module, name, count)
+
+        counted(listing, "read_back")
+        counted(local_switches, "described")
+        counted(delivery, "holdings")
+        await service.store(one, *(told(f"local-{number}") for number in range(200)))
+        assert read["read_back"] == 200  # of the warning that each names
+        assert read["described"] == len(ranks)
+        assert read["holdings"] <= 2
+        assert "pending" in await states(service)
 
     play(story)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,23 @@ def ranks(boot: str = "b1") -> list[FakeRank]:
     return [FakeRank(rank=rank, boot=boot, layers=LAYERS, heads=range(HEADS)) for rank in range(len(CUTS))]
 
 
+async def added_up(service: Any) -> None:
+    """Wait until nothing is left to be added up."""
+    async with asyncio.timeout(60):
+        while not service.app.state.adder.idle:
+            await asyncio.sleep(0.01)
+
+
 async def shown(service: Any, step: int | None = None) -> np.ndarray[Any, Any]:
     """The norms in the service, [3, layers, heads]."""
+    await added_up(service)
     query = {} if step is None else {"step": step}
     found = [await service.get("/v1/runs/run-1/matrix", metric=key, **query) for key in NORMS]
     return np.array([one["values"] for one in found], dtype=float)
 
 
 async def parts_waiting(service: Any) -> int:
+    await added_up(service)
     async with service.app.state.store.read() as connection:
         count: int = (await connection.execute(select(func.count()).select_from(waiting))).scalar_one()
     return count
@@ -117,6 +127,35 @@ def test_a_sum_that_lacks_a_part_shows_nothing_and_expires(play: Any) -> None:
 async def _received(service: Any) -> list[float]:
     async with service.app.state.store.read() as connection:
         return list((await connection.execute(select(waiting.c.received))).scalars())
+
+
+def test_batches_are_stored_while_norms_are_added_up_and_what_a_stop_interrupts_is_done_at_the_next_start(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders = ranks()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        raise OSError("the service stops in the middle of it")
+
+    async def story(service: Any) -> None:
+        for number, rank in enumerate(senders):
+            await service.store(rank, rank.started(), rank.sample(10), *(part(10, number, layer=n) for n in range(2)))
+        assert await asyncio.to_thread(begun.wait, 60)
+        async with asyncio.timeout(60):
+            assert (await service.store(senders[0], senders[0].sample(20))).acknowledged == 2
+        go_on.set()
+
+    async def later(service: Any) -> None:
+        np.testing.assert_allclose((await shown(service, 10))[:, 1], true_norms(10, 1), rtol=1e-6)
+        assert await parts_waiting(service) == 0
+
+    with monkeypatch.context() as wide:
+        wide.setattr(grams, "spectral_norms", slowly)
+        play(story)
+    play(later)
 
 
 def test_no_more_than_so_many_bytes_of_parts_wait_and_the_oldest_steps_go(
@@ -242,6 +281,7 @@ def test_two_replicas_of_one_store_add_up_the_parts_between_them(player: Any, tm
             for number, rank in enumerate(senders):
                 replica = (first, second)[number % 2]
                 await replica.store(rank, rank.started(), rank.sample(10), part(10, number))
+            await added_up(second)
             for replica in (first, second):
                 np.testing.assert_allclose((await shown(replica))[:, 0], true_norms(10), rtol=1e-6)
 

@@ -27,7 +27,7 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
     batch = FakeRank().batch(FakeRank().started())
 
     async def story() -> None:
-        writer = Writer(settings, nobody, nobody, nobody, nobody)  # it never runs, so the queue fills
+        writer = Writer(settings, nobody, nobody, nobody, nobody, nobody)  # it never runs, so the queue fills
         writer._counters = Counters()
         waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", UNTOLD)) for _ in range(8)]
         await asyncio.sleep(0)
@@ -39,6 +39,32 @@ def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> N
         assert writer.depth == 9
         with pytest.raises(ProblemError, match="More batches wait"):
             writer.refuse_when_full("ann", 600)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_else() -> None:
+    settings = Settings(tokens=TOKENS)
+    nobody: Any = None
+    loud, quiet = FakeRank(run="m/1"), FakeRank(run="a/1")
+    words = loud.batch(*(loud.verdict(1, name=f"w-{number}") for number in range(512)))
+    alone = quiet.batch(quiet.started())
+
+    async def story() -> None:
+        writer = Writer(settings, nobody, nobody, nobody, nobody, nobody)  # never runs: what it would write is seen
+        waiting = [asyncio.create_task(writer.submit(words, 2**18, "mallory", UNTOLD)) for _ in range(20)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(writer.submit(alone, 100, "ann", UNTOLD)) for _ in range(2)]
+        waiting += [asyncio.create_task(writer.submit(alone, 2**25, "bob", UNTOLD)) for _ in range(3)]
+        await asyncio.sleep(0)
+        groups = []
+        while writer.depth:
+            groups.append("".join(item.token[0] for item in writer._next_group()))
+        assert groups[:3] == ["mab", "mab", "mb"]
+        assert groups[3:] == ["mm"] * 8 + ["m"]
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -104,6 +104,9 @@ def test_two_replicas_add_up_parts_that_reach_them_at_once(postgres: str, player
                 await one.post(batch)
             answers = await asyncio.gather(*((one, two)[i % 2].post(batch) for i, batch in enumerate(batches)))
             assert {answer.status_code for answer in answers} == {200}
+            async with asyncio.timeout(60):
+                while not (one.app.state.adder.idle and two.app.state.adder.idle):
+                    await asyncio.sleep(0.01)
             query = {"metric": "head.query_norm", "layer": 0, "head": 0}
             [line] = (await two.get("/v1/runs/sums/series", **query))["lines"]
             known = {step: value for step, value in zip(line["steps"], line["last"], strict=True) if value is not None}

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from tests.dashboards.test_alertmanager import World, outside
 from tests.dashboards.test_live_queries import alerting, free_port, wait_for
-from tests.dashboards.test_who_is_told import World, outside
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.test_live_page import text, wait
 from tests.server.ui.test_when_it_matters import warn_about
