@@ -52,7 +52,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     if not found:
         raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
     if not watched:
-        raise ValueError("; ".join(f"{f.name or 'the model'} cannot be watched: {f.problem}" for f in found))
+        raise ValueError("; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(found)))
     if len(watched) > MAX_LAYERS:
         raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
     placed = _Buffers(watched, _device(watched[0].module, model), settings)
@@ -152,7 +152,7 @@ class _Buffers:
         sizes = [f.heads for f in watched]
         states, modes = torch.split(self.state, sizes), torch.split(self.modes, sizes)
         return [
-            WatchedLayer(f.name, state, flags, settings.numerics, cadence=cadence, strict=settings.strict)
+            WatchedLayer(f.name or "model", state, flags, settings.numerics, cadence=cadence, strict=settings.strict)
             for f, state, flags, cadence in zip(watched, states, modes, self._cadences, strict=True)
         ]
 
@@ -202,10 +202,10 @@ def _instruments(
         )
         for index, f in enumerate(watched)
     )
+    for names, why in _problems(found):
+        logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
     for f in found:
-        if f.problem is not None:
-            logger.warning("foreshock: %s computes attention but is not watched: %s", f.name or "the model", f.problem)
-        elif f.also:
+        if f.also and f.problem is None:
             same = ", ".join(f.also)
             logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
     now = "kept, sampled" if sampled else served_by
@@ -224,6 +224,15 @@ def _instruments(
         thinning=placed.thinning,
         unwatched=sum(f.problem is not None for f in found),
     )
+
+
+def _problems(found: list[Found]) -> list[tuple[str, str]]:
+    """The modules that cannot be watched, those of one problem together, and the problem of the first of them."""
+    groups: dict[str, list[Found]] = {}
+    for f in found:
+        if f.problem is not None:
+            groups.setdefault(f.problem.replace(f'"{f.name}"', '""'), []).append(f)
+    return [(", ".join(f.name or "the model" for f in alike), str(alike[0].problem)) for alike in groups.values()]
 
 
 _NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}

@@ -1,8 +1,9 @@
 """For tests: a real service in its own process (real socket, real store), and batches as a rank would send them."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -10,10 +11,12 @@ import numpy as np
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.contract.wire import (
     WIRE_REVISION,
+    Ack,
     Array,
     Batch,
     Command,
     Event,
+    HeadRef,
     Layer,
     Outcome,
     Policy,
@@ -36,6 +39,14 @@ class LiveService(ServiceProcess):
         """A client of the service."""
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+
+    def post(self, batch: Batch, token: str | None = None) -> Ack:
+        """Send a batch, and what the service says to it."""
+        with self.client(token) as client:
+            reply = client.post(
+                "/v1/batches", content=batch.model_dump_json(), headers={"content-type": "application/json"}
+            )
+        return Ack.model_validate_json(reply.raise_for_status().content)
 
 
 class FakeRank:
@@ -130,3 +141,46 @@ class FakeRank:
             after=(command.mode if outcome == "applied" else "plain",) * len(heads),
             reason="ordered",
         )
+
+
+class AnsweringAgent:
+    """A training in a thread: while its `with` lasts, a rank takes steps and answers every order that comes back.
+
+    The modes that it tells are those that the orders before left. With outcome None it takes orders and says nothing.
+    """
+
+    def __init__(self, live: LiveService, rank: FakeRank, outcome: Outcome | None = "applied") -> None:
+        self._live, self._rank, self._outcome = live, rank, outcome
+        self._modes: dict[HeadRef, str] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._live.post(self._rank.batch(self._rank.started(), self._rank.sample(1)))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _train(self) -> None:
+        step = 1
+        try:
+            while not self._over.wait(0.1):
+                step += 1
+                for command in self._live.post(self._rank.batch(self._rank.sample(step))).commands:
+                    if self._outcome is not None:
+                        self._live.post(self._rank.batch(self._answer(command, step, self._outcome)))
+        except Exception as error:  # told where the thread is waited for
+            self._failure = error
+
+    def _answer(self, command: Command, step: int, outcome: Outcome) -> Switched:
+        said = self._rank.answer(command, step, outcome)
+        before = tuple(self._modes.get(head, "plain") for head in said.heads)
+        after = said.after if outcome == "applied" else before
+        self._modes.update(zip(said.heads, after, strict=True))
+        return said.model_copy(update={"before": before, "after": after})

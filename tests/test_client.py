@@ -1,6 +1,5 @@
 """The Python client, against a real service in its own process."""
 
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -9,8 +8,7 @@ import pandas as pd
 import pytest
 
 from foreshock.client import Matrix, Service, ServiceError
-from foreshock.contract.wire import Batch, Command
-from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
 
 STEPS = 7
 
@@ -21,7 +19,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     with LiveService(tmp_path_factory.mktemp("service")) as running:
         rank = FakeRank(run="team-a/run-9", layers=3, heads=(0, 2, 5))
         samples = [rank.sample(step, loss=float("nan") if step == 3 else step / 4) for step in range(1, STEPS + 1)]
-        store(running, rank.batch(rank.started(), *samples, rank.verdict(STEPS, layer=2, head=5)))
+        running.post(rank.batch(rank.started(), *samples, rank.verdict(STEPS, layer=2, head=5)))
         yield running
 
 
@@ -29,11 +27,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 def service(live: LiveService) -> Iterator[Service]:
     with Service(live.url) as client:
         yield client
-
-
-def store(live: LiveService, batch: Batch) -> None:
-    headers = {"Content-Type": "application/json"}
-    httpx.post(f"{live.url}/v1/batches", content=batch.model_dump_json(), headers=headers).raise_for_status()
 
 
 def test_runs_and_their_events_come_page_by_page(service: Service) -> None:
@@ -83,39 +76,11 @@ def test_an_empty_matrix_has_no_worst_head() -> None:
 
 
 def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, service: Service) -> None:
-    rank = FakeRank(run="orders", boot="b2")
-    store(live, rank.batch(rank.started(), rank.sample(1)))
-    ended = threading.Event()
-
-    def agent() -> None:
-        step, mode = 1, "plain"
-        while not ended.wait(0.1):
-            step += 1
-            batch = rank.batch(rank.sample(step))
-            reply = httpx.post(
-                f"{live.url}/v1/batches",
-                content=batch.model_dump_json(),
-                headers={"Content-Type": "application/json"},
-                timeout=30,
-            )
-            for command in reply.json()["commands"]:
-                heads = tuple(tuple(head) for head in command["heads"])
-                said = rank.answer(Command.model_validate(command), step).model_copy(
-                    update={"heads": heads, "before": (mode,) * len(heads), "after": (command["mode"],) * len(heads)}
-                )
-                store(live, rank.batch(said))
-                mode = command["mode"]
-
-    thread = threading.Thread(target=agent)
-    thread.start()
-    try:
+    with AnsweringAgent(live, FakeRank(run="orders", boot="b2")):
         done = service.wait(
             service.switch("orders", "row_corrected", reason="a test", heads=[(1, 2), (0, 0)], who="tester"), 60
         )
         (back,) = (service.wait(order, 60) for order in service.undo(done["id"], reason="enough seen"))
-    finally:
-        ended.set()
-        thread.join()
     assert done["state"] == "applied"
     assert done["issued_by"].startswith("tester")
     assert [answer["after"] for answer in done["ranks"]] == [["row_corrected", "row_corrected"]]

@@ -94,15 +94,16 @@ def probe(
     provable: bool = False,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`out` [B, H, Sq, D], whose backward measures rows of the attention that gave it.
+    """`out` [..., H, Sq, D], whose backward measures rows of the attention that gave it.
 
-    query [B, H, Sq, D]; key, value [B, Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores, broadcast
-    to [B, H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are written.
+    query [..., H, Sq, D]; key, value [..., Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores,
+    broadcast to [..., H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are
+    written.
     sampling: what start_sampling gave. provable: it is a call of PyTorch's scaled_dot_product_attention that our
     kernels would serve, and may be compared with them. cu_seqlens: where the sequences of queries and of keys begin
     that are packed into one row (B = 1), each int32 [N + 1].
     """
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
     packed = cu_seqlens or (None, None)
@@ -210,7 +211,7 @@ def probe_rows(
         with torch.autocast(query.device.type, enabled=False):
             if provable and not capturing and (proof := _open_proof(sampling, tick)) is not None:
                 proof.compare(grad_out, out, query, key, value, spec)
-            _sample(sampling, call, state, tick, spec)
+            _sample(sampling, call.batched(), state, tick, spec)
     except Exception as error:
         if sampling.strict:
             raise

@@ -28,6 +28,22 @@ class Call(NamedTuple):
     """Where packed sequences begin, as cu_keys; None where none are packed."""
     cu_keys: Tensor | None = None
 
+    def batched(self) -> "Call":
+        """The same call as [B, H, S, D]: what stands before the heads are entries of the batch, of which all share what
+        is there once; a single head may have no dimension of its own."""
+        one_head = self.out.dim() == 3
+        entries = self.out.shape[:-2] if one_head else self.out.shape[:-3]
+        if self.out.dim() == 4 and all(len(x) == len(self.out) for x in (self.query, self.key, self.value)):
+            return self
+
+        def flat(x: Tensor) -> Tensor:
+            x = x.unsqueeze(-3) if one_head else x
+            return x.expand(*entries, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+        grad_out, out, query, key, value = map(flat, self[:5])
+        mask = self.mask if self.mask is None or self.mask.dim() < (3 if one_head else 4) else flat(self.mask)
+        return Call(grad_out, out, query, key, value, mask, self.cu_queries, self.cu_keys)
+
 
 def measure(count: int, heads: Tensor, call: Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
     """Count `count` rows of each of `heads` [h] (all rows where there are no more) into `state` [h, SLOT_COUNT]."""

@@ -12,9 +12,13 @@ from typing import Final
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
-from foreshock.monitor.attention.watched_layer import WatchedLayer
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
+
+_LOOKED_AT: Final = 256
+"""Calls outside every watched module that are asked where they come from."""
 
 
 class _OfThread(threading.local):
@@ -56,6 +60,8 @@ def enter(layer: WatchedLayer | None) -> None:
         if _mine.layer is not None:
             _mine.outer.append((_mine.layer, _mine.frame))
         _mine.layer, _mine.frame = layer, sys._getframe(2)
+        if layer is not None:
+            layer.ran = True
 
 
 def leave() -> None:
@@ -144,3 +150,15 @@ def note_call_outside() -> None:
             "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
         )
     outside.calls += 1
+    if _mine.layer is None and outside.calls <= _LOOKED_AT:
+        _name_the_layer_of_a_caller()
+
+
+def _name_the_layer_of_a_caller() -> None:
+    frame: FrameType | None = sys._getframe(3)  # of who called attention
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and isinstance(layer := vars(caller).get(LAYER_ATTRIBUTE), WatchedLayer):
+            layer.leave_alone("its code is called past the hooks of PyTorch, as by .forward(x); call the module itself")
+            return
+        frame = frame.f_back

@@ -65,14 +65,14 @@ class Standing:
         for number in numbers:
             layer, watched = self._layers[number], self._watched(number)
             self._silent.add(int(number))
-            why = "; ".join(watched.unserved) if watched is not None else ""
+            why = watched.silence if watched is not None else "its attention did not run, or no backward through it"
             steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
             logger.warning(
-                "foreshock: layer %d (%s) counted nothing in %s%s",
+                "foreshock: layer %d (%s) counted nothing in %s: %s",
                 layer.layer,
                 layer.name,
                 steps,
-                f": {why}" if why else ": its forward or backward did not run through the watched attention",
+                why,
             )
 
     def _watched(self, number: int) -> Any:
@@ -86,8 +86,7 @@ class Standing:
         for number, layer in enumerate(self._layers):
             how = self._keeper.standing(number)
             if not self._counted[number]:
-                unserved = next(iter(self._watched(number).unserved), "no backward ran through it")
-                how = f"kept, not measured: {unserved}"
+                how = f"kept, not measured: {self._watched(number).silence}"
             groups.setdefault(how, []).append(layer.name)
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) + self._unwatched

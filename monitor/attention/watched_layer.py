@@ -79,6 +79,8 @@ class WatchedLayer:
         """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
         """Why calls were neither served nor measured."""
+        self.ran = self.met = False
+        """Its module's forward ran, and called an attention that is met; not told of compiled code."""
         for buffer in (self.state, self.modes, self.cadence):
             if buffer is not None:  # spares torch.compile's CUDA graphs a copy of them in every step
                 torch._dynamo.mark_static_address(buffer, guard=False)
@@ -88,6 +90,17 @@ class WatchedLayer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # nor is one that is loaded again
+
+    @property
+    def silence(self) -> str:
+        """Why the layer counted nothing, as far as it is known."""
+        if self.unserved:
+            return "; ".join(self.unserved)
+        if self.met:
+            return "no backward ran through it"
+        if self.ran:
+            return "its forward ran, but computed attention by none of the functions that are met"
+        return "its forward or backward did not run through the watched attention"
 
     def leave_alone(self, reason: str) -> None:
         """Count a call that is neither served nor measured, and say so once."""
@@ -110,6 +123,9 @@ class WatchedLayer:
         can."""
         if (reason := self._misfit(query, key, value)) is not None:
             return reason
+        if query.dim() != 4 or key.shape[0] != query.shape[0]:
+            shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}"
+            return f"{shapes}; our kernels take [B, H, S, D]"
         if key.shape[3] != query.shape[3] or value.shape[3] != query.shape[3]:
             return f"its queries have {query.shape[3]} features, its values {value.shape[3]}"
         if dropout_p > 0 and not self.draws:
@@ -124,16 +140,20 @@ class WatchedLayer:
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why a call can be neither served nor measured."""
+        heads = self.state.shape[0]
+        shapes = f"its query has shape {list(query.shape)}, its key {list(key.shape)}, its value {list(value.shape)}"
         if query.is_nested:
             return "its query is a nested tensor; [B, H, S, D] is measured"
-        if query.dim() != 4:
+        if query.dim() < 4 and not (query.dim() == 3 and heads == 1):
             return f"its query has shape {list(query.shape)}; [B, H, S, D] is measured"
-        if query.shape[1] != self.state.shape[0]:
-            return f"its query has {query.shape[1]} heads, {self.state.shape[0]} were announced"
-        if key.dim() != 4 or value.shape[:3] != key.shape[:3] or key.shape[0] != query.shape[0]:
-            return f"its key has shape {list(key.shape)}, its value {list(value.shape)}, its query {list(query.shape)}"
-        if query.shape[1] % key.shape[1]:
-            return f"its query has {query.shape[1]} heads, its key {key.shape[1]}"
+        if query.dim() >= 4 and query.shape[-3] != heads:
+            return f"its query has {query.shape[-3]} heads, {heads} were announced; attach(heads=...) announces others"
+        if key.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]:
+            return shapes
+        if any(q != k and 1 not in (q, k) for q, k in zip(query.shape[:-3], key.shape[:-3], strict=True)):
+            return shapes
+        if query.dim() >= 4 and query.shape[-3] % key.shape[-3]:
+            return f"its query has {query.shape[-3]} heads, its key {key.shape[-3]}"
         if query.device != self.state.device:
             return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
         return None
@@ -147,12 +167,23 @@ class WatchedLayer:
             return cast(Tensor, flash_attention(query, key, value, **options))
         self.rounds = numerics not in _EXACT
         try:
-            return cast(Tensor, flash_attention(query, key, value, **options))
+            out = cast(Tensor, flash_attention(query, key, value, **options))
+            self._meets(out)
+            return out
         except Exception as refused:
             if self.strict and not isinstance(refused, ValueError):
                 raise
             self.keep_call(str(refused) or type(refused).__name__)
             return None
+
+    def _meets(self, out: Tensor) -> bool:
+        """Take note of a call's output; whether a backward will run through it."""
+        if torch.compiler.is_compiling():
+            return out.requires_grad
+        self.met = True
+        if torch.is_grad_enabled() and not out.requires_grad:
+            self.leave_alone("nothing that it depends on is trained, so no backward runs through it")
+        return out.requires_grad
 
     def _note(self, *, softcap: float = 0.0, dropout_p: float = 0.0, **_: Any) -> None:
         if torch.is_grad_enabled():
@@ -163,8 +194,8 @@ class WatchedLayer:
         return refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
 
     def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """`out` [B, H, Sq, D] of the model's own attention, of which the backward measures a sample where asked to."""
-        if self.tick is None or not out.requires_grad:
+        """`out` [..., H, Sq, D] of the model's own attention, of which the backward measures a sample where asked."""
+        if self.tick is None or not self._meets(out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
             self.leave_alone(reason)

@@ -383,7 +383,7 @@ def test_an_attention_of_another_make_is_named_and_the_others_are_watched(caplog
         agent.close()
     assert list(agent.modes()) == [(0, 0), (0, 1)]
     told = [r.message for r in caplog.records]
-    assert any("blocks.0 computes attention but is not watched: it calls an attention of another" in t for t in told)
+    assert any("the attention of blocks.0 is not watched: it calls an attention of another" in t for t in told)
     with pytest.raises(ValueError, match=r"blocks\.0 cannot be watched: it calls an attention of another make"):
         attach(tiny_gpt(FlexAttention(16, 2)), **EVERY_STEP)
 

@@ -1,0 +1,21 @@
+"""Boards and rules written for other addresses."""
+
+from pathlib import Path
+
+from tests.cli.typed import foreshock
+
+
+def test_boards_and_rules_are_written_elsewhere_for_other_addresses(tmp_path: Path) -> None:
+    addresses = ["--grafana-url", "https://g.example", "--service-url", "https://s.example/"]
+    done = foreshock(
+        "dashboards", "generate", "--out", str(tmp_path), *addresses, "--runbooks-url", "https://r.example"
+    )
+    assert done.exit_code == 0, done.output
+    rules = (tmp_path / "dashboards/generated/prometheus-rules.yml").read_text()
+    assert "https://g.example/d/foreshock-run" in rules
+    assert "https://s.example/?runs=" in rules
+    assert "runbook_url: https://r.example/ForeshockRunHung.md" in rules
+    assert "127.0.0.1" not in rules
+    refused = foreshock("dashboards", "generate", *addresses)
+    assert refused.exit_code == 1
+    assert "--out" in refused.stderr

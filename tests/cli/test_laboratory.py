@@ -1,0 +1,75 @@
+"""Recorded runs and recipes at the command line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.cli.typed import TRACE, foreshock
+
+from foreshock.server.testing import LiveService
+
+
+def test_replay_tells_a_healthy_run_without_a_warning() -> None:
+    done = foreshock("replay", str(TRACE), "--offline")
+    assert done.exit_code == 0
+    assert "raised" not in done.output
+    assert "was played" in done.output
+
+
+def test_replay_into_a_service_makes_a_run_of_it(service: LiveService) -> None:
+    done = foreshock("replay", str(TRACE), "--url", service.url, "--run", "played")
+    assert done.exit_code == 0, done.output
+    assert httpx.get(f"{service.url}/v1/runs/played", timeout=10).json()["status"] == "completed"
+
+
+def test_a_trace_that_is_not_there_is_a_sentence() -> None:
+    done = foreshock("replay", "nowhere.jsonl.gz", "--offline")
+    assert done.exit_code == 1
+    assert "there is no trace at nowhere.jsonl.gz" in done.stderr
+
+
+def test_score_writes_what_it_prints(tmp_path: Path) -> None:
+    done = foreshock("lab", "score", str(TRACE), "--report", str(tmp_path / "report.json"))
+    assert done.exit_code == 0, done.output
+    (trace,) = json.loads((tmp_path / "report.json").read_text())["traces"]
+    assert trace["first_warning_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "variant 'none'")]
+)
+def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
+    done = foreshock("lab", "run", *words)
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+    assert "allowed are" in done.stderr
+
+
+def test_a_checkup_the_recipes_and_a_replay_are_told_as_json() -> None:
+    examined = foreshock("doctor", "--json", "--url", "http://127.0.0.1:9")
+    assert {finding["what"] for finding in json.loads(examined.output)} >= {"foreshock", "service"}
+    recipes = json.loads(foreshock("lab", "recipes", "--json").output)
+    assert "key-bias" in {recipe["name"] for recipe in recipes["recipes"]}
+    [run] = json.loads(foreshock("lab", "compare", str(TRACE), "--json").output)["runs"]
+    assert (run["recipe"], run["excess"], run["first_warning"]) == ("key-bias_batch32", None, None)
+    played = foreshock("replay", str(TRACE), "--offline", "--json").output.splitlines()
+    assert json.loads(played[-1]) == {"kind": "played", "trace": TRACE.name, "run": None, "url": None}
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda whole: b"no trace at all\n", lambda whole: whole[: len(whole) // 2]], ids=["text", "cut off"]
+)
+def test_replay_looks_at_the_file_before_it_starts_a_service(
+    spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a service was started for a file that is no trace")
+
+    monkeypatch.setattr("foreshock.cli.laboratory.local_service", started)
+    bad = tmp_path / "bad.jsonl.gz"
+    bad.write_bytes(spoil(TRACE.read_bytes()))
+    done = foreshock("replay", str(bad), "--port", "0")
+    assert done.exit_code == 1
+    assert "bad.jsonl.gz" in done.stderr

@@ -1,0 +1,94 @@
+"""What a person types first, and the sentence that comes back, good input or bad."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from tests.cli.typed import ROOT, foreshock
+
+from foreshock import __version__
+from foreshock.cli.main import app
+from foreshock.server.testing import LiveService
+
+
+def test_help_names_every_command_and_the_first_one_to_type() -> None:
+    said = foreshock("--help").output
+    for command in ("demo", "serve", "doctor", "runs", "switch", "replay", "lab", "bench", "dashboards"):
+        assert command in said
+    assert "Start with foreshock demo" in said
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert foreshock("--version").output.strip() == f"foreshock {__version__}"
+
+
+def test_the_module_and_the_script_are_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == f"foreshock {__version__}"
+
+
+@pytest.mark.parametrize("words", [["runs"], ["runs", "run-1"]])
+def test_a_service_that_is_down_is_a_sentence(words: list[str]) -> None:
+    done = foreshock(*words, "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "no service answers at http://127.0.0.1:9" in done.stderr
+    assert "foreshock serve" in done.stderr
+
+
+def test_a_missing_extra_names_the_install_command() -> None:
+    """The service's half is hidden from a real process."""
+    hide = "import sys; sys.modules['fastapi'] = None; from foreshock.cli.main import app; app(['serve'])"
+    done = subprocess.run([sys.executable, "-P", "-c", hide], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'foreshock[server]'" in done.stderr
+
+
+WITHOUT_AN_ANSWER = {"serve", "lab run", "lab run-set", "lab corpus", "dashboards check"}
+"""Their files and their exit code say it all."""
+
+
+def leaves(command: Any, *name: str) -> Iterator[tuple[str, set[str]]]:
+    """Every command by its whole name, with its options."""
+    for part, own in getattr(command, "commands", {}).items():
+        yield from leaves(own, *name, part)
+    if not hasattr(command, "commands"):
+        yield " ".join(name), {option for given in command.params for option in given.opts}
+
+
+def test_every_command_answers_in_json_whose_shape_is_documented() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    rows = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    for name, options in leaves(typer.main.get_command(app)):
+        if name in WITHOUT_AN_ANSWER:
+            assert f"`{name}`" in page
+            continue
+        assert options & {"--json", "--report"}, name
+        group = name.split()[0]
+        assert f"`foreshock {name} " in rows or f"`foreshock {group} ... --json" in rows, name
+
+
+def test_no_token_and_a_wrong_one_read_differently(tmp_path: Path) -> None:
+    with LiveService(tmp_path, {"FORESHOCK_TOKEN": "the-right-one-of-all"}) as live:
+        none = foreshock("runs", "--url", live.url)
+        wrong = foreshock("runs", "--url", live.url, "--token", "not-the-right-one-at-all")
+    assert none.exit_code == wrong.exit_code == 1
+    assert "needs a token" in none.stderr
+    assert "give a token with --token" in none.stderr
+    assert "does not know the token" in wrong.stderr
+    assert "needs a token" not in wrong.stderr
+    assert "not-the-right-one" not in wrong.stderr
+
+
+def test_a_shell_can_complete_commands() -> None:
+    assert "--install-completion" in foreshock("--help").output
+    asked = {**os.environ, "_FORESHOCK_COMPLETE": "complete_bash", "COMP_WORDS": "foreshock ru", "COMP_CWORD": "1"}
+    script = "from foreshock.cli.main import app; app(prog_name='foreshock')"
+    done = subprocess.run([sys.executable, "-P", "-c", script], env=asked, capture_output=True, text=True, timeout=60)
+    assert "runs" in done.stdout

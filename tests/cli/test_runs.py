@@ -1,0 +1,138 @@
+"""Runs in tables, as JSON and as CSV; orders to them, and exit codes that tell ordered from answered."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+
+import httpx
+import pytest
+from tests.cli.typed import foreshock
+
+from foreshock.contract.wire import Outcome
+from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
+
+
+def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
+    listed = foreshock("runs", "--url", service.url)
+    assert "run-1" in listed.output
+    assert "2.5000" in listed.output
+    shown = foreshock("runs", "run-1", "--url", service.url)
+    assert "h.1.attn" in shown.output
+    assert "No active warning." in shown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nope", "--mode", "exact_delta"], "There is no run 'nope'"),
+        (["run-1", "--mode", "fast"], "mode 'fast' does not exist; allowed are plain, exact_delta"),
+        (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; it has 0, 1"),
+        (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
+        (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
+        (["run-1"], "give --mode"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo or --cancel alone"),
+        (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
+        (["run-1", "--undo", "last", "--cancel", "last"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last", "--layer", "0"], "give --undo or --cancel alone"),
+        (["run-1", "--cancel", "last"], "no order under way"),
+    ],
+)
+def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
+    done = foreshock("switch", *words, "--reason", "test", "--url", service.url)
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+
+
+def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService) -> None:
+    with AnsweringAgent(service, FakeRank(run="run-2", boot="b2")):
+        order = ["--layer", "1", "--head", "2", "--mode", "exact_delta", "--reason", "its offset doubles"]
+        done = foreshock("switch", "run-2", *order, "--url", service.url)
+        undo = ["--undo", "last", "--reason", "a mistake"]
+        undone = foreshock("switch", "run-2", *undo, "--url", service.url)
+        again = foreshock("switch", "run-2", *undo, "--url", service.url)
+    assert done.exit_code == 0, done.output
+    assert "layer 1 head 2: plain -> exact_delta" in done.output
+    assert undone.exit_code == 0, undone.output
+    assert "layer 1 head 2: exact_delta -> plain" in undone.output
+    assert again.exit_code == 1
+    assert "run run-2 has no applied switch that stands" in again.stderr
+
+
+def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(service: LiveService) -> None:
+    rank = FakeRank(run="run-3")
+    service.post(rank.batch(rank.started(), rank.sample(1)))
+    order = ["--mode", "exact_delta", "--reason", "it drifts", "--wait", "0"]
+    assert foreshock("switch", "run-3", *order, "--url", service.url).exit_code == 3
+    assert len(service.post(rank.batch(rank.sample(2))).commands) == 1
+    stopped = foreshock("switch", "run-3", "--cancel", "last", "--reason", "the wrong run", "--url", service.url)
+    assert stopped.exit_code == 0, stopped.output
+    assert ": cancelled" in stopped.output
+    assert "rank 0 had it: no answer yet" in stopped.output
+    assert service.post(rank.batch(rank.sample(3))).commands == ()
+
+
+def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveService) -> None:
+    order = ["--mode", "exact_delta", "--reason", "nobody listens", "--wait", "0.3"]
+    done = foreshock("switch", "run-1", *order, "--url", service.url)
+    assert done.exit_code == 3
+    assert "The order stands" in done.output
+
+
+LONG = "sweep/2026-11-22/" + "a-very-long-name-" * 6 + "seed-8"
+
+
+@pytest.fixture(scope="module")
+def crowded(service: LiveService) -> LiveService:
+    rank = FakeRank(run=LONG, boot="b9")
+    service.post(rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=2.5)))
+    return service
+
+
+def piped(*words: str) -> subprocess.CompletedProcess[str]:
+    """A real command whose output goes into a pipe, as in a script."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", *words], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def test_a_long_name_stands_whole_in_a_pipe(crowded: LiveService) -> None:
+    done = piped("runs", "--url", crowded.url)
+    assert done.returncode == 0, done.stderr
+    assert LONG in done.stdout
+
+
+def test_what_runs_says_as_json_is_what_the_service_says(crowded: LiveService) -> None:
+    listed = json.loads(foreshock("runs", "--json", "--url", crowded.url).output)
+    said = httpx.get(f"{crowded.url}/v1/runs", timeout=10).json()["runs"]
+    assert [run["run"] for run in listed] == [run["run"] for run in said]
+    shown = json.loads(foreshock("runs", LONG, "--json", "--url", crowded.url).output)
+    assert (shown["run"], len(shown["layers"])) == (LONG, 2)
+
+
+def test_the_list_and_a_curve_are_exported_as_csv(crowded: LiveService) -> None:
+    rows = list(csv.DictReader(io.StringIO(foreshock("runs", "--csv", "--url", crowded.url).output)))
+    assert {"run-1", LONG} <= {row["run"] for row in rows}
+    curve = foreshock("export", LONG, "run.loss", "--url", crowded.url).output
+    points = list(csv.DictReader(io.StringIO(curve)))
+    assert [(point["step"], point["last"]) for point in points] == [("1", "3.0"), ("2", "2.5")]
+    worst = list(
+        csv.DictReader(
+            io.StringIO(foreshock("export", LONG, "head.score_max", "--layer", "1", "--url", crowded.url).output)
+        )
+    )
+    assert {point["worst_head"] for point in worst} <= {"0.0", "1.0", "2.0"}
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("applied", 0), ("refused", 4), (None, 3)])
+def test_the_exit_code_tells_ordered_from_answered(service: LiveService, outcome: Outcome | None, code: int) -> None:
+    rank = FakeRank(run=f"codes-{code}", boot="b3")
+    with AnsweringAgent(service, rank, outcome):
+        order = ["--mode", "exact_delta", "--reason", "a script", "--wait", "30" if outcome else "0.5", "--json"]
+        done = foreshock("switch", rank.run, *order, "--url", service.url)
+    assert done.exit_code == code, done.output
+    [command] = json.loads(done.output)["commands"]
+    assert command["state"] == {0: "applied", 4: "refused", 3: "delivered"}[code]

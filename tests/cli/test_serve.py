@@ -1,0 +1,92 @@
+"""A service that cannot start says why in a sentence, and no secret with it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.typed import foreshock
+
+
+def test_serving_other_machines_without_a_token_is_refused_with_the_way_out() -> None:
+    done = foreshock("serve", "--host", "0.0.0.0")
+    assert done.exit_code == 1
+    assert "FORESHOCK_TOKEN" in done.stderr
+
+
+def serve_with(variables: dict[str, str], folder: Path) -> tuple[int, str]:
+    """The end of a real `foreshock serve` that cannot start: its exit code and everything it printed."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", "serve"],
+        env={**os.environ, "FORESHOCK_PORT": "0", **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "secret"),
+    [
+        ({"FORESHOCK_TOKEN": "horse-staple"}, "FORESHOCK_TOKEN", "horse-staple"),
+        ({"FORESHOCK_GRAFANA_HMAC_SECRET": "pepper-salt"}, "FORESHOCK_GRAFANA_HMAC_SECRET", "pepper-salt"),
+        (
+            {"FORESHOCK_TOKENS": f"[{', '.join([HASHED % ('ann', 'beef' * 16)] * 2)}]", "FORESHOCK_TOKEN": "long" * 5},
+            "same name",
+            "beefbeef",
+        ),
+        ({"FORESHOCK_TOKENS": f"[{HASHED % ('ann', 'in-clear-by-mistake')}]"}, "FORESHOCK_TOKENS", "in-clear"),
+        ({"FORESHOCK_TOKENS": '[{"name": "cut-off'}, "FORESHOCK_TOKENS", "cut-off"),
+        (
+            {"FORESHOCK_NOTIFY_SLACK_URL": "https://chat.example/services/T01/B02/tail-of-the-address"},
+            "chat.example is not allowed",
+            "tail-of",
+        ),
+        ({"FORESHOCK_NOTIFY_WEBHOOK_URL": "http://[bad/tail-of-the-address"}, "cannot be read", "tail-of"),
+        ({"FORESHOCK_TOKEN": "long-enough-secret", "FORESHOCK_RETENTION_SECOND": "9"}, "did you mean", "long-enough"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
+    variables: dict[str, str], words: str, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = foreshock("serve", "--port", "0")
+    said = done.output + done.stderr
+    assert done.exit_code == 1
+    assert words in said
+    assert secret not in said
+    assert "Traceback" not in said
+    assert "pydantic" not in said, "that is how it was found, not what is wrong"
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("postgresql://me:passphrase@127.0.0.1:1/db", "the database cannot be used"),
+        ("postgresql://me:passphrase@h:port/db", "FORESHOCK_DATABASE_URL is no address"),
+    ],
+)
+def test_the_password_of_a_database_that_cannot_be_used_is_not_said(address: str, words: str, tmp_path: Path) -> None:
+    code, said = serve_with({"FORESHOCK_DATABASE_URL": address}, tmp_path)
+    assert code != 0
+    assert words in said
+    assert "phrase" not in said
+
+
+def test_a_port_that_is_taken_is_a_sentence_that_says_what_to_do(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = serve_with({"FORESHOCK_PORT": str(port)}, tmp_path)
+    assert code != 0
+    assert f"port {port} of 127.0.0.1 is taken" in said
+    assert "--port" in said
+    assert "{" not in said, "no line of the log"

@@ -1,0 +1,14 @@
+"""Types a command, in this process or in one of its own, and keeps what it said."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from foreshock.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "lab" / "traces" / "key-bias_fp32_batch32.jsonl.gz"
+
+
+def foreshock(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))

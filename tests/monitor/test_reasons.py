@@ -1,0 +1,146 @@
+"""A layer that counts nothing says why, in words that tell what to do."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor.tiny_models import CausalSelfAttention
+from torch import Tensor, nn
+
+from foreshock.monitor import attach
+
+WIDTH, HEADS = 16, 2
+QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0}
+WAYS = ["keep", "auto", "kernels"]
+
+
+class Direct(nn.Module):
+    """Calls its attention past PyTorch's hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = CausalSelfAttention(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention.forward(x)
+
+
+class Operators(CausalSelfAttention):
+    """Calls PyTorch's operator and not its function, which its code names on another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return F.scaled_dot_product_attention(x, x, x)
+        query, key, value = self.c_attn(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        out: Tensor = torch.ops.aten.scaled_dot_product_attention(query, key, value)
+        return out.transpose(1, 2).flatten(2)
+
+
+class OneHead(nn.Module):
+    """A module for each head, as lectures write it; nothing tells that it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH // HEADS) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
+
+
+class ByHand(OneHead):
+    """The same without PyTorch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT
+        return scores.softmax(-1) @ self.value(x)  # type: ignore[no-any-return]
+
+
+class Heads(nn.Module):
+    """What its heads give, side by side."""
+
+    def __init__(self, *heads: nn.Module) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+def told_of(model: nn.Module, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
+    """What the log and the report say of two steps."""
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **QUIET, **options) as agent:
+        for _ in range(2):
+            torch.autograd.backward(model(torch.randn(2, 5, WIDTH)).square().sum())
+            agent.step(1.0)
+        return f"{caplog.text}\n{agent.report()}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attention_that_is_called_past_the_hooks_is_told_to_be_called_by_its_module(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of(Direct(), caplog, attention=way)
+    assert "past the hooks of PyTorch, as by .forward(x); call the module itself (attention)" in told
+    assert "watched 0 of 1 attention layers" in told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_under_which_nothing_is_trained_says_so(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS), CausalSelfAttention(WIDTH, HEADS))
+    model[0].requires_grad_(False)
+    told = told_of(model, caplog, attention=way)
+    assert "nothing that it depends on is trained, so no backward runs through it (0)" in told
+    assert "layer 0 (0) counted nothing in step 1: nothing that it depends on is trained" in told
+    assert "watched 1 of 2 attention layers" in told
+
+
+def test_a_forward_that_calls_no_function_that_is_met_is_told_from_one_that_did_not_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_operator, self.never = Operators(WIDTH, HEADS), CausalSelfAttention(WIDTH, HEADS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.by_operator(x)  # type: ignore[no-any-return]
+
+    told = told_of(Idle(), caplog)
+    assert "(by_operator) counted nothing in step 1: its forward ran, but computed attention by none of the" in told
+    assert "(never) counted nothing in step 1: its forward or backward did not run through the watched" in told
+
+
+def test_heads_that_nothing_tells_of_can_be_announced_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Heads(OneHead(), OneHead()))
+    with pytest.raises(ValueError, match=r'^0\.heads\.0, 0\.heads\.1 cannot be watched.*give heads=\{"0\.heads\.0"'):
+        attach(model, **QUIET)
+    told = told_of(model, caplog, heads={"0.heads.0": 1, "0.heads.1": 1})
+    assert "watched 2 of 2 attention layers" in told
+
+
+def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    by_hand = [Heads(*(ByHand() for _ in range(HEADS))) for _ in range(3)]
+    with pytest.raises(ValueError, match="cannot be watched") as refused:
+        attach(nn.Sequential(*by_hand), **QUIET)
+    assert str(refused.value).count("computes its attention by hand") == 1
+    assert all(f"{layer}.heads.{head}" in str(refused.value) for layer in range(3) for head in range(HEADS))
+    told = told_of(nn.Sequential(*by_hand, CausalSelfAttention(WIDTH, HEADS)), caplog)
+    assert told.count("is not watched: it computes its attention by hand") == 1
+
+
+def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Differential(CausalSelfAttention):
+        """Two half heads for each head."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.c_attn(x).unflatten(2, (3, 2 * HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+    model = Differential(WIDTH, HEADS)
+    told = told_of(model, caplog)
+    assert "model is not watched in this call: its query has 4 heads, 2 were announced; attach(heads=...)" in told
+    assert "watched 1 of 1 attention layers" in told_of(model, caplog, heads={"": 4})
