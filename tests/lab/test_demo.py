@@ -38,14 +38,12 @@ EARLY = DetectorConfig(
     earliest_steps=0,
     persist_blocks=1,
     offset_level=0.01,
-    unsupported_level=0.01,
-    unsupported_growth=1.001,
+    score_level=0.01,
     young_growth=1.001,
     offset_change=0.01,
-    offset_growth=1.001,
     share_of_newer_half=0.0,
     noise_multiple=0.0,
-    peer_excess=1.0,
+    peer_excess=0.0,
 )
 
 
