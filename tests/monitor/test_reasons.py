@@ -144,3 +144,22 @@ def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
     told = told_of(model, caplog)
     assert "model is not watched in this call: its query has 4 heads, 2 were announced; attach(heads=...)" in told
     assert "watched 1 of 1 attention layers" in told_of(model, caplog, heads={"": 4})
+
+
+def test_calls_under_torch_func_are_told_as_such_and_not_as_calls_outside(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS))
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    x = torch.randn(2, 5, WIDTH)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **QUIET) as agent:
+        for _ in range(2):
+            torch.func.grad(loss)(weights)
+            agent.step(1.0)
+        report = agent.report()
+    why = "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
+    assert f"layer 0 (0) counted nothing in step 1: {why}" in caplog.text
+    assert f"kept, not measured: {why} (0)" in report
+    assert "outside every watched module" not in caplog.text
