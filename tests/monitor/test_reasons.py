@@ -10,6 +10,7 @@ from tests.monitor.tiny_models import CausalSelfAttention
 from torch import Tensor, nn
 
 from foreshock.monitor import attach
+from foreshock.monitor.model.discovery import find_attention
 
 WIDTH, HEADS = 16, 2
 QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0}
@@ -128,6 +129,33 @@ def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogC
     assert all(f"{layer}.heads.{head}" in str(refused.value) for layer in range(3) for head in range(HEADS))
     told = told_of(nn.Sequential(*by_hand, CausalSelfAttention(WIDTH, HEADS)), caplog)
     assert told.count("is not watched: it computes its attention by hand") == 1
+
+
+def test_layers_that_count_nothing_for_one_reason_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.Sequential(*(CausalSelfAttention(WIDTH, HEADS) for _ in range(3)))
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(layers, **QUIET) as agent:
+        with torch.no_grad():
+            layers(torch.randn(2, 5, WIDTH))
+        agent.step(1.0)
+    (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
+    assert "layer 0 (0), layer 1 (1), layer 2 (2) counted nothing in step 1: no backward ran through it" in line
+
+
+def test_a_head_dim_that_only_the_width_of_a_key_tells_is_known() -> None:
+    class OfOneKey(nn.Module):
+        """As timm's attention of several queries and one key: its projections are convolutions in containers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.key_dim = HEADS, 8
+            self.query = nn.Sequential(nn.Conv2d(WIDTH, HEADS * 8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            query = self.query(x).flatten(2).mT.unflatten(2, (HEADS, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, query[:, :1], query[:, :1])
+
+    (found,) = find_attention(OfOneKey(), {})
+    assert (found.problem, found.heads, found.head_dim) == (None, HEADS, 8)
 
 
 def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
