@@ -9,6 +9,9 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # What codespell reads: words of people, not data.
 PROSE := *.md docs lab contract kernels monitor server/*.py server/*/*.py dashboards/*.py cli scripts examples src/foreshock/*.py
 
+# Tests start hundreds of processes; where this is set, each of them compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: site help demo test test-full faults-long check check-types check-rest format docs servers screenshots clean
 
 help: ## this list

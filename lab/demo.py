@@ -128,6 +128,9 @@ def main(
 
         story = _train(show, order, console)
         result = _result(story, show, seed, page, time.monotonic() - began)
+        reached = min(arm["steps"] for arm in result["arms"].values())
+        for name, arm in result["arms"].items():
+            arm["loss_where_all_are"] = story.records[name].loss_before(reached)
         head = (story.warning.layer or 0, story.warning.head or 0) if story.warning else (0, 0)
         marks = {
             "warned": story.warning.step if story.warning else None,
@@ -159,12 +162,16 @@ def _default_show() -> Show:
 
 
 def _opening(show: Show, seed: int) -> str:
-    """What is about to happen, and what is natural about it."""
+    """What one is about to see, and what is natural about it."""
     return (
-        f"{show.recipe.summary}\n{show.starts_from}\n"
-        "Nothing is done to it while it trains: the warning is the shipped detectors', the switch the agent's own.\n"
-        f"Three trainings of seed {seed} on the same batches: baseline, left alone; rescued, which branches off "
-        f"before the first warning and whose agent may switch (to {show.mitigation}); control, attention in float32."
+        f"One small GPT is trained three times from seed {seed}, on the same batches:\n"
+        "  baseline  left alone\n"
+        "  control   the same with attention in float32\n"
+        "  rescued   goes on from the baseline just before its first warning; its agent may switch "
+        f"(to {show.mitigation})\n"
+        "Watch the score offset: how far all scores of a head have moved together, in nats. A warning, then a switch, "
+        "should come. Nothing is scripted: the warning is the shipped detectors', the switch the agent's own.\n\n"
+        f"{show.recipe.summary} {show.starts_from}"
     )
 
 
@@ -267,7 +274,9 @@ def comparison(result: dict[str, Any]) -> str:
         )
     row = arms[UNTREATED.name]["heads"].index([first["layer"], first["head"]])
 
-    def level(arm: str, until: float = float("inf")) -> float:
+    reached = min(arm["steps"] for arm in arms.values())
+
+    def level(arm: str, until: int = reached) -> float:
         """Mean offset of the named head over the last points up to a step: a single one is noisy."""
         series = [offsets[row] for step, offsets in arms[arm]["offset_by_step"].items() if int(step) <= until]
         last = series[-_POINTS_OF_A_LEVEL:]
@@ -278,25 +287,24 @@ def comparison(result: dict[str, Any]) -> str:
     lines = [
         f"Layer {first['layer']} head {first['head']} was warned about at step {result['first_warning_step']} "
         f"(signal {first['signal']}, cause {first['cause']}). The float32 control {quiet}.",
-        f"Score offset of that head at the end: {told} nats.",
+        f"Score offset of that head at step {reached}: {told} nats.",
     ]
     if result["switch_step"] is not None:
         before = level(UNTREATED.name, until=result["switch_step"])
-        steps = arms[UNTREATED.name]["steps"] - result["switch_step"]
+        steps = reached - result["switch_step"]
         lines.append(
             f"It was switched to {result['mitigation']} at step {result['switch_step']}, at {before:+.2f}. "
             f"In the {steps} steps since then it moved by {ends[UNTREATED.name] - before:+.2f} in the baseline and by "
             f"{ends[RESCUED.name] - before:+.2f} in the rescued run."
         )
-    reached = min(arm["steps"] for arm in arms.values())
     if reached < result["planned_steps"]:
         lines.append(
             f"The demo's time ran out at step {reached} of {result['planned_steps']}; "
             "a quicker machine, or one that is less busy, gets further."
         )
-    losses = ", ".join(f"{variant(name)} {arm['final_loss']:.3f}" for name, arm in arms.items())
+    losses = ", ".join(f"{variant(name)} {arm['loss_where_all_are']:.3f}" for name, arm in arms.items())
     scores = ", ".join(f"{variant(name)} {arm['largest_score']:.1f}" for name, arm in arms.items())
-    lines.append(f"Loss over the last 500 steps: {losses}. Largest |score| of any head: {scores}.")
+    lines.append(f"Loss over the 500 steps before: {losses}. Largest |score| of any head: {scores}.")
     if not result.get("on_gpu"):
         lines.append(
             "Such a drift comes before a loss explosion. That takes a larger model and a GPU, where the demo shows it; "

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, settings
 MARKS: Final = ("promise", "execution")
 ROOT: Final = Path(__file__).parents[1]
 ALONE: Final = (
-    "tests/dashboards/test_live_queries.py",
     "tests/e2e/",
     "tests/examples/test_quickstart.py",
     "tests/faults/test_host_cost.py",
@@ -31,10 +30,13 @@ ALONE: Final = (
     "tests/faults/test_sender.py",
     "tests/server/test_page_benchmark.py",
     "tests/server/test_soak.py",
-    "tests/server/ui/",
+    "tests/server/ui/test_how_fast_a_warning_travels.py",
 )
-"""Tests that measure time, or drive browsers and several servers: `make test` runs them one after another, with the
-machine to themselves, after the others, which share it."""
+"""Tests that measure time, or stop and starve processes: they run one after another, with the machine to themselves,
+after the others, which share it."""
+BROWSERS: Final = "tests/server/ui/"
+"""Share the machine in the quick tier, where the tests of a file stay together. The full tier deals tests out one by
+one, and has those that take a browser longest: there they run alone too."""
 
 
 # A busy machine is no fault of a test: what takes long is stopped by pytest-timeout alone.
@@ -146,14 +148,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = config.option.markexpr
     if collection_path.suffix != ".py" or wanted not in ("alone", "not alone"):
         return None
-    alone = collection_path.relative_to(ROOT).as_posix().startswith(ALONE)
+    alone = _alone(collection_path, config)
     return True if alone == (wanted == "not alone") else None
+
+
+def _alone(path: Path, config: pytest.Config) -> bool:
+    found = path.relative_to(ROOT).as_posix()
+    return found.startswith(ALONE) or (found.startswith(BROWSERS) and config.getoption("--tier") != "quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what runs alone, leaves out what the tier does not ask for, and gives the tiers their time."""
     for item in items:
-        if item.path.relative_to(ROOT).as_posix().startswith(ALONE):
+        if _alone(item.path, config):
             item.add_marker("alone")
     tier = config.getoption("--tier")
     if tier == "quick":

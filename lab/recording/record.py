@@ -70,7 +70,12 @@ class Record:
     @property
     def final_loss(self) -> float:
         """Mean loss of the last 500 steps; NaN without any."""
-        last = [loss for step, loss in zip(self.steps, self.losses, strict=True) if step > self.steps[-1] - _LAST_STEPS]
+        return self.loss_before(self.steps[-1]) if self.steps else float("nan")
+
+    def loss_before(self, step: int) -> float:
+        """Mean loss of the 500 steps up to `step`; NaN without any."""
+        pairs = zip(self.steps, self.losses, strict=True)
+        last = [loss for at, loss in pairs if step - _LAST_STEPS < at <= step]
         return float(np.mean(last)) if last else float("nan")
 
     @property

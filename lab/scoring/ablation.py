@@ -11,27 +11,20 @@ from foreshock.lab.scoring.table import row
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 _NEVER: Final = 1e9
-_ANY: Final = 1.0 + 1e-9
-"""A factor of growth that asks for none."""
-_SHIPPED: Final = DetectorConfig()
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "as shipped": {},
-    "without peers": {"peer_excess": 1.0},
+    "without peers": {"peer_excess": 0.0},
     "without more growth from young runs": {"settle_steps": 0},
-    "more growth from young runs until step 7000": {"settle_steps": 7000},
+    "more growth from young runs until step 10,000": {"settle_steps": 10_000},
     "without growth that goes on": {"share_of_newer_half": 0.0},
     "growth that compounds": {"share_of_newer_half": 0.55},
     "without the noise of a block": {"noise_multiple": 0.0},
     "one block is enough": {"persist_blocks": 1},
     "without the delta bias": {"support_z": _NEVER},
-    "without more of what no delta bias supports": {
-        "unsupported_level": _SHIPPED.offset_level,
-        "unsupported_growth": _SHIPPED.offset_growth,
-    },
+    "a score of 128 is enough": {"score_level": 128.0},
     "without the score": {"score_level": _NEVER},
     "without ties": {"tied_growth": _NEVER},
     "without the norm": {"norm_growth": _NEVER},
-    "without a rise of the offset by a factor": {"offset_growth": _ANY, "unsupported_growth": _ANY},
     "harm however far off": {"horizon_lives": None},
     "harm within 10 lives": {"horizon_lives": 10.0},
     "harm within 5 lives": {"horizon_lives": 5.0},
@@ -69,7 +62,7 @@ def ablation(traces: Sequence[Trace], on_variant: Callable[[str], None] = lambda
         raise ValueError("none of these runs is for tuning; an ablation looks at no held-out run")
     found = []
     for name, fields in VARIANTS.items():
-        scores = score_traces(tuning, _SHIPPED.model_copy(update=dict(fields)), baselines=())
+        scores = score_traces(tuning, DetectorConfig(**fields), baselines=())
         shipped = row(scores, OURS, 1.0, "shipped", "tuning")
         groups = {each.group: each for each in incident_rows(scores)}
         wrong = [groups[group] for group in ("healthy", "treated", "did not fail") if group in groups]

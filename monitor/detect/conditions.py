@@ -17,6 +17,8 @@ _WORTH_A_LOOK: Final = 0.6
 """Conditions that cost more are worked out for heads that meet the cheap ones so far."""
 
 
+_UNPUSHED: Final = 0.5
+"""A drift that the delta bias does not push comes so near a warning at most: its score has to say the rest."""
 _FORESEEN: Final = np.array([int(HeadSignal.OFFSET), int(HeadSignal.SCORE)])
 """Signals whose course a forecast goes on with."""
 _MANY_HEADS: Final = 4
@@ -35,17 +37,18 @@ class Nearness:
             self._grid[place, : len(rows)] = rows
         self._many = np.array([len(rows) >= _MANY_HEADS for rows in members], dtype=np.bool_)
 
-    def __call__(self, growth: Growth, *, step: int, young: bool, ripe: bool, push: Floats) -> Floats:
+    def __call__(self, growth: Growth, *, step: int, ripe: bool, push: Floats) -> Floats:
         """The least ratio of all conditions of a signal, [len(SIGNALS), N]; 0 where one is unknown.
 
-        step: the run's age. young: more growth is asked for. ripe: False judges dangerous scores alone. push [N]: the
-        accumulated delta bias in units of its standard error.
+        step: the run's age; the younger, the more growth is asked for. ripe: False judges dangerous scores alone.
+        push [N]: the accumulated delta bias in units of its standard error.
         """
         config = self._config
         near = np.zeros_like(growth.end)
+        youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
         pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= config.support_z
         for signal, info in SIGNALS.items():
-            least_level, least_growth = info.least(config, pushed)
+            least_level, least_growth = info.least(config, pushed), info.least_growth(config, youth)
             level = np.abs(growth.end[signal])
             found = np.divide(level, least_level, out=near[signal])
             if not ripe:
@@ -54,10 +57,11 @@ class Nearness:
                 continue
             factor = level + info.floor
             factor /= np.abs(growth.start[signal]) + info.floor
-            least = np.maximum(least_growth, config.young_growth) if young else least_growth
-            np.minimum(found, factor / least, out=found)
+            np.minimum(found, factor / least_growth, out=found)
             if info.least_change is not None:
                 np.minimum(found, growth.change((signal, slice(None))) / info.least_change(config), out=found)
+            if info.pushed:
+                found[~pushed] = np.minimum(found[~pushed], _UNPUSHED)
             likely = np.flatnonzero(found >= _WORTH_A_LOOK)
             if len(likely):
                 found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
@@ -91,7 +95,7 @@ class Nearness:
             others = np.where(np.abs(end) < config.unsupported_level, np.fmax(others, own), others)
         parts = [
             growth.sigmas(of) / config.noise_multiple,
-            factor[heads] / (np.fmax(others, 1.0) * config.peer_excess),
+            np.where(others > 1.0, (factor[heads] - 1.0) / (config.peer_excess * (others - 1.0)), math.inf),
         ]
         if info.goes_on:
             parts.append((end - growth.middle(of)) / (end - growth.start[of]) / config.share_of_newer_half)

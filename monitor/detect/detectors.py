@@ -85,6 +85,8 @@ class Detectors:
         self._step = -1
         self._rounds = True
         self._alarms: dict[int, _Alarm] = {}
+        self._rate = np.array([0.0, 0.0, np.nan])
+        """highest learning rate and the step at which it came; the step from which the run was watched"""
         self._modes = np.full(len(self.heads), -1, dtype=np.int32)
         self._forget()
 
@@ -94,7 +96,6 @@ class Detectors:
         self._recent = np.zeros((self.config.persist_blocks, len(SIGNALS), count))
         self._pressure = np.zeros((len(SIGNALS), count))
         self._bias = np.zeros((2, count))
-        self._rate = np.zeros(2)
         self._loss = np.array([0.0, 0.0, np.nan, np.nan])
         """of the open block: sum and steps; mean of the last block, and of the lowest"""
         self._overflow = np.array([np.nan])
@@ -129,8 +130,7 @@ class Detectors:
         if readings.step < self._step:
             self._forget()
         self._step, self._rounds = readings.step, readings.rounds
-        if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
-            self._rate[:] = readings.learning_rate, readings.step
+        self._follow_rate(readings)
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             anew = self._measured_anew(readings)
             self._weigh_bias(readings)
@@ -151,6 +151,20 @@ class Detectors:
                 if growth is not None:
                     tripped = {**self._judge(growth, readings.step), **tripped}
             return self._tell(tripped, readings.step)
+
+    def _follow_rate(self, readings: Readings) -> None:
+        """When the learning rate was highest; a run that was set back has its peak yet to come."""
+        if math.isnan(self._rate[2]):
+            self._rate[2] = readings.since_step
+        if self._rate[1] > readings.step:
+            self._rate[:2] = 0.0
+        if readings.learning_rate is not None and readings.learning_rate > self._rate[0]:
+            self._rate[:2] = readings.learning_rate, readings.step
+
+    def _ripe_from(self) -> float:
+        """The step from which growth is judged: after twice the time in which the learning rate was seen to rise."""
+        peak, began = float(self._rate[1]), float(self._rate[2])
+        return max(self.config.earliest_steps, peak + max(peak - began, 0.0))
 
     def _measured_anew(self, readings: Readings) -> npt.NDArray[np.bool_]:
         """The heads [N] whose statistics speak of other scores than before: a mode that moves them went on or off."""
@@ -221,17 +235,11 @@ class Detectors:
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
-        config = self.config
-        self._recent[self._history.closed % len(self._recent)] = self._near(
-            growth,
-            step=step,
-            young=step < config.settle_steps,
-            ripe=step >= max(config.earliest_steps, 2 * self._rate[1]),
-            push=self._push(),
-        )
+        near = self._near(growth, step=step, ripe=step >= self._ripe_from(), push=self._push())
+        self._recent[self._history.closed % len(self._recent)] = near
         np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
-        for near in self._recent[1:-1]:
-            np.minimum(self._pressure, near, out=self._pressure)
+        for between in self._recent[1:-1]:
+            np.minimum(self._pressure, between, out=self._pressure)
         if not any_at_least(self._pressure, 1.0):
             return {}
         lasting = self._pressure >= 1.0
@@ -379,6 +387,8 @@ class Detectors:
             if name not in state:  # saved by an older version
                 continue
             saved = array(state[name])
+            if name == "_rate" and len(saved) == 2:  # a run that was watched from its first step on
+                saved = np.append(saved, 0.0)
             if name in self._OF_SIGNALS:
                 saved = by_name(saved, state.get("signals"), getattr(self, name))
             setattr(self, name, saved)

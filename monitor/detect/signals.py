@@ -43,8 +43,12 @@ class SignalInfo:
     """[N] of a sample, NaN where nothing was recorded; None where this sample did not measure it."""
     reduction: Reduction
     """Over the samples of a block: mean weighted by rows, largest, or the last one measured."""
-    least: Callable[[DetectorConfig, npt.NDArray[np.bool_]], tuple[Least, Least]]
-    """The size and the growth factor that warn, given the heads whose delta bias pushes the way they drift."""
+    least: Callable[[DetectorConfig, npt.NDArray[np.bool_]], Least]
+    """The size that warns, given the heads whose delta bias pushes the way they drift."""
+    least_growth: Callable[[DetectorConfig, float], float]
+    """The growth factor that warns, given how young the run is: 1 at its first step, 0 from `settle_steps` on."""
+    pushed: bool = False
+    """No head is warned about by it whose delta bias does not push the way it drifts."""
     floor: float = 0.0
     """Added to the size before growth is taken, so that what is next to nothing does not grow by large factors."""
     least_change: Callable[[DetectorConfig], float] | None = None
@@ -77,10 +81,9 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.OFFSET: SignalInfo(
         read=lambda readings: readings.score_offset,
         reduction="mean",
-        least=lambda config, pushed: (
-            np.where(pushed, config.offset_level, config.unsupported_level),
-            np.where(pushed, config.offset_growth, config.unsupported_growth),
-        ),
+        least=lambda config, pushed: np.where(pushed, config.offset_level, config.unsupported_level),
+        least_growth=lambda config, youth: 1.0 + youth * (config.young_growth - 1.0),
+        pushed=True,
         floor=1.0,
         least_change=lambda config: config.offset_change,
         beside_own_layer=True,
@@ -92,8 +95,9 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.SCORE: SignalInfo(
         read=lambda readings: np.fmax(readings.row_max_abs, readings.score_max),
         reduction="largest",
-        least=lambda config, pushed: (config.score_level, config.score_growth),
-        judged_early_from=DANGEROUS_SCORE / 4,
+        least=lambda config, pushed: config.score_level,
+        least_growth=lambda config, youth: 1.0,
+        judged_early_from=DANGEROUS_SCORE / 2,
         peers_count_below=DANGEROUS_SCORE,
         one_for_a_layer=True,
         evidence={"score": "end", "score_before": "start", "score_error": "jitter"},
@@ -102,7 +106,8 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.TIES: SignalInfo(
         read=lambda readings: np.fmax(readings.tied_rows_bf16, readings.tied_rows_one),
         reduction="mean",
-        least=lambda config, pushed: (config.tied_share, config.tied_growth),
+        least=lambda config, pushed: config.tied_share,
+        least_growth=lambda config, youth: config.tied_growth,
         goes_on=False,
         evidence={"tied_share": "end"},
         says="ties: the share of its rows with several maxima is",
@@ -110,7 +115,8 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.NORM: SignalInfo(
         read=lambda readings: readings.query_norm,
         reduction="last",
-        least=lambda config, pushed: (0.0, config.norm_growth),
+        least=lambda config, pushed: 0.0,
+        least_growth=lambda config, youth: config.norm_growth,
         of_scores=False,
         evidence={"query_norm": "end", "query_norm_before": "start"},
         says="grows: the spectral norm of its W_Q went from",

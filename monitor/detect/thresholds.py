@@ -12,9 +12,14 @@ class DetectorConfig(BaseModel):
         default=500, ge=0, description="no growth is judged before this step, nor before twice the learning rate's rise"
     )
     settle_steps: int = Field(
-        default=3500, ge=0, description="healthy heads grow in a run younger than this: young_growth is asked of them"
+        default=5000,
+        ge=0,
+        description="healthy heads grow in a run younger than this: what is asked of the growth of 1 + |offset| falls "
+        "evenly from young_growth at the first step to none here",
     )
-    young_growth: float = Field(default=3.0, gt=1, description="least growth factor of a signal before settle_steps")
+    young_growth: float = Field(
+        default=3.0, gt=1, description="least growth factor of 1 + |offset| that is asked at the first step"
+    )
     window_steps: int = Field(default=4000, ge=100, description="longest past that growth is measured over")
     block_steps: int = Field(
         default=100, ge=1, description="samples are joined into blocks of at most this many steps, or of one sample"
@@ -27,14 +32,19 @@ class DetectorConfig(BaseModel):
         gt=0,
         description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
     )
-    unsupported_level: float = Field(default=10.0, gt=0, description="offset_level where the delta bias does not")
-    unsupported_growth: float = Field(default=2.0, gt=1, description="offset_growth where the delta bias does not")
+    unsupported_level: float = Field(
+        default=10.0,
+        gt=0,
+        description="|offset| (nats) that is far for any head: heads of one layer that drift together are no comfort",
+    )
     offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
-    offset_growth: float = Field(default=1.4, gt=1, description="factor by which 1 + |offset| grew over the window")
-    score_level: float = Field(default=50.0, gt=0, description="largest |score| below which its growth is no warning")
-    score_growth: float = Field(default=2.0, gt=1, description="factor by which the largest |score| grew")
+    score_level: float = Field(
+        default=256.0, gt=0, description="largest |score| below which its growth is no warning, whatever pushes it"
+    )
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
-    peer_excess: float = Field(default=1.2, ge=1, description="a head must outgrow its peers by this factor")
+    peer_excess: float = Field(
+        default=1.5, ge=0, description="a head must grow by so many times what its peers grow by"
+    )
     share_of_newer_half: float = Field(default=0.45, ge=0, le=1, description="of the change; a line has 0.5, a stop 0")
     noise_multiple: float = Field(default=4.0, ge=0, description="change in units of its own standard error")
     horizon_lives: float | None = Field(

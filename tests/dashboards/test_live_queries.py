@@ -35,7 +35,7 @@ pytestmark = pytest.mark.servers
 RUN = "a.b/c-1"  # a dot and a slash: both mean something in patterns and addresses
 TOKENS = {"agent": "agent-of-the-test", "prometheus": "scraper-of-the-test", "alertmanager": "alerts-of-the-test"}
 SCOPES: dict[str, Any] = {"agent": ("ingest",), "prometheus": ("read",), "alertmanager": ("act",)}
-PATIENCE_SECONDS = 40.0
+PATIENCE_SECONDS = 120.0
 
 
 class Training(threading.Thread):

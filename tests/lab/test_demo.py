@@ -38,14 +38,12 @@ EARLY = DetectorConfig(
     earliest_steps=0,
     persist_blocks=1,
     offset_level=0.01,
-    unsupported_level=0.01,
-    unsupported_growth=1.001,
+    score_level=0.01,
     young_growth=1.001,
     offset_change=0.01,
-    offset_growth=1.001,
     share_of_newer_half=0.0,
     noise_multiple=0.0,
-    peer_excess=1.0,
+    peer_excess=0.0,
 )
 
 
@@ -76,6 +74,14 @@ def test_a_record_sums_up_offsets_by_step_the_largest_score_and_the_last_losses(
     assert summary["largest_score"] == 7.0
     assert summary["final_loss"] == pytest.approx(1.5)
     assert summary["steps"] == 200
+
+
+def test_a_loss_before_a_step_is_the_mean_of_the_five_hundred_steps_up_to_it_whatever_came_after() -> None:
+    filled = record([0.0] * 9)  # a loss of 2 / n at step 100 n
+    assert filled.loss_before(700) == pytest.approx(np.mean([2.0 / n for n in range(3, 8)]))
+    assert filled.loss_before(900) == filled.final_loss
+    assert np.isnan(filled.loss_before(99))
+    assert np.isnan(Record().final_loss)
 
 
 def test_samples_of_single_steps_become_one_point() -> None:
@@ -110,7 +116,7 @@ def test_the_picture_is_drawn_with_marks_for_warning_and_switch(tmp_path: Path) 
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    arm = {"steps": 9, "final_loss": 1.0, "largest_score": 2.0, "warnings": 0, "heads": [[0, 1]]}
+    arm = {"steps": 9, "loss_where_all_are": 1.0, "largest_score": 2.0, "warnings": 0, "heads": [[0, 1]]}
     arms = {
         name: arm | {"offset_by_step": {"9": [float(place)]}} for place, name in enumerate(("untreated", "control"))
     }
@@ -156,6 +162,10 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
     assert "In the 9 steps since then it moved by +7.00 in the baseline and by +0.50 in the rescued run." in said
     assert "time ran out" not in said
     assert "time ran out at step 13 of 20" in demo.comparison(told | {"planned_steps": 20})
+    # each training is as quick as its core is free: they are compared where all of them have been
+    told["arms"]["untreated"]["offset_by_step"]["900"] = [77.0]
+    told["arms"]["untreated"]["steps"] = 900
+    assert demo.comparison(told) == said
 
 
 def check_told(recorded: dict[str, Any], text: str, picture: Path) -> None:

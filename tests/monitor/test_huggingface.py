@@ -236,7 +236,7 @@ def test_one_line_in_the_trainer_watches_every_step_with_the_raw_loss(tmp_path: 
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), ("Qwen3", {})])
+@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", EXPERTS), pytest.param("Qwen3", {}, marks=pytest.mark.full)])
 @pytest.mark.parametrize("attention", ["auto", pytest.param("kernels", marks=pytest.mark.full)])
 def test_a_mixture_of_experts_and_norms_of_queries_train_in_the_trainer_as_without_us(
     kind: str, sizes: dict[str, Any], attention: Any, tmp_path: Path

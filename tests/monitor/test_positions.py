@@ -100,6 +100,7 @@ def test_sequences_packed_after_a_forward_was_interrupted_stay_apart(compiled: b
         torch.testing.assert_close(run(X, position_ids=PACKED).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_by_kernels() -> None:
     student, _ = models()
     listener = Listener()

@@ -46,7 +46,7 @@ def trained(compiled: bool) -> tuple[Agent, Listener, TinyGPT]:
     return agent, listener, model
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_values_are_not_centred_where_the_model_drops_weights_whoever_asks(compiled: bool) -> None:
     agent, _, _ = trained(compiled)
     with agent:

@@ -134,9 +134,8 @@ def test_a_transformers_model_in_a_mode_of_execution_changes_no_bit_and_no_count
         np.testing.assert_array_equal(got.words[0][:, forward], plain.words[0][:, forward])
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [("GPT-2", "right"), pytest.param("Mistral", "left", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "side"), [("GPT-2", "right"), ("Mistral", "left")])
 def test_a_compiled_model_measures_a_padded_batch_as_an_eager_one_does(name: str, side: str) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 7:] = 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from foreshock.server.__main__ import main
 from foreshock.server.settings import Settings
 
 SECRET = "a-secret-of-sixteen-or-more"
@@ -47,23 +48,36 @@ def test_a_short_token_and_two_of_one_name_are_refused() -> None:
         Settings(tokens=twice)  # type: ignore[arg-type]
 
 
-def test_the_command_says_in_a_sentence_why_it_does_not_start(tmp_path: Path) -> None:
-    for variables, words in (
-        ({"FORESHOCK_HOST": "0.0.0.0"}, "no token is set"),
-        ({"FORESHOCK_PORT": "many"}, "FORESHOCK_PORT"),
-        ({"FORESHOCK_DATABASE_URL": "mysql://x/y"}, "postgresql://"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "foreshock.server"],
-            env={**os.environ, **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("FORESHOCK_HOST", "0.0.0.0", "no token is set"),
+        ("FORESHOCK_PORT", "many", "FORESHOCK_PORT"),
+        ("FORESHOCK_DATABASE_URL", "mysql://x/y", "postgresql://"),
+    ],
+)
+def test_the_command_says_in_a_sentence_why_it_does_not_start(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_a_process_that_does_not_start_ends_with_the_sentence_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock.server"],
+        env={**os.environ, "FORESHOCK_PORT": "many"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "FORESHOCK_PORT" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_service_imports_and_answers_without_torch(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""Laws of the detectors over courses of many kinds: what is unknown, set back, resumed, slow, early or late."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.monitor.test_detectors import EVERY, HEADS, SICK, Course, N, creep, explosion, healthy, play, raised, reading
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE, HeadSignal
+
+KINDS = ("line", "step", "settles", "swings", "doubles")
+
+
+def drift(kind: str, step: int, since: int, size: float) -> float:
+    """Nats that one head has moved by at a step."""
+    late = max(0, step - since)
+    return {
+        "line": size * late / 1000,
+        "step": size * (late > 0),
+        "settles": size * (1 - math.exp(-late / 800)),
+        "swings": size * math.sin(late / 500),
+        "doubles": size * (2 ** min(late / 900, 12.0) - 1),
+    }[kind]
+
+
+def course_of(kind: str, since: int, size: float) -> Course:
+    """Healthy heads, and one that moves, its largest score with it."""
+
+    def told(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        moved = drift(kind, step, since, size)
+        offset[SICK] = 0.3 + moved + 0.05 * math.sin(step)
+        score[SICK] += abs(moved)
+        return offset, score
+
+    return told
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Readings]:
+    """Some 90 samples of one run: NaN in any field of any head for a while, a run set back, a rate that rises."""
+    course = course_of(draw(st.sampled_from(KINDS)), draw(st.integers(0, 3000)), draw(st.floats(-30.0, 30.0)))
+    bias, warmup = draw(st.floats(-1.0, 1.0)), draw(st.sampled_from([1, 900]))
+    steps = list(range(EVERY, 91 * EVERY, EVERY))
+    back = draw(st.sampled_from([0, 0, 10, 40]))
+    steps += list(range(steps[-1] - back * EVERY, steps[-1] + 10 * EVERY, EVERY)) if back else []
+    told = [reading(step, course, bias=bias, learning_rate=1e-3 * min(1.0, step / warmup)) for step in steps]
+    gap = st.tuples(st.sampled_from(ARRAYS), st.integers(0, N), st.integers(0, 80), st.integers(1, 30))
+    for field, row, begin, length in draw(st.lists(gap, max_size=4)):
+        for place in range(begin, min(begin + length, len(told))):
+            values = np.array(getattr(told[place], field))
+            values[row if row < N else slice(None)] = np.nan
+            changed: dict[str, Any] = {field: values}
+            told[place] = dataclasses.replace(told[place], **changed)
+    return told
+
+
+ARRAYS = ("score_offset", "row_max_abs", "score_max", "tied_rows_bf16", "tied_rows_one", "delta_bias_sum", "query_norm")
+
+
+@settings(max_examples=12, deadline=None)
+@given(run=runs(), cut=st.integers(1, 89))
+def test_a_run_of_any_course_that_is_resumed_at_any_sample_says_what_it_would_have_said(
+    run: list[Readings], cut: int
+) -> None:
+    whole, first, second = Detectors(HEADS), Detectors(HEADS), Detectors(HEADS)
+    uncut = [whole.update(seen) for seen in run]
+    parts = [first.update(seen) for seen in run[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    parts += [second.update(seen) for seen in run[cut:]]
+    assert parts == uncut
+    np.testing.assert_array_equal(second.pressure, whole.pressure)
+    assert np.isfinite(whole.risk).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(run=runs(), unknown=st.lists(st.tuples(st.integers(0, 89), st.integers(0, N - 1)), min_size=1, max_size=60))
+def test_an_offset_that_is_unknown_here_and_there_changes_nothing_of_how_score_ties_and_norm_are_judged(
+    run: list[Readings], unknown: list[tuple[int, int]]
+) -> None:
+    config = DetectorConfig(horizon_lives=None)  # a forecast joins offset and score
+    known, gaps = Detectors(HEADS, config), Detectors(HEADS, config)
+    for place, seen in enumerate(run):
+        offset = np.array(seen.score_offset)
+        offset[[row for at, row in unknown if at == place]] = np.nan
+        known.update(seen)
+        gaps.update(dataclasses.replace(seen, score_offset=offset))
+        for signal in (HeadSignal.SCORE, HeadSignal.TIES, HeadSignal.NORM):
+            # what a bias pushes is read from the offset, and no other signal asks for it
+            np.testing.assert_array_equal(gaps.pressure[signal], known.pressure[signal])
+
+
+def watched_from(since: int, until: int, course: Course, **fields: Any) -> list[wire.Verdict]:
+    return play(course, until, Detectors(HEADS), since, **fields)[1]
+
+
+@pytest.mark.parametrize("since", [6_000, 40_000])
+def test_a_run_that_is_watched_from_its_middle_on_is_judged_as_soon_whatever_its_constant_learning_rate(
+    since: int,
+) -> None:
+    def later(step: int) -> tuple[Floats, Floats]:
+        return explosion(max(0, step - since))
+
+    until = since + 7000
+    told = watched_from(since, until, later, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert watched_from(since, until, later, bias=0.6, learning_rate=3e-4) == told
+
+
+def test_a_run_set_back_after_its_warm_up_does_not_wait_for_it_again() -> None:
+    def replayed(**fields: Any) -> list[int]:
+        detectors, told = play(creep, 4000, bias=0.6, **fields)
+        assert told == []
+        again = play(explosion, 9000, detectors, 3000, bias=0.6, **fields)[1]
+        return [verdict.step for verdict in again if verdict.state == "raised"]
+
+    assert replayed(learning_rate=3e-4) == replayed() != []
+
+
+def now(step: int, every: int, offset: Floats, score: Floats, bias: float) -> Readings:
+    return reading(step, lambda _: (offset, score), bias=bias, since_step=step - every)
+
+
+@pytest.mark.parametrize("bias", [0.6, 0.0], ids=["pushed", "not pushed"])
+@pytest.mark.parametrize("length", [10_000, 20_000, 50_000, 100_000])
+@pytest.mark.parametrize("kind", ["evenly", "by doublings"])
+def test_no_head_reaches_512_without_a_word_however_slowly_it_goes_there(length: int, kind: str, bias: float) -> None:
+    detectors, told = Detectors(HEADS), []
+    every = length // 200
+    for step in range(every, length, every):
+        offset, score = healthy(step)
+        far = DANGEROUS_SCORE * (step / length if kind == "evenly" else 2 ** (9.0 * (step / length - 1)))
+        offset[SICK], score[SICK] = far + offset[SICK] - 1.0, score[SICK] + far
+        told += detectors.update(now(step, every, offset, score, bias))
+        if raised(told):
+            break
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].step <= length - 1000
+
+
+@pytest.mark.parametrize("doubling", [700, 7_000])
+def test_heads_that_pass_512_together_fast_or_slowly_are_warned_about(doubling: int) -> None:
+    detectors, told = Detectors(HEADS), []
+    every = doubling // 14
+    until = 3000 + 5 * doubling
+    for step in range(every, until, every):
+        offset, score = healthy(step)
+        score = score * 2 ** (max(0, step - 3000) / doubling)
+        told += detectors.update(now(step, every, offset, score, 0.0))
+        assert not told or score.max() > DANGEROUS_SCORE  # below it they are each other's comfort
+    assert raised(told)
+    assert {verdict.cause for verdict in told} == {"score growth"}
+
+
+def test_first_warnings_of_drifts_of_many_paces_do_not_gather_where_the_run_is_said_to_have_settled() -> None:
+    firsts = []
+    for rate in np.geomspace(6.0, 60.0, 40).tolist():
+        told = play(course_of("line", 0, rate), 6000, bias=0.6)[1]
+        firsts.append(told[0].step)
+    settled = DetectorConfig().settle_steps
+    just_after = [step for step in firsts if settled <= step <= settled + 400]
+    assert len(just_after) <= len(firsts) / 5
+    assert firsts == sorted(firsts, reverse=True)  # the faster the sooner
