@@ -165,24 +165,27 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     by_step = [(step, list(group)) for step, group in groupby(rows, key=lambda row: row.step)]
     shape = len(by_step), len(axis.heads)
     words = np.empty((*shape, SLOT_COUNT if names is None or "states" in names else 0), np.int64)
-    if words.size:
-        words[:] = _NOTHING_SEEN
     counted = np.zeros(shape, dtype=np.bool_)
     of_heads = [name for name in _FIELDS if names is None or name in names]
     fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
-    held = {boot: np.flatnonzero(where >= 0) for boot, where in axis.rows.items()}
+    places: dict[int, tuple[_Place, _Place]] = {}
     scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
     given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
     for i, (_, group) in enumerate(by_step):
+        seen = False
         for row in group:
             where = axis.rows.get(row.boot_id)
             if where is None or names == frozenset():
                 continue
-            own = held[row.boot_id]
-            at = where[own]
+            if row.boot_id not in places:
+                places[row.boot_id] = _places_on(axis, where)
+            own, at = places[row.boot_id]
             for name, values in head_arrays(row, len(where), names).items():
                 values = values[own]
                 if name == "states":
+                    if not seen and at is not _ALL:
+                        words[i] = _NOTHING_SEEN
+                    seen = True
                     known = counted[i, at].any()
                     words[i, at] = merge_words([words[i, at], values]) if known else values
                     counted[i, at] = True
@@ -192,10 +195,24 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
                     pick = np.fmin if _FIELDS[name].across_ranks == "min" else np.fmax
                     old = fields[name][i, at]
                     fields[name][i, at] = pick(old, values.astype(np.float64))
+        if not seen and words.size:
+            words[i] = _NOTHING_SEEN
         for name, value in merge_scalars([unpack_scalars(row) for row in group]).items():
             if value is not None:
                 scalars[name][i], given[name][i] = value, True
     return MergedSteps(np.array([step for step, _ in by_step], dtype=np.int64), words, counted, fields, scalars, given)
+
+
+_Place = slice | npt.NDArray[np.intp]
+_ALL: Final = slice(None)
+
+
+def _places_on(axis: Axis, where: npt.NDArray[np.intp]) -> tuple[_Place, _Place]:
+    """Which rows of a boot's arrays are on the axis, and where; all in their order take no copies."""
+    if len(where) == len(axis.heads) and np.array_equal(where, np.arange(len(where))):
+        return _ALL, _ALL
+    own = np.flatnonzero(where >= 0)
+    return own, where[own]
 
 
 def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None]:

@@ -31,6 +31,8 @@ _SAMPLE: Final = {
     name: f"{name}{{" + ",".join(f'{label}="%s"' for label in sorted(labels)) + "} %s\n" if labels else f"{name} %s\n"
     for name, _, labels in _families()
 }
+_PLAIN: Final = 1e6
+"""Smaller numbers are written as Python writes them."""
 _TO_ESCAPE: Final = re.compile(r'[\\"\n]')
 
 
@@ -39,7 +41,9 @@ def line(name: str, labels: Labels, value: float) -> Line:
     own = [labels[place] for place in _ORDER[name]]
     if _TO_ESCAPE.search("".join(own)):
         own = [text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for text in own]
-    return name, _SAMPLE[name] % (*own, floatToGoString(value))  # type: ignore[no-untyped-call]
+    plain = -_PLAIN < value < _PLAIN  # as prometheus_client would; it looks at every number for what is rare
+    number = repr(value) if plain else floatToGoString(value)  # type: ignore[no-untyped-call]
+    return name, _SAMPLE[name] % (*own, number)
 
 
 class _Families(Collector):
