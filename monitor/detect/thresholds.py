@@ -33,8 +33,8 @@ class DetectorConfig(BaseModel):
         default=0.05,
         gt=0,
         lt=1,
-        description="chance that noise alone makes the accumulated delta bias of any head of the model support a drift "
-        "its way, and name rounding: 2.5 standard errors for 8 heads, 3.4 for 144, 4.3 for 5120",
+        description="chance that noise alone makes the delta bias of any head support a drift and name rounding: "
+        "2.5 standard errors for 8 heads, 3.4 for 144",
     )
     unsupported_level: float = Field(
         default=10.0,
