@@ -161,3 +161,22 @@ def test_a_weight_that_only_stands_for_numbers_kept_otherwise_is_not_read() -> N
     assert found.problem is None
     assert found.projection is None
     assert found.unmeasured == "the weight of wk is kept as Quantised"
+
+
+@pytest.mark.parametrize("shapes", [((6, WIDTH), (WIDTH, 2)), ((2, WIDTH), (WIDTH // 2, 2)), ((2,), (WIDTH, 2))])
+def test_adapters_that_add_up_otherwise_than_one_product_are_told_and_not_multiplied(
+    shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    class OfParts(nn.Linear):
+        """As litgpt's and loralib's fused layers: a product for each part of the outputs that is adapted."""
+
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.lora_A, self.lora_B = (nn.Parameter(torch.randn(*shape)) for shape in shapes)
+            self.scaling = 2.0
+
+    module = attention()
+    module.wk = OfParts()
+    (found,) = find_attention(module, {})
+    assert (found.problem, found.projection) == (None, None)
+    assert found.unmeasured.endswith("'s OfParts, whose adapters are of an unknown kind")
