@@ -38,12 +38,12 @@ def main() -> None:
     samples = [(sample.step, words) for sample in trace.samples if (words := sample.words()) is not None]
     steps = np.array([step for step, _ in samples])
     offsets = np.abs([catalog.read("head.score_offset", words) for _, words in samples])
-    before, after = (offsets[np.searchsorted(steps, at)] for at in (warning.step, 2 * warning.step))
+    later = 2 * warning.step
+    before, after = (offsets[np.searchsorted(steps, at)] for at in (warning.step, later))
     for index in np.argsort(-after / before)[:3]:
         layer, head = trace.heads[index]
-        print(
-            f"layer {layer} head {head}: score offset {before[index]:.1f} nats then, {after[index]:.0f} twice as far on"
-        )
+        moved = f"{before[index]:.1f} nats at the warning, {after[index]:.0f} at step {later}"
+        print(f"layer {layer} head {head}: score offset {moved}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from foreshock.monitor import attach
 
 ROOT = Path(__file__).resolve().parents[1]
 _MONITORS = {
-    "foreshock": ("foreshock", "shipped", "yes", "switches it", "1.7 % and 1.3 % ([agent](docs/agent.md))"),
+    "foreshock": ("foreshock", "shipped", "yes", "switches it", None),
     "loss z-score, 3": ("loss z-score", "published", "no", "no", "not measured"),
     "gradient norm z-score, 2.5 (ZClip)": (
         "gradient-norm z-score", "published", "no", "clips the gradient", "not measured",
@@ -24,7 +24,17 @@ _MONITORS = {
     "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip", "not measured"),
     "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no", "not measured"),
 }  # fmt: skip
-"""A row of README's table: monitor and threshold in lab/NOTEBOOK.md; whether it names the head, acts, and its cost."""
+"""A row of README's table: monitor and threshold in lab/NOTEBOOK.md; whether it names the head, acts, and its cost;
+None: what docs/agent.md has."""
+
+
+def _cost() -> str:
+    """What the agent with its defaults adds to a step, by the table of docs/agent.md."""
+    table = (ROOT / "docs" / "agent.md").read_text().split("<!-- step times")[1].split("<!-- end of")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"]
+    place = rows[0].index("kernels_agent / none")
+    told = (f"{100 * (float(row[place].split()[0]) - 1):.1f} % ({row[0]})" for row in rows[2:])
+    return f"{', '.join(told)}: [agent](docs/agent.md)"
 
 
 def compared() -> Iterator[str]:
@@ -47,7 +57,7 @@ def compared() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for name, (monitor, threshold, *known) in _MONITORS.items():
         row = measured[monitor, threshold]
-        yield f"| {' | '.join((name, row[3], row[5], row[6], *known))} |"
+        yield f"| {' | '.join((name, row[3], row[5], row[6], *(cell or _cost() for cell in known)))} |"
     yield "| TransformerEngine's statistics | not measured | not measured | not measured | no | no | not measured |"
 
 

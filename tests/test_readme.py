@@ -61,6 +61,12 @@ def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     assert f"it stands {exploded - warned:,} steps before" in README
 
 
+def test_the_warning_that_is_quoted_is_the_one_that_the_detectors_give_on_that_run() -> None:
+    (quoted,) = re.findall(r"^> (.*)$", README, re.MULTILINE)
+    shown = (ROOT / "docs" / "examples.md").read_text()  # which tests/examples holds to what is printed today
+    assert f"step 3075: {quoted}\n" in shown
+
+
 def test_the_cure_s_counts_are_those_of_the_recorded_runs() -> None:
     assert "held 23 of 23 runs that got it in time, where six of 26 runs without it failed" in README
     assert "With the six older seeds 0 of 23 against 6 of 26" in NOTEBOOK

@@ -137,9 +137,12 @@ def was_intercepted() -> bool:
 
 
 def note_call_outside() -> None:
-    """Count a call of attention in no watched module. Raises RuntimeError where it is a recompute in a backward of an
+    """Count a call of attention that is not watched. Raises RuntimeError where it is a recompute in a backward of an
     attention that our kernels served."""
     if torch.compiler.is_compiling():
+        return
+    if _mine.layer is not None:
+        _mine.layer.leave_alone("torch.func, forward mode or a tracer runs it, and sees the model without foreshock")
         return
     # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
     # Served as usual it would be counted nowhere and rounded otherwise than in its first pass.
@@ -150,7 +153,7 @@ def note_call_outside() -> None:
             "not PyTorch's; use torch.utils.checkpoint, or checkpoint whole attention modules or blocks"
         )
     outside.calls += 1
-    if _mine.layer is None and outside.calls <= _LOOKED_AT:
+    if outside.calls <= _LOOKED_AT:
         _name_the_layer_of_a_caller()
 
 

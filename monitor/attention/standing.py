@@ -10,7 +10,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.running import outside
-from foreshock.monitor.attention.watched_layer import logger
+from foreshock.monitor.attention.watched_layer import NOT_RUN, logger
 from foreshock.monitor.model.table import listed
 
 
@@ -62,18 +62,19 @@ class Standing:
             self._silent = (self._silent | stopped) - set(np.flatnonzero(counted).tolist())
 
     def _warn(self, numbers: Any, step: int, since_step: int) -> None:
+        """Name the layers that counted nothing, those of one reason together."""
+        groups: dict[str, list[str]] = {}
         for number in numbers:
             layer, watched = self._layers[number], self._watched(number)
             self._silent.add(int(number))
-            why = watched.silence if watched is not None else "its attention did not run, or no backward through it"
-            steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
-            logger.warning(
-                "foreshock: layer %d (%s) counted nothing in %s: %s",
-                layer.layer,
-                layer.name,
-                steps,
-                why,
-            )
+            if watched is None or self._counted[number]:  # what it met before tells nothing of now
+                why = "; ".join(watched.unserved if watched is not None else ()) or NOT_RUN
+            else:
+                why = watched.silence
+            groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
+        steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
+        for why, names in groups.items():
+            logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
     def _watched(self, number: int) -> Any:
         return None if self._keeper is None else self._keeper.layers[number]

@@ -15,6 +15,7 @@ from foreshock.monitor.attention.probe import probe
 logger: Final = logging.getLogger("foreshock")
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
+NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
 
@@ -100,7 +101,7 @@ class WatchedLayer:
             return "no backward ran through it"
         if self.ran:
             return "its forward ran, but computed attention by none of the functions that are met"
-        return "its forward or backward did not run through the watched attention"
+        return NOT_RUN
 
     def leave_alone(self, reason: str) -> None:
         """Count a call that is neither served nor measured, and say so once."""

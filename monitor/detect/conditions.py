@@ -30,6 +30,8 @@ class Nearness:
 
     def __init__(self, layers: Sequence[int], config: DetectorConfig) -> None:
         self._config = config
+        self.support = config.support_z(len(layers))
+        """standard errors of its delta bias by which a drift is supported"""
         names, self._layer_place = np.unique(np.array(layers, dtype=np.int64), return_inverse=True)
         members = [np.flatnonzero(self._layer_place == place) for place in range(len(names))]
         self._grid = np.full((len(names), max(map(len, members), default=0)), len(layers), dtype=np.int64)
@@ -46,7 +48,7 @@ class Nearness:
         config = self._config
         near = np.zeros_like(growth.end)
         youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
-        pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= config.support_z
+        pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support
         for signal, info in SIGNALS.items():
             least_level, least_growth = info.least(config, pushed), info.least_growth(config, youth)
             level = np.abs(growth.end[signal])

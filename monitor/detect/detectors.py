@@ -359,7 +359,7 @@ class Detectors:
         grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
         together = moved >= grown / 2 - evidence.get("score_error", 0.0)
         push = evidence.get("delta_bias_z", math.nan) * math.copysign(1.0, now)
-        pushed = push >= self.config.support_z or (together and not push <= 0)  # NaN: no bias was recorded
+        pushed = push >= self._near.support or (together and not push <= 0)  # NaN: no bias was recorded
         if moved >= self.config.offset_change and pushed:
             return "rounding"
         return "score growth" if signal != "nonfinite" else "other"

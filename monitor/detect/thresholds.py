@@ -1,5 +1,7 @@
 """When a head is warned about: every threshold of the detectors."""
 
+from statistics import NormalDist
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -27,10 +29,12 @@ class DetectorConfig(BaseModel):
     persist_blocks: int = Field(default=3, ge=1, description="blocks in a row in which a signal must trigger")
     quiet_steps: int = Field(default=2000, ge=1, description="steps without a trigger after which a verdict clears")
     offset_level: float = Field(default=3.0, gt=0, description="|offset| (nats) below which no drift is warned about")
-    support_z: float = Field(
-        default=2.5,
+    support_chance: float = Field(
+        default=0.05,
         gt=0,
-        description="accumulated delta bias, standardised, that supports a drift its way, and names rounding",
+        lt=1,
+        description="chance that noise alone makes the delta bias of any head support a drift and name rounding: "
+        "2.5 standard errors for 8 heads, 3.4 for 144",
     )
     unsupported_level: float = Field(
         default=10.0,
@@ -65,3 +69,7 @@ class DetectorConfig(BaseModel):
         "skips them while it halves its scale",
     )
     update_steps: int = Field(default=1000, ge=1, description="an active verdict is told again after this many steps")
+
+    def support_z(self, heads: int) -> float:
+        """The standardised delta bias that supports a drift, where one of so many heads may reach it by noise."""
+        return -NormalDist().inv_cdf(self.support_chance / max(heads, 1))

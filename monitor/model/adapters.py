@@ -80,10 +80,10 @@ def adapted(module: nn.Module) -> Tensor | None:
         if is_sharded(down) or is_sharded(up):
             return None
         down, up = down.detach().float(), up.detach().float()
-        if (up.shape[0], down.shape[1]) == effective.shape:
+        if (up.shape, down.shape) == ((effective.shape[0], len(down)), (up.shape[-1], effective.shape[1])):
             effective = effective.float() + scale * (up @ down)
-        elif (up.shape[1], down.shape[0]) == effective.shape:  # written as x A B
-            effective = effective.float() + scale * (down @ up).t()
+        elif (up.shape, down.shape) == ((down.shape[-1], effective.shape[0]), (effective.shape[1], len(up))):
+            effective = effective.float() + scale * (down @ up).t()  # written as x A B
         else:
             return None
     return effective

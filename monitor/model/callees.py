@@ -83,7 +83,8 @@ def _called_names(function: FunctionType) -> Iterator[str]:
     for module in _modules_in(function):
         for name in _names(function.__code__):
             yield own_name(vars(module).get(name))
-    yield from _strings(function.__code__)  # getattr(F, "...")
+    if "hasattr" not in (names := _names(function.__code__)) or "getattr" in names:
+        yield from _strings(function.__code__)  # getattr(F, "...")
 
 
 @functools.cache

@@ -58,7 +58,16 @@ _KV_HEADS: Final = (
     "n_query_groups",
     "kv_heads",
 )
-_HEAD_DIM: Final = ("qk_head_dim", "head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_k")
+_HEAD_DIM: Final = (
+    "qk_head_dim",
+    "head_dim",
+    "head_size",
+    "d_head",
+    "dim_head",
+    "attention_head_size",
+    "d_k",
+    "key_dim",
+)
 _WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size")
 _CONFIGS: Final = ("config", "cfg", "args", "model_args")
 

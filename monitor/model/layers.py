@@ -23,7 +23,15 @@ from foreshock.monitor.model.adapters import (
     stored,
     why_unread,
 )
-from foreshock.monitor.model.sharding import Part, is_first_replica, is_sharded, local_tensor, part_of, parts_of
+from foreshock.monitor.model.sharding import (
+    Part,
+    is_first_replica,
+    is_sharded,
+    is_wrapped,
+    local_tensor,
+    part_of,
+    parts_of,
+)
 
 _SEPARATE: Final = (
     ("q_proj", "k_proj"),
@@ -226,6 +234,8 @@ def why_unmeasured(module: nn.Module) -> str:
         if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
             dtype = str(weight.dtype).removeprefix("torch.")
             return f"the weight of {name} is kept as {dtype} and scaled elsewhere"
+        if isinstance(weight, Tensor) and is_wrapped(weight):
+            return f"the weight of {name} is kept as {type(weight).__name__}"
         if name in _PROJECTIONS and child is not None and why_unread(child) is not None:
             package = type(child).__module__.partition(".")[0]
             return f"{name} is {package}'s {type(child).__name__}, {why_unread(child)}"

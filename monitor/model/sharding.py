@@ -20,6 +20,11 @@ def is_sharded(weight: object) -> bool:
     return hasattr(weight, "device_mesh") and hasattr(weight, "placements")
 
 
+def is_wrapped(weight: Tensor) -> bool:
+    """Whether the weight only stands for numbers that are kept otherwise, as a quantised one, and is no DTensor."""
+    return not is_sharded(weight) and type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def part_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None) -> Part:
     """What the process at `coordinate` of the mesh, this one by default, holds of a DTensor of two dimensions.
 

@@ -136,3 +136,47 @@ def test_a_parametrized_multihead_attention_is_watched_without_norms() -> None:
     (found,) = find_attention(module, {})
     assert found.problem is None
     assert found.projection is None
+
+
+def test_a_weight_that_only_stands_for_numbers_kept_otherwise_is_not_read() -> None:
+    class Quantised(Tensor):
+        """As torchao's: whole numbers and a scale, which say that they are floats."""
+
+        @staticmethod
+        def __new__(cls, weight: Tensor) -> Any:
+            return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+        def __init__(self, weight: Tensor) -> None:
+            self.numbers = weight.mul(127).to(torch.int8)
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            if function is torch.ops.aten.detach.default:
+                return args[0]
+            raise NotImplementedError(f"{function} of quantised numbers")
+
+    module = attention()
+    module.wk.weight = nn.Parameter(Quantised(module.wk.weight.detach()), requires_grad=False)
+    (found,) = find_attention(module, {})
+    assert found.problem is None
+    assert found.projection is None
+    assert found.unmeasured == "the weight of wk is kept as Quantised"
+
+
+@pytest.mark.parametrize("shapes", [((6, WIDTH), (WIDTH, 2)), ((2, WIDTH), (WIDTH // 2, 2)), ((2,), (WIDTH, 2))])
+def test_adapters_that_add_up_otherwise_than_one_product_are_told_and_not_multiplied(
+    shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    class OfParts(nn.Linear):
+        """As litgpt's and loralib's fused layers: a product for each part of the outputs that is adapted."""
+
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.lora_A, self.lora_B = (nn.Parameter(torch.randn(*shape)) for shape in shapes)
+            self.scaling = 2.0
+
+    module = attention()
+    module.wk = OfParts()
+    (found,) = find_attention(module, {})
+    assert (found.problem, found.projection) == (None, None)
+    assert found.unmeasured.endswith("'s OfParts, whose adapters are of an unknown kind")

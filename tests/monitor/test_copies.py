@@ -104,6 +104,30 @@ def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
     assert not traces(model)
 
 
+@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
+def test_timms_moving_average_is_the_one_without_us_and_unwatched(kind: str) -> None:
+    average_of: Any = getattr(pytest.importorskip("timm.utils", reason="pip install '.[zoo]' brings timm"), kind)
+
+    def averaged(*, watches: bool) -> nn.Module:
+        model = tiny_gpt()
+        agent = attach(model, **EVERY_STEP) if watches else None
+        average, optimizer = average_of(model, decay=0.5), torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = train_step(model, optimizer, step)
+            if agent is not None:
+                agent.step(loss)
+            average.update(model)
+        assert not traces(average)
+        attach(average.module, **EVERY_STEP).close()
+        if agent is not None:
+            agent.close()
+        return average  # type: ignore[no-any-return]
+
+    alone, watched = averaged(watches=False).state_dict(), averaged(watches=True).state_dict()
+    assert alone.keys() == watched.keys()
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+
+
 def test_a_copy_beside_the_trainers_callback_holds_no_agent() -> None:
     model: Any = llama()
     callback = ForeshockCallback(**EVERY_STEP)

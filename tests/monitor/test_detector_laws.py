@@ -170,3 +170,11 @@ def test_first_warnings_of_drifts_of_many_paces_do_not_gather_where_the_run_is_s
     just_after = [step for step in firsts if settled <= step <= settled + 400]
     assert len(just_after) <= len(firsts) / 5
     assert firsts == sorted(firsts, reverse=True)  # the faster the sooner
+
+
+@pytest.mark.parametrize("heads", [1, 8, 144, 5120])
+def test_noise_alone_supports_any_head_of_a_model_in_one_case_of_twenty_however_many_heads_it_has(heads: int) -> None:
+    limit = DetectorConfig().support_z(heads)
+    largest = np.random.default_rng(heads).normal(size=(1000, heads)).max(axis=1)
+    assert 0.03 < float((largest >= limit).mean()) < 0.07
+    assert DetectorConfig(support_chance=1e-3).support_z(heads) > limit

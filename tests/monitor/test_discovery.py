@@ -344,6 +344,27 @@ def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query + key * value
 
 
+def test_a_module_that_only_asks_whether_pytorch_has_the_function_computes_no_attention() -> None:
+    class Asking(Processor):
+        """As in diffusers: refuses an old PyTorch when it is made."""
+
+        def __init__(self) -> None:
+            if not hasattr(F, "scaled_dot_product_attention"):
+                raise ImportError
+
+    class Block(nn.Module):
+        """Makes the object that its attention is given."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = ThroughAnAttribute(Asking())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x)  # type: ignore[no-any-return]
+
+    assert [found.name for found in find_attention(Block(), {})] == ["attention"]
+
+
 def test_layers_of_one_class_are_told_apart_by_the_functions_that_each_was_given() -> None:
     given = (helper, no_attention, torch.softmax, closure_over(helper), closure_over(no_attention))
     model = nn.Sequential(*(ThroughAnAttribute(function) for function in given))

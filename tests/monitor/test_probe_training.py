@@ -385,27 +385,3 @@ def test_padding_inside_a_sequence_stays_with_its_own_attention_under_kernels_an
     counted = [slot_values(listener.of(wire.Sample)[0].words(), slot) for slot in (Slot.ROWS, Slot.EMPTY_ROWS)]
     assert (counted[0] + counted[1]).tolist() == [12] * 8
     assert counted[0].min() >= 8
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_position_bias_is_part_of_the_scores_that_are_measured(implementation: str) -> None:
-    model: Any = tiny(
-        "T5", "Model", d_model=32, d_kv=8, num_heads=4, num_layers=1, num_decoder_layers=1, d_ff=32, dropout_rate=0.0
-    )
-    model.set_attn_implementation(implementation)
-    own, seen = model.encoder.block[0].layer[0].SelfAttention, []
-    handles = [p.register_forward_hook(lambda m, args, out: seen.append(out)) for p in (own.q, own.k)]
-    agent, listener = kept(model)
-    with agent:
-        outputs = model(input_ids=X, decoder_input_ids=X)
-        torch.autograd.backward(outputs.last_hidden_state.square().mean())
-        agent.step(1.0)
-    for handle in handles:
-        handle.remove()
-    query, key = (x.detach().double().view(12, 4, 8).transpose(0, 1) for x in seen[:2])
-    bias = own.compute_bias(12, 12)[0].detach().double()
-    assert bias.abs().max() > 0.1
-    offset = (query @ key.mT + bias).logsumexp(-1) - np.log(12)
-    numbers = [layer.name for layer in agent._instruments.layers].index("encoder.block.0.layer.0.SelfAttention")
-    words = listener.of(wire.Sample)[0].words()[4 * numbers : 4 * numbers + 4]
-    np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), offset.sum(1), rtol=1e-5)

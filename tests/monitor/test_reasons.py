@@ -10,6 +10,7 @@ from tests.monitor.tiny_models import CausalSelfAttention
 from torch import Tensor, nn
 
 from foreshock.monitor import attach
+from foreshock.monitor.model.discovery import find_attention
 
 WIDTH, HEADS = 16, 2
 QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0}
@@ -130,6 +131,33 @@ def test_many_layers_of_one_problem_are_told_in_one_sentence(caplog: pytest.LogC
     assert told.count("is not watched: it computes its attention by hand") == 1
 
 
+def test_layers_that_count_nothing_for_one_reason_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.Sequential(*(CausalSelfAttention(WIDTH, HEADS) for _ in range(3)))
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(layers, **QUIET) as agent:
+        with torch.no_grad():
+            layers(torch.randn(2, 5, WIDTH))
+        agent.step(1.0)
+    (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
+    assert "layer 0 (0), layer 1 (1), layer 2 (2) counted nothing in step 1: no backward ran through it" in line
+
+
+def test_a_head_dim_that_only_the_width_of_a_key_tells_is_known() -> None:
+    class OfOneKey(nn.Module):
+        """As timm's attention of several queries and one key: its projections are convolutions in containers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.key_dim = HEADS, 8
+            self.query = nn.Sequential(nn.Conv2d(WIDTH, HEADS * 8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            query = self.query(x).flatten(2).mT.unflatten(2, (HEADS, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, query[:, :1], query[:, :1])
+
+    (found,) = find_attention(OfOneKey(), {})
+    assert (found.problem, found.heads, found.head_dim) == (None, HEADS, 8)
+
+
 def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -144,3 +172,22 @@ def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
     told = told_of(model, caplog)
     assert "model is not watched in this call: its query has 4 heads, 2 were announced; attach(heads=...)" in told
     assert "watched 1 of 1 attention layers" in told_of(model, caplog, heads={"": 4})
+
+
+def test_calls_under_torch_func_are_told_as_such_and_not_as_calls_outside(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS))
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    x = torch.randn(2, 5, WIDTH)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **QUIET) as agent:
+        for _ in range(2):
+            torch.func.grad(loss)(weights)
+            agent.step(1.0)
+        report = agent.report()
+    why = "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
+    assert f"layer 0 (0) counted nothing in step 1: {why}" in caplog.text
+    assert f"kept, not measured: {why} (0)" in report
+    assert "outside every watched module" not in caplog.text
