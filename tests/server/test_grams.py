@@ -137,7 +137,7 @@ def test_norms_of_a_wide_layer_are_made_some_heads_at_a_time_and_are_the_same(pl
 
     async def story(service: Any) -> None:
         rank = FakeRank(layers=1, heads=range(wide))
-        fields = {"heads": tuple(range(wide)), "head_dim": dim, "inputs": (0, WIDTH)}
+        fields: dict[str, Any] = {"heads": tuple(range(wide)), "head_dim": dim, "inputs": (0, WIDTH)}
         await service.store(
             rank, rank.started(), rank.sample(10), part(10, 0, **fields, query=matrices[0], key=matrices[1])
         )
