@@ -47,7 +47,7 @@ def group_of(score: Score) -> Group:
         return "treated"
     if score.truth == "healthy":
         return "other" if score.harm_step is not None else "healthy"
-    if score.truth == "rounding" and score.nature == "natural":
+    if score.natural_rounding:
         return "did not fail" if score.harm_step is None and score.any_dangerous_step is None else "failed"
     return "other"
 

@@ -88,6 +88,16 @@ class Score:
         """Made to be healthy, and it was: no harm, and no |score| that reached 512."""
         return self.truth == "healthy" and self.harm_step is None and self.any_dangerous_step is None
 
+    @property
+    def natural_rounding(self) -> bool:
+        """Made to fail by rounding, with nothing injected."""
+        return (self.truth, self.nature) == ("rounding", "natural")
+
+    @property
+    def failed(self) -> bool:
+        """A natural failure by rounding, with quality loss."""
+        return self.natural_rounding and self.harm_step is not None
+
     def report(self) -> dict[str, Any]:
         """For JSON."""
         told = {name: getattr(self, name) for name in self.__slots__ if name != "signals"}

@@ -81,13 +81,12 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         if monitor == OURS and each.first_warning_step is not None:
             causes += 1
             right += each.cause == each.truth
-        natural = each.truth == "rounding" and each.nature == "natural"
-        if natural and each.any_dangerous_step is not None:
+        if each.natural_rounding and each.any_dangerous_step is not None:
             to_dangerous.append(lead_before(heard, each.any_dangerous_step))
         if each.harm_step is None:
             continue
         lead = lead_before(heard, each.harm_step)
-        if natural:
+        if each.failed:
             failures += 1
             leads.append(lead)
             in_time += lead >= asked_lead(each.harm_step)
@@ -210,9 +209,7 @@ def paired(scores: Sequence[Score], points: dict[str, list[dict[str, float]]]) -
             lead_before(heard_of(each, OURS, 1.0), each.harm_step)
             - lead_before(heard_of(each, monitor, best["threshold"]), each.harm_step)
             for each in scores
-            if each.harm_step is not None
-            and (each.truth, each.nature) == ("rounding", "natural")
-            and monitor in each.signals
+            if each.failed and each.harm_step is not None and monitor in each.signals
         ]
         found.append(
             Paired(

@@ -189,7 +189,7 @@ def _row(
             lost += len(before.keys() - now.keys())
             added += len(now.keys() - before.keys())
             false_alarms += len(now) if score.healthy else 0
-            if _failed(score) and score.harm_step is not None and now:
+            if score.failed and score.harm_step is not None and now:
                 in_time += score.harm_step - min(now.values()) >= asked_lead(score.harm_step)
     return ThinnedRow(
         every=every,
@@ -202,12 +202,7 @@ def _row(
         lost=lost / seeds,
         added=added / seeds,
         in_time=in_time / seeds,
-        failures=sum(map(_failed, scores)),
+        failures=sum(score.failed for score in scores),
         false_alarms=false_alarms / seeds,
         looked=looked / all_rows if all_rows else 0.0,
     )
-
-
-def _failed(score: Score) -> bool:
-    """As `row` of table.py counts failures: natural, by rounding, with quality loss."""
-    return (score.truth, score.nature) == ("rounding", "natural") and score.harm_step is not None

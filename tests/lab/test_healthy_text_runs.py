@@ -21,9 +21,11 @@ def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) 
     return [score.first_warning_step for score in score_traces(traces, config, baselines=())]
 
 
-def test_the_seal_names_every_held_out_run_that_is_published_as_it_was_scored() -> None:
+def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_and_no_run_twice() -> None:
     folder = TRACES / "real-text"
-    runs = json.loads((folder / "held-out.json").read_text())["runs"]
+    seals = [json.loads((folder / name).read_text())["runs"] for name in ("held-out.json", "held-out-2.json")]
+    runs = seals[0] | seals[1]
+    assert len(runs) == sum(map(len, seals))
     held_out = sealed(sorted(folder.glob("*.gz")))
     assert runs == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in held_out}
     assert held_out

@@ -11,8 +11,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from tests.server.ui.conftest import Feeder, Service
+from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_fleet import choose, listed, open_list, search
-from tests.server.ui.test_live_page import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
 
 from foreshock.contract.wire import Finished

@@ -15,7 +15,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.test_live_page import text, wait
+from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import OVERFLOW, open_at_size, see_at
 
 from foreshock.benchmarks import page_fleet

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from selenium.webdriver.common.by import By
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.test_live_page import button, open_run, text, wait
+from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import warn_about
 
 if TYPE_CHECKING:

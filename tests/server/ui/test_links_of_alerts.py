@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.dashboards.test_alertmanager import World, outside
 from tests.dashboards.test_live_queries import alerting, free_port, wait_for
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.test_live_page import text, wait
+from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import warn_about
 
 from foreshock.dashboards.alertmanager import Receivers, alertmanager_config

@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.test_live_page import button, open_run, text, tile, wait
+from tests.server.ui.reading import button, open_run, text, tile, wait
 
 from foreshock.contract.wire import Finished, Verdict
 from foreshock.server.settings import Token

@@ -1,0 +1,42 @@
+"""Series that alerts fire on, and promtool, which plays them against the rules."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from foreshock.contract.catalog import METRICS
+from foreshock.dashboards.plain import to_yaml
+from foreshock.dashboards.rules import Links, alerts, prometheus_rules
+
+Labels = dict[str, str]
+RUN: Labels = {"run": "a"}
+WARNED = {"run": "a", "cause": "rounding", "state": "open", "act": "none"}
+
+
+def warned(severity: str, **changes: str) -> str:
+    """The series of one incident."""
+    labels = WARNED | changes | {"severity": severity}
+    return "foreshock_incident_active{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+
+
+def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Run promtool's unit tests against the rules of the catalogue."""
+    (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links())))
+    (folder / "test.yml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}, sort_keys=False)
+    )
+    return subprocess.run(["promtool", "test", "rules", str(folder / "test.yml")], capture_output=True, text=True)
+
+
+def firing_series(alert: str, labels: Labels) -> str:
+    """How Prometheus itself records an alert that fires."""
+    pairs = {"alertname": alert, "alertstate": "firing", "severity": severity_of(alert)} | labels
+    return "ALERTS{" + ",".join(f'{name}="{value}"' for name, value in pairs.items() if value) + "}"
+
+
+def severity_of(alert: str) -> str:
+    """The severity label that the rule adds; nothing where the series brings its own."""
+    own = {a.name for m in METRICS for a in m.alerts if "severity" in m.labels}
+    return "" if alert in own else next(a.severity for _, a in alerts() if a.name == alert)

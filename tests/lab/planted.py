@@ -1,0 +1,92 @@
+"""A head whose drift was planted, and one small layer of attention: runs and tensors whose truth is known."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foreshock.lab.diagnosis.anatomy import Examined
+from foreshock.lab.recording.history import History
+from foreshock.lab.training.capture import AttentionCall, Capture
+from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.recipes import find_recipe
+from foreshock.monitor import attach
+from foreshock.monitor.config import Numerics
+
+TINY = replace(find_recipe("key-bias-small"), model=ModelConfig(layers=2, heads=2, width=16, context=16), batch=4)
+
+
+class Attention(nn.Module):
+    """One layer whose queries may be turned after W_Q; everything that enters attention is bf16."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 8
+        self.qkv = nn.Linear(16, 48)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).bfloat16().view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(self.turn(query), key, value, is_causal=True)
+        return out.transpose(1, 2).flatten(2).float()
+
+
+class Model(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.attention = attention
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.attention(self.embedding(tokens))
+        return hidden
+
+
+def called(attention: nn.Module, numerics: Numerics = "kernel") -> tuple[AttentionCall, Model]:
+    """One call of attention after a backward whose dO is far from small, and the model with its gradients."""
+    torch.manual_seed(0)
+    model = Model(attention)
+    tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(1))
+    with (
+        attach(model, attention="kernels", quiet=True, url=None, spool_directory=None, numerics=numerics),
+        Capture(model) as capture,
+    ):
+        (model(tokens).square().sum() * 10).backward(retain_graph=True)
+    [call] = capture.calls
+    return call, model
+
+
+def planted(*, tokens: Tensor, bias: float = 0.0) -> Examined:
+    """A batch with one head of known properties: `tokens` [n, 1, D] are its (PK)[T]."""
+    error = torch.full((1, 1, 8), bias, dtype=torch.float64)
+    error[..., 3] += 10.0
+    return Examined(
+        origin="planted",
+        numerics="kernel",
+        offset=torch.tensor([2.0]),
+        delta_error=error,
+        by_feature=torch.tensor([[0.0, 3.0, -1.0, 0.0]], dtype=torch.float64),
+        agreement=torch.tensor([[0.0, 1.0, -1.0, 0.0]], dtype=torch.float64),
+        tied=torch.arange(8).eq(3).view(1, 1, 8),
+        outward=torch.tensor([[0.0], [1.0]], dtype=torch.float64),
+        weight_error=torch.ones(2, 1, 4, 5, dtype=torch.float64) * torch.tensor([2.0, 1.0]).view(2, 1, 1, 1),
+        weight_norm=torch.tensor([10.0], dtype=torch.float64),
+        by_equation=torch.ones(1, 4, 5, dtype=torch.float64),
+        key_shift=torch.ones(2, 1, 4, dtype=torch.float64) * torch.tensor([2.0, 0.0]).view(2, 1, 1),
+        mean_key=-torch.ones(1, 4, dtype=torch.float64),
+        mixed_keys=tokens,
+        inputs=torch.ones(len(tokens), 5, dtype=torch.float64),
+    )
+
+
+def planted_history(bias: float) -> History:
+    steps = np.linspace(25.0, 5000.0, 200, dtype=np.float64)
+    noise = np.random.default_rng(0).normal(0, 0.02, (len(steps), 2))
+    shares = noise + np.array([bias, 0.0])
+    names = ("head.score_offset", "head.row_max_abs", "head.tied_rows_one", "head.tied_rows_bf16", "head.query_norm")
+    values = {name: np.stack([steps / 500, np.zeros_like(steps)], 1) for name in names}
+    return History("planted", "kernel", [(0, 0), (0, 1)], steps, {**values, "head.delta_bias": shares}, [])

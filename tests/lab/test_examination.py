@@ -1,0 +1,180 @@
+"""Checkpoints, models and runs are examined, and what cannot be is refused with a sentence."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tests.lab.planted import TINY, Attention, Model, called, planted_history
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+from foreshock.cli.main import app
+from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
+from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient, try_removal
+from foreshock.lab.diagnosis.wording import Trial, explain
+from foreshock.lab.recording.history import live, recorded
+from foreshock.lab.training.arm import CONTROL, UNTREATED
+from foreshock.lab.training.run import lab_run
+from foreshock.server.testing import FakeRank, LiveService
+
+TRACES = Path(__file__).parents[2] / "lab" / "traces"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, paths = tmp_path_factory.mktemp("checkpoints"), []
+    for arm in (UNTREATED, CONTROL):
+        paths.append(folder / f"{arm.name}.pt")
+        lab_run(TINY, arm, seed=1, trace=folder / f"{arm.name}.jsonl.gz", steps=3, checkpoint=paths[-1])
+    return paths
+
+
+@pytest.fixture
+def examined(checkpoints: list[Path]) -> Iterator[dict[int, list[Examined]]]:
+    with lab_patient(checkpoints[0]) as patient:
+        yield examine_patient(patient, 2, None)
+
+
+def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(examined: dict[int, list[Examined]]) -> None:
+    assert sorted(examined) == [0, 1]
+    found = diagnose([], examined, heads=[(1, 0)])
+    assert found.sources == ["step 3"]
+    assert found.anatomies[0].rows == 2 * 4 * 16
+    assert "dW_Q is" in " ".join(found.findings["delta"])
+    again = json.loads(found.as_json())
+    assert again["anatomies"][0]["batches"] == 2
+    with pytest.raises(ValueError, match="layer 7 was not examined; the model has layers 0, 1"):
+        diagnose([], examined, heads=[(7, 0)])
+
+
+def test_taking_the_key_bias_out_is_tried_and_taken_back(checkpoints: list[Path]) -> None:
+    with lab_patient(checkpoints[1]) as patient:  # float32: no rounding hides a change of the loss
+        with torch.no_grad():
+            patient.model.get_parameter("h.0.attn.c_attn.bias")[16:32] = 3.0
+        before = [parameter.detach().clone() for parameter in patient.model.parameters()]
+        trial = try_removal(patient, [(0, 1)])
+        assert isinstance(trial, Trial)
+        assert trial.loss_after == pytest.approx(trial.loss_before, rel=1e-5)
+        assert list(trial.added_nats) == ["layer 0 key head 1"]
+        assert all(torch.equal(old, new) for old, new in zip(before, patient.model.parameters(), strict=True))
+        patient.model.get_parameter("h.0.attn.c_attn.bias").requires_grad_(False)
+        refused = try_removal(patient, [(0, 1)])
+        assert isinstance(refused, str)
+        assert "has no bias on its keys" in refused
+        found = diagnose([planted_history(0.0)], examine_patient(patient, 2, None), heads=[(0, 0)], trials=[trial])
+    assert "without it the loss" not in " ".join(found.advice)  # nobody was warned about it
+    found.courses[0] = replace(found.courses[0], warned_step=4000, cause="rounding")
+    explain(found)
+    assert "Tried at step 3: the bias of the keys adds" in found.advice[-1]
+
+
+def test_two_checkpoints_of_one_run_are_compared_across_steps(checkpoints: list[Path]) -> None:
+    found: list[Examined] = []
+    for path in checkpoints:
+        with lab_patient(path) as patient:
+            found += [replace(each, origin=path.stem) for each in examine_patient(patient, 2, None)[0]]
+    anatomy = head_anatomy(0, 0, found)
+    assert anatomy.similarity_across is not None
+    assert -1 <= anatomy.similarity_across <= 1
+
+
+def own_model() -> tuple[nn.Module, Callable[[], Tensor]]:
+    """What a person writes to have their own model diagnosed."""
+    torch.manual_seed(0)
+    model = Model(Attention())
+    return model, lambda: model(torch.randint(32, (2, 12))).square().mean()
+
+
+def test_any_model_with_its_loss_can_be_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    model, _ = own_model()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    with own_patient("test_examination:own_model", tmp_path / "state.pt") as patient:
+        examined = examine_patient(patient, 2, None)
+    assert diagnose([], examined).anatomies[0].head in (0, 1)
+
+
+def foreshock(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints: list[Path]) -> None:
+    said = foreshock(
+        "diagnose", str(TRACES / "key-bias_fa2_batch32.jsonl.gz"), str(checkpoints[0]), "--head", "0.0",
+        "--batches", "2", "--json", str(tmp_path / "d.json"), "--picture", str(tmp_path / "d.png"),
+    )  # fmt: skip
+    assert said.exit_code == 0, said.output
+    for words in ("warned at step", "In delta?", "dW_Q is", "foreshock switch RUN --layer 0 --head 0"):
+        assert words in said.output
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert found["named"] == [[0, 0]]
+    assert found["courses"][0]["cause"] == "rounding"
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
+    said = foreshock("diagnose", str(TRACES / "key-bias_fp32_batch32.jsonl.gz"))
+    assert said.exit_code == 0
+    assert "no warning" in said.output
+    assert "Keep watching" in said.output
+
+
+def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreshock.lab.recording.history._POINTS", 8)
+    trace = TRACES / "key-bias_fa2_batch32.jsonl.gz"
+    with LiveService(tmp_path) as service:
+        played = foreshock("replay", str(trace), "--url", service.url, "--run", "played")
+        assert played.exit_code == 0, played.output
+        history, same = live("played", service.url, None), recorded(trace)
+        with pytest.raises(ValueError, match="no run 'nobody'"):
+            live("nobody", service.url, None)
+        rank = FakeRank(run="young")
+        body = rank.batch(rank.started()).model_dump_json()
+        httpx.post(f"{service.url}/v1/batches", content=body, headers={"Content-Type": "application/json"})
+        with pytest.raises(ValueError, match="young has sent no sample"):
+            live("young", service.url, None)
+    assert history.heads == same.heads
+    at = np.searchsorted(same.steps, history.steps)
+    np.testing.assert_allclose(
+        history.values["head.score_offset"], same.values["head.score_offset"][at], rtol=1e-6, equal_nan=True
+    )
+    one, other = diagnose([history], {}), diagnose([same], {})
+    assert one.named[0] == other.named[0]
+    assert one.courses[0].warned_step == other.courses[0].warned_step
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nothing.jsonl.gz"], "No such file"),
+        (["{folder}/text"], "is nothing that torch loads safely"),
+        (["{folder}/other.pt"], "is no checkpoint of the laboratory"),
+        (["{folder}/number.pt"], "holds a int; give a checkpoint"),
+        (["math:pi"], "is no function that returns (model, loss)"),
+        (["{trace}", "--head", "first"], "names no head; write LAYER.HEAD"),
+        (["{trace}", "--head", "9.9"], "has no layer 9 head 9"),
+        (["{trace}", "--numerics", "fp8"], "numerics 'fp8' does not exist"),
+        (["some-run", "--url", "http://127.0.0.1:9"], "no service answers at http://127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_refused_with_a_sentence(
+    words: list[str], sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
+    torch.save(3, tmp_path / "number.pt")
+    trace = str(TRACES / "key-bias_fp32_batch32.jsonl.gz")
+    said = foreshock("diagnose", *(word.format(folder=tmp_path, trace=trace) for word in words))
+    assert said.exit_code == 1
+    assert sentence in (said.output + capfd.readouterr().err)
+
+
+def test_a_layer_without_a_backward_is_named() -> None:
+    call, _ = called(Attention())
+    with pytest.raises(ValueError, match=r"layer 0 \(attention\) saw no backward"):
+        examine(replace(call, grad_out=None), "here")
