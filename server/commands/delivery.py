@@ -18,7 +18,7 @@ from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
 from foreshock.server.commands.heads_by_rank import Holding, holdings
 from foreshock.server.commands.lifecycle import OPEN, tell, tracks_of
-from foreshock.server.commands.local_switches import pass_on
+from foreshock.server.commands.local_switches import gathered, pass_on
 from foreshock.server.models import CommandState
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.store import audit
@@ -70,9 +70,9 @@ async def exchange(
     for batch, answer in switched:
         if answer.command is not None:
             await _answer(store, connection, run_ids[batch.run], held, batch, answer)
-        else:
-            run_id = run_ids[batch.run]
-            await pass_on(store, connection, run_id, held.get(run_id, {}), said, batch, answer)
+    for batch, answer, verdicts in gathered([(b, answer) for b, answer in switched if answer.command is None]):
+        run_id = run_ids[batch.run]
+        await pass_on(store, connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts)
     rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}

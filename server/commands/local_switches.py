@@ -9,7 +9,7 @@ cautious. Whatever falls short is proposed, and a person decides.
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import func, select
@@ -29,6 +29,37 @@ from foreshock.server.store.schema import boots, commands
 _EXPIRY_SECONDS: Final = 3600.0
 _MOST_PROPOSALS: Final = 64
 """Proposals of agents that wait in one run; what comes then stands in the audit trail alone."""
+_MOST_APART: Final = 16
+"""Switches with one outcome that a batch may tell of, and each is an order of its own."""
+
+
+def gathered(told: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
+    """What ranks switched by themselves, with the warnings that each names: for itself, or where a batch tells of many
+    with the same outcome, all of them as one. Each costs the writer a dozen statements, and everybody waits for it.
+    """
+    by_outcome: dict[tuple[int, str], list[tuple[Batch, Switched]]] = defaultdict(list)
+    for batch, switched in told:
+        by_outcome[id(batch), switched.outcome].append((batch, switched))
+    found = []
+    for some in by_outcome.values():
+        if len(some) <= _MOST_APART:
+            found += [(batch, one, frozenset({one.verdict})) for batch, one in some]
+        else:
+            batch, first = some[0]
+            verdicts = frozenset(one.verdict for _, one in some)
+            found.append((batch, _as_one([one for _, one in some], f"{first.reason} ({len(some)} switches)"), verdicts))
+    return found
+
+
+def _as_one(some: Sequence[Switched], reason: str) -> Switched:
+    before: dict[HeadRef, str] = {}
+    after: dict[HeadRef, str] = {}
+    for one in some:
+        for ref, old, new in zip(one.heads, one.before, one.after, strict=True):
+            before.setdefault(ref, old)
+            after[ref] = new
+    modes = {"heads": tuple(after), "before": tuple(before.values()), "after": tuple(after.values())}
+    return some[0].model_copy(update={**modes, "step": max(one.step for one in some), "reason": reason[-500:]})
 
 
 async def pass_on(
@@ -39,11 +70,12 @@ async def pass_on(
     said: dict[int, list[dict[str, Any]]],
     batch: Batch,
     switched: Switched,
+    verdicts: frozenset[str | None],
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
     ranks: who holds which heads of the run. said: by run what its living process starts said of themselves, kept here
-    from the first switch on that asks for it; a batch may hold hundreds.
+    from the first switch on that asks for it. verdicts: the warnings that are named for it.
     """
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     own = ranks.get(batch.rank)
@@ -65,7 +97,7 @@ async def pass_on(
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched, said)
+    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched, verdicts, said)
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -99,13 +131,18 @@ def _others(ranks: Mapping[int, Holding], rank: int, heads: list[HeadRef]) -> se
 
 
 async def _is_borne_out(
-    connection: AsyncConnection, run_id: int, rank: int, switched: Switched, said: dict[int, list[dict[str, Any]]]
+    connection: AsyncConnection,
+    run_id: int,
+    rank: int,
+    switched: Switched,
+    verdicts: frozenset[str | None],
+    said: dict[int, list[dict[str, Any]]],
 ) -> bool:
-    """Whether the run's policy and a standing warning of the rank call for what it did."""
-    if switched.verdict is None:
-        return False
-    raised = (await active_warnings(connection, [run_id], switched.verdict)).get(run_id, [])
-    if not any((w.rank, w.cause) == (rank, "rounding") and w.severity != "info" for w in raised):
+    """Whether the run's policy and standing warnings of the rank call for what it did."""
+    named = [verdict for verdict in verdicts if verdict is not None]
+    raised = (await active_warnings(connection, [run_id], named)).get(run_id, []) if named else []
+    standing = {w.id for w in raised if (w.rank, w.cause) == (rank, "rounding") and w.severity != "info"}
+    if not verdicts <= standing:
         return False
     if run_id not in said:
         known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()

@@ -72,7 +72,7 @@ async def get_runs(
     caller: Reader,
     limit: Limit = 100,
     search: Annotated[str, Query(max_length=128, description="part of a name or tag")] = "",
-    cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+\d{1,3}-\d{1,19}$")] = None,
+    cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+[0-9]{1,2}-[0-9]{1,18}$")] = None,
 ) -> Response:
     """Runs, the one heard from last first."""
     steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix

@@ -32,6 +32,7 @@ NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 KEPT_SECONDS: Final = 3600.0
 MAX_BYTES: Final = 2**30
 """Most bytes of parts that wait in one run; beyond it the oldest steps go."""
+_HEADS_AT_ONCE: Final = 8
 _AWAY_SECONDS: Final = 1.0
 _WHAT_WAITS: Final = 0, 0
 """In the place of a run and a step, first of all: what was left when the service went down."""
@@ -83,7 +84,7 @@ class Adder:
         self._woken.set()
 
     def close(self) -> None:
-        """`run` ends after the sum that it is at; the parts of others stay in the store."""
+        """`run` ends soon; parts that are not added up yet stay in the store."""
         self._closed = True
         self._woken.set()
 
@@ -117,10 +118,27 @@ class Adder:
             triangles = await self._store.look(partial(_triangles, complete=complete))
             if len(triangles) < len(complete.parts):
                 continue  # another replica was first
-            first = complete.parts[0]
-            norms = await asyncio.to_thread(spectral_norms, triangles, len(complete.heads), first.head_dim)
+            norms = await self._norms(triangles, len(complete.heads), complete.parts[0].head_dim)
             if await self._store.transact(partial(self._keep, complete=complete, norms=norms)):
                 self._roller.touch(run_id, step)
+
+    async def _norms(self, triangles: Sequence[bytes], heads: int, head_dim: int) -> npt.NDArray[np.float32]:
+        """As `spectral_norms`, some heads at a time. Raises ClosingError when the service goes down meanwhile."""
+        size = head_dim * (head_dim + 1) // 2 * 4
+        key_heads = len(triangles[0]) // size - heads
+        group = heads // key_heads
+        found = []
+        for first in range(0, key_heads, step := max(1, _HEADS_AT_ONCE // group)):
+            if self._closed:
+                raise ClosingError
+            last = min(first + step, key_heads)
+            places = (
+                slice(first * group * size, last * group * size),
+                slice((heads + first) * size, (heads + last) * size),
+            )
+            some = [part[places[0]] + part[places[1]] for part in triangles]
+            found.append(await asyncio.to_thread(spectral_norms, some, (last - first) * group, head_dim))
+        return np.concatenate(found, axis=1)
 
     async def _keep(self, connection: AsyncConnection, complete: "_Complete", norms: npt.NDArray[np.float32]) -> bool:
         """Store the norms in the place of their parts; False when those are gone, with their run or by another."""

@@ -151,9 +151,9 @@ def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
 
 
 async def active_warnings(
-    connection: AsyncConnection, run_ids: Sequence[int], named: str | None = None
+    connection: AsyncConnection, run_ids: Sequence[int], named: Sequence[str] | None = None
 ) -> dict[int, list[ActiveWarning]]:
-    """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or those of a name."""
+    """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
     query = (
         select(warnings, boots.c.until_step)
         .join(boots, warnings.c.boot_id == boots.c.id)
@@ -161,7 +161,7 @@ async def active_warnings(
         .order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)
     )
     if named is not None:
-        query = query.where(warnings.c.uid == named)
+        query = query.where(warnings.c.uid.in_(named))
     raised: dict[int, list[ActiveWarning]] = defaultdict(list)
     for row in await connection.execute(query):
         said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))

@@ -18,6 +18,8 @@ OLDER = (
     "tests/kernels/test_triton_sampled_rows.py",
     "tests/monitor/test_sample.py",
     "tests/monitor/test_probe.py",
+    "tests/lab/test_replay.py",
+    "tests/lab/test_trace_writer.py",
     "tests/lab/test_traces.py",
 )
 

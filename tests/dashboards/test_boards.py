@@ -9,86 +9,22 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import promql_parser
 import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.alerting import RuleGroup
+from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, parse, selectors
 
-from foreshock.contract.catalog import HEAD_METRICS, METRICS
-from foreshock.dashboards.boards import boards
-from foreshock.dashboards.live import Query, asked_by, charts, concrete, queries
-from foreshock.dashboards.rules import Links, grafana_rules, rules
+from foreshock.contract.catalog import METRICS
+from foreshock.dashboards.live import asked_by, charts
+from foreshock.dashboards.rules import Links, grafana_rules
 
 with warnings.catch_warnings():
     # The model points to its successor for schema version 2, which Grafana 13 cannot load from files.
     warnings.simplefilter("ignore", DeprecationWarning)
     from grafana_foundation_sdk.models.dashboard import Dashboard
-
-BOARDS = boards(Links())
-PANELS = [
-    pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in charts(board)
-]
-QUERIES = [query for query in queries() if query.kind != "rule"] + [
-    Query(rule.alert.name, "rule", rule.expr) for rule in rules(Links())
-]
-LABELS = {
-    **{metric.name: set(metric.labels) for metric in METRICS},
-    **{metric.layer_name: {"run", "layer"} for metric in HEAD_METRICS},
-    "up": {"job"},
-    "ALERTS": {"alertname", "alertstate", "severity", "run", "layer", "head"},  # of Prometheus itself
-}
-
 every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS.keys())
-every_panel = pytest.mark.parametrize("panel", PANELS)
-every_query = pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.where)
-
-
-def nodes(tree: Any) -> Iterator[Any]:
-    """Every node of a PromQL syntax tree, the root first."""
-    yield tree
-    for part in ("lhs", "rhs", "expr", "vector_selector"):
-        child = getattr(tree, part, None)
-        if hasattr(child, "prettify"):
-            yield from nodes(child)
-    for argument in getattr(tree, "args", None) or []:
-        yield from nodes(argument)
-
-
-def selectors(tree: Any) -> Iterator[Any]:
-    """Every vector selector of a syntax tree."""
-    return (node for node in nodes(tree) if type(node).__name__ == "VectorSelector")
-
-
-def grouping_labels(tree: Any) -> set[str]:
-    """Labels that the expression groups or matches by."""
-    labels: set[str] = set()
-    for node in nodes(tree):
-        modifier = getattr(node, "modifier", None)
-        grouping = modifier if type(node).__name__ == "AggregateExpr" else getattr(modifier, "matching", None)
-        labels |= set(grouping.labels) if grouping is not None else set()
-    return labels
-
-
-def parse(expr: str) -> Any:
-    """The syntax tree of a query with Grafana's variables filled in; raises ValueError on a mistake."""
-    return promql_parser.parse(concrete(expr, run="a"))
-
-
-# What the catalogue promises
-
-
-@every_query
-def test_a_query_parses_and_reads_only_metrics_and_labels_of_the_catalogue(query: Query) -> None:
-    tree = parse(query.expr)
-    known: set[str] = set()
-    for selector in selectors(tree):
-        assert selector.name in LABELS, f"{query.where}: no metric {selector.name}"
-        filtered = {matcher.name for matcher in selector.matchers.matchers}
-        assert filtered <= LABELS[selector.name], f"{query.where}: {selector.name} has no label {filtered}"
-        known |= LABELS[selector.name]
-    assert grouping_labels(tree) <= known
 
 
 def test_every_metric_of_the_catalogue_is_on_a_board() -> None:
@@ -104,14 +40,6 @@ def test_a_legend_names_only_labels_that_its_series_keep(board: dict[str, Any]) 
             names = [selector.name for selector in selectors(tree)]
             kept = grouping_labels(tree) or set().union(*(LABELS[name] for name in names))
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
-
-
-@every_panel
-def test_a_panel_says_what_bad_looks_like(panel: dict[str, Any]) -> None:
-    assert "Bad:" in panel["description"] or "Against the optimizer step" in panel["description"]
-
-
-# What Grafana's schema says
 
 
 def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
@@ -189,8 +117,6 @@ def test_a_board_holds_no_credentials_and_links_to_the_page_for_a_switch(board: 
     assert "${service}/?runs=" in text or board["uid"] == "foreshock-service"
 
 
-# The rules of Grafana's dashboard-linter, re-implemented: it comes on no package index.
-
 EXCLUDED = yaml.safe_load(Path("dashboards/.lint").read_text())["exclusions"]
 
 
@@ -223,53 +149,9 @@ def test_template_label_promql_and_template_on_time_change_reload_rules(board: d
         assert not variable.get("includeAll") or variable["allValue"] == ".+"
 
 
-@every_panel
-def test_panel_datasource_rule(panel: dict[str, Any]) -> None:
-    assert panel["datasource"]["uid"] == "${datasource}"
-    assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
-
-
-@every_panel
-def test_panel_title_description_and_panel_no_targets_rules(panel: dict[str, Any]) -> None:
-    assert panel["title"]
-    assert panel["description"]
-    assert panel["targets"]
-
-
-@every_panel
-def test_panel_units_rule(panel: dict[str, Any]) -> None:
-    known = {"short", "locale", "s", "bytes", "percentunit", "bool_on_off"}
-    assert panel["fieldConfig"]["defaults"]["unit"] in known
-
-
-@every_panel
-def test_target_promql_target_rate_interval_and_target_counter_agg_rules(panel: dict[str, Any]) -> None:
-    for target in panel["targets"]:
-        tree = parse(target["expr"])
-        ranges = re.findall(r"\[([^\]]*)\]", target["expr"])
-        assert set(ranges) <= {"$__rate_interval"}
-        counters = [node.name for node in selectors(tree) if node.name.endswith("_total")]
-        inside = [
-            argument.vector_selector.name
-            for node in nodes(tree)
-            if type(node).__name__ == "Call" and node.func.name in ("rate", "irate", "increase")
-            for argument in node.args
-        ]
-        assert counters == inside
-
-
 @every_board
 def test_uneditable_dashboard_rule(board: dict[str, Any]) -> None:
     assert board["editable"] is False
-
-
-@every_panel
-def test_a_line_is_drawn_on_the_axis_that_the_catalogue_names(panel: dict[str, Any]) -> None:
-    """The page asks the same catalogue, so a board and a chart cannot disagree."""
-    if panel["type"] not in ("timeseries", "trend"):
-        return
-    [metric] = [m for m in METRICS if any(re.search(rf"\b{m.name}\b", t["expr"]) for t in panel["targets"][-1:])]
-    assert panel["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["type"] == metric.scale
 
 
 def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
@@ -279,34 +161,6 @@ def test_a_threshold_of_a_board_is_a_level_of_the_catalogue() -> None:
             continue
         steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
         assert {step["value"] for step in steps} <= levels, panel["title"]
-
-
-def test_the_rows_and_columns_of_a_matrix_ascend_as_numbers() -> None:
-    """Told by playing the transformations on the answer of a query, whose order nobody promises."""
-    answer = [{"layer": str(layer), "head": str(head), "Value": 1.0} for layer in (10, 2, 1, 11) for head in (10, 9, 3)]
-    matrices = [p for p in BOARDS["layers.json"]["panels"] if p["title"].endswith(": layer by head")]
-    assert len(matrices) == 4
-    for panel in matrices:
-        assert play(panel["transformations"], answer[1:]) == ([1, 2, 10, 11], ["3", "9", "10"])
-
-
-def play(transformations: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
-    """What Grafana makes of a table: the rows and the columns of its matrix, each in the order of its first entry."""
-    columns: list[str] = []
-    for transformation in transformations:
-        options = transformation["options"]
-        if transformation["id"] == "convertFieldType":
-            [conversion] = options["conversions"]
-            rows = [row | {conversion["targetField"]: float(row[conversion["targetField"]])} for row in rows]
-        elif transformation["id"] == "sortBy":
-            [order] = options["sort"]
-            rows = sorted(rows, key=lambda row: row[order["field"]])
-        else:
-            assert transformation["id"] == "groupingToMatrix"
-            columns = list(dict.fromkeys(f"{row[options['columnField']]:g}" for row in rows))
-            name = f"{options['rowField']}\\{options['columnField']}"
-            rows = [{name: layer} for layer in dict.fromkeys(row[options["rowField"]] for row in rows)]
-    return [int(row["layer\\head"]) for row in rows], columns
 
 
 @pytest.mark.parametrize("key", ["warning.active", "warning.forecast"])
@@ -322,9 +176,6 @@ def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None
                 assert re.fullmatch(pattern, ""), expr
                 assert re.fullmatch(pattern, "17"), expr
                 assert chosen == ".+" or not re.fullmatch(pattern, "7"), expr
-
-
-# The way through the boards
 
 
 def property_of(panel: dict[str, Any], column: str, name: str) -> Any:
@@ -357,15 +208,6 @@ def test_the_overviews_runs_are_sorted_by_risk_coloured_and_their_steps_stand_in
     assert property_of(runs, "step", "unit") == property_of(runs, "steps left", "unit") == "locale"
 
 
-def test_the_deciding_panels_come_first_under_headings() -> None:
-    board = BOARDS["run.json"]
-    headings = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
-    assert headings[0] == "What decides"
-    titles = [panel["title"] for panel in board["panels"]]
-    assert titles[: titles.index("What decides")][-1] == "Alerts that fire now"
-    assert titles[titles.index("What decides") + 1 :][:3] == ["Loss", "Score offset", "Largest score"]
-
-
 @pytest.mark.parametrize("name", ["run.json", "layers.json"])
 def test_a_board_of_one_run_opens_with_the_one_that_stepped_last(name: str) -> None:
     run = variables(BOARDS[name])["run"]
@@ -374,13 +216,3 @@ def test_a_board_of_one_run_opens_with_the_one_that_stepped_last(name: str) -> N
     pattern = re.compile(run["regex"].strip("/"))
     answered = 'foreshock_run_last_step_timestamp_seconds{instance="i", job="foreshock", run="a.b/c-1"} 5 17'
     assert pattern.findall(answered) == ["a.b/c-1"]
-
-
-def test_values_that_span_decades_are_drawn_on_an_axis_that_shows_them() -> None:
-    axes = {
-        panel["title"]: panel["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["type"]
-        for panel in charts(BOARDS["run.json"])
-        if panel["type"] == "timeseries"
-    }
-    assert axes["Score offset"] == axes["Largest score"] == "symlog"
-    assert axes["Gradient norm"] == "log"

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from tests.e2e.running import free_port
-from tests.faults.test_sender import eventually, send, started_sender
+from tests.faults.sending import eventually, send, started_sender
 
 from foreshock.contract.wire import Array
 from foreshock.server.testing import FakeRank, LiveService

@@ -1,13 +1,8 @@
 """The sender against servers that are well, down, slow, hostile or lying; real sockets throughout."""
 
-import ast
-import email.utils
 import json
-import logging
-import random
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,62 +21,11 @@ from tests.faults.hostile_server import (
     hostile_server,
     reply,
 )
+from tests.faults.sending import BUSY_SECONDS, IN_ORDER_SECONDS, eventually, sample, send, started_sender, steps_at
 from tests.server import version_0_1_0 as old
 
-import foreshock.monitor
 from foreshock.contract import wire
 from foreshock.contract.slots import identity_row
-from foreshock.monitor import AgentConfig
-from foreshock.monitor.transport import sender
-from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
-from foreshock.monitor.transport.sender import Sender
-
-BUSY_SECONDS = 3.0
-"""What a machine with other work may add to a deadline."""
-IN_ORDER_SECONDS = 30.0
-"""More than a process needs to end in order, its spool written and let go of; it waits no longer than it needs."""
-
-
-def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "retry_delay", lambda failures, retry_after: 0.05)
-
-
-def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:
-    quick: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
-    config = AgentConfig(run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
-    made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
-    made.start()
-    return made
-
-
-def sample(step: int) -> wire.Sample:
-    return wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss=float(step))
-
-
-SWITCHED = wire.Switched(
-    id="s", step=1, outcome="applied", heads=((0, 1),), before=("plain",), after=("row_corrected",), reason="auto"
-)
-
-
-def send(to: Sender, *steps: int) -> None:
-    for step in steps:
-        to.put(sample(step))
-
-
-def steps_at(server: HostileServer) -> list[int]:
-    return sorted({event["step"] for event in server.events("sample")})
-
-
-# ---- who it is, and whose batches these are --------------------------------------------------------------------------
 
 
 def told_beside(server: HostileServer, header: str) -> list[tuple[str, str | None]]:
@@ -145,59 +89,6 @@ def test_nobody_says_for_a_dead_process_what_it_watched(tmp_path: Path, quick_re
         send(own, 2)
         own.close(5)
         assert len(server.events("started")) == 1
-
-
-# ---- when to ask again ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("A3")
-def test_408_429_and_every_5xx_are_asked_again_and_nothing_else() -> None:
-    assert [s for s in range(100, 700) if is_retryable(s)] == [408, 429, *range(500, 600)]
-
-
-@pytest.mark.promise("A3")
-@pytest.mark.parametrize("unit", [0.0, 0.5, 1.0])
-def test_waiting_doubles_from_one_second_to_sixty_and_is_spread_out(unit: float) -> None:
-    delays = [retry_delay(n, None, unit) for n in range(1, 2000)]
-    assert all(1 <= delay <= 60 for delay in delays)
-    assert delays[:10] == sorted(delays[:10])
-    assert retry_delay(20, None, 0.0) < retry_delay(20, None, 1.0)
-
-
-@pytest.mark.promise("A3")
-@pytest.mark.promise("A12")
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("30", 30.0),
-        ("1e9", 1e9),
-        ("-5", None),
-        ("nan", None),
-        ("inf", None),
-        ("soon", None),
-        (",,,", None),
-        ("", None),
-        (email.utils.formatdate(1030, usegmt=True), 30.0),
-        (email.utils.formatdate(10, usegmt=True), None),
-        ("Wed, 99 Foo 2026 99:99:99 GMT", None),
-    ],
-)
-def test_retry_after_is_read_in_both_forms_and_ignored_when_senseless(header: str, seconds: float | None) -> None:
-    assert retry_after_seconds(header, now=1000.0) == seconds
-    assert 1 <= retry_delay(1, header, 0.5) <= 60
-
-
-def test_clients_released_by_one_retry_after_do_not_return_together() -> None:
-    assert len({retry_delay(1, "20") for _ in range(100)}) > 90
-
-
-def test_waiting_draws_nothing_from_the_generator_that_shuffles_the_training_data() -> None:
-    before = random.getstate()
-    retry_delay(3, None)
-    assert random.getstate() == before
-
-
-# ---- servers --------------------------------------------------------------------------------------------------------
 
 
 def test_every_event_arrives_once_in_numbered_batches() -> None:
@@ -275,113 +166,6 @@ def test_a_malformed_answer_acknowledges_nothing_and_raises_nothing(name: str, q
         assert to.dropped == {}
 
 
-@pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
-    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        eventually("the refusal", lambda: to.dropped)
-        server.behaviour = acknowledge
-        send(to, 2)
-        eventually("the next batch", lambda: 2 in steps_at(server))
-        to.close(2)
-        assert to.dropped == {f"refused_{status}": 1}
-        # 422 may mean that the service is of 0.1.0: the batch is asked for once more, in that version's form
-        assert server.sequences() == ([1, 1, 2] if status == 422 else [1, 2])
-
-
-@pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [301, 307, 308, 401, 403, 404, 409, 415])
-def test_what_somebody_can_mend_loses_nothing_and_is_said_once(
-    status: int, quick_retries: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        to.put(SWITCHED)
-        eventually("tries", lambda: len(server.batches) >= 4)
-        server.behaviour = acknowledge  # the token is back
-        eventually("it is stored", lambda: not len(to._own))
-        to.close(2)
-    assert to.dropped == {}
-    assert server.events("switched")
-    assert [r.message for r in caplog.records if f"answers {status}" in r.message] == [caplog.records[0].message]
-
-
-@pytest.mark.promise("A3")
-def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_all(tmp_path: Path) -> None:
-    with hostile_server(answer(401)) as server:
-        to = started_sender(server.url, tmp_path, boot="boot-1")
-        to.put(SWITCHED)
-        eventually("the first try", lambda: server.batches)
-        time.sleep(1.5)
-        assert len(server.batches) == 1
-        to.close(IN_ORDER_SECONDS)
-        server.behaviour = acknowledge
-        again = started_sender(server.url, tmp_path, boot="boot-2")
-        eventually("the words of the first boot", lambda: server.sequences("boot-1") == [1, 1])
-        again.close(2)
-    assert (to.dropped, again.dropped) == ({}, {})
-
-
-@pytest.mark.promise("A3")
-def test_a_token_in_a_file_may_be_exchanged_while_the_run_goes_on(tmp_path: Path, quick_retries: None) -> None:
-    file = tmp_path / "token"
-    file.write_text("of-yesterday\n")
-    seen: list[str] = []
-
-    def only_the_new_one(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-        head = server.headers[-1]
-        seen.append("new" if "Bearer of-today" in head else "old" if "Bearer of-yesterday" in head else "none")
-        acknowledge(server, connection, body) if seen[-1] == "new" else reply(connection, 401, b"{}")
-
-    with hostile_server(only_the_new_one) as server:
-        to = started_sender(server.url, token_file=file)
-        to.put(SWITCHED)
-        eventually("the old token is refused", lambda: "old" in seen)
-        file.write_text("")  # in the middle of being written
-        file.write_text("of-today\n")
-        eventually("it is stored", lambda: not len(to._own) and "new" in seen)
-        to.close(2)
-    assert to.dropped == {}
-    assert set(seen) == {"old", "new"}
-    with pytest.raises(ValidationError, match=r"missing cannot be read: FileNotFoundError"):
-        AgentConfig(token_file=tmp_path / "missing")
-
-
-@pytest.mark.promise("A3")
-def test_a_body_too_large_for_a_proxy_costs_its_samples_and_never_a_word() -> None:
-    def small(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-        reply(connection, 413, b"{}") if len(body) > 2000 else acknowledge(server, connection, body)
-
-    with hostile_server(small) as server:
-        to = started_sender(server.url)
-        large = sample(1).model_copy(update={"states": wire.Array.of(np.zeros((300, 16)))})
-        to.put(large)
-        to.put(SWITCHED)
-        eventually("the words", lambda: any([e["kind"] for e in b["events"]] == ["switched"] for b in server.batches))
-        to.put(large)
-        eventually("the samples are given up", lambda: to.dropped["refused_413"] == 2)
-        send(to, 3)
-        eventually("what comes after it", lambda: 3 in steps_at(server))
-        to.close(2)
-    assert to.dropped == {"refused_413": 2}
-
-
-@pytest.mark.promise("A3")
-def test_words_that_no_proxy_takes_are_tried_a_bounded_number_of_times(
-    quick_retries: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "MAX_TRIES_TOO_LARGE", 5)
-    with hostile_server(answer(413)) as server:
-        to = started_sender(server.url)
-        to.put(SWITCHED)
-        eventually("it is given up", lambda: to.dropped)
-        to.close(2)
-    assert (to.dropped, len(server.batches)) == ({"refused_413": 1}, 5)
-
-
 def old_service(server: HostileServer, connection: socket.socket, body: bytes) -> None:
     """As 0.1.0 does: refuse a batch with anything in it that is not known."""
     try:
@@ -437,34 +221,6 @@ def test_an_answer_of_a_newer_service_is_taken_with_orders_and_fields_that_are_n
         to.close(2)
         assert ([order.mode for order in to.commands()], to.dropped, to.faults) == (["faster_rows"], {}, {})
         assert server.sequences() == [1]
-
-
-@pytest.mark.promise("A3")
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_passing_trouble_is_asked_again_until_it_passes(status: int, quick_retries: None) -> None:
-    with hostile_server(answer(status, "Retry-After: 0")) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        eventually("three tries", lambda: len(server.batches) >= 3)
-        server.behaviour = acknowledge
-        eventually("it is stored", lambda: not len(to._own))
-        to.close(2)
-        assert to.dropped == {}
-
-
-@pytest.mark.promise("A3")
-def test_back_off_is_real_when_nothing_is_patched() -> None:
-    with hostile_server(answer(503)) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        eventually("two tries", lambda: len(server.requests_at) >= 2)
-        assert server.requests_at[1] - server.requests_at[0] >= 0.95
-        began = time.monotonic()
-        to.close(2)
-        assert time.monotonic() - began < 2 + BUSY_SECONDS
-
-
-# ---- what waits -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("A1")
@@ -552,71 +308,3 @@ def test_after_a_long_stall_there_is_no_burst(quick_retries: None) -> None:
         to.close(2)
         # one connection, one request at a time, and what waited travelled in few batches
         assert len(server.batches) < 60
-
-
-# ---- what leaves ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("A16")
-def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), hostile_server(acknowledge) as server:
-        to = started_sender(server.url, token="very-secret-token")
-        send(to, 1)
-        eventually("a batch", lambda: server.batches)
-        to.close(2)
-    [head] = server.headers
-    assert [line for line in head.split("\r\n") if "very-secret-token" in line] == [
-        "Authorization: Bearer very-secret-token"
-    ]
-    names = {line.partition(":")[0].lower() for line in head.split("\r\n")[1:]}
-    assert names <= {
-        *("host", "accept", "accept-encoding", "connection", "user-agent"),
-        *("content-type", "content-length", "authorization", wire.AGE_HEADER),
-    }
-    assert "very-secret-token" not in caplog.text
-    assert "very-secret-token" not in repr(to._config)
-
-
-@pytest.mark.promise("A16")
-def test_a_certificate_that_nobody_vouches_for_is_refused() -> None:
-    to = started_sender("https://127.0.0.1:9")
-    eventually("the thread", lambda: to._ready.is_set())
-    client = to._client()
-    context = client._transport._pool._ssl_context  # type: ignore[attr-defined]
-    assert context.check_hostname
-    assert context.verify_mode.name == "CERT_REQUIRED"
-    to.close(1)
-
-
-def sources() -> Iterator[tuple[str, ast.AST]]:
-    (folder,) = foreshock.monitor.__path__
-    for path in Path(folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            yield path.name, node
-
-
-@pytest.mark.promise("A13")
-def test_the_agent_calls_no_collective() -> None:
-    asks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
-    classes = {"FSDPModule", "DTensor"}  # to be recognised
-    reached, asked = 0, 0
-    for name, node in sources():
-        where = f"{name} line {getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in {"full_tensor", "redistribute", "unshard"}, f"{where} gathers a sharded tensor"
-            reached += node.attr == "distributed"
-            if isinstance(node.value, ast.Attribute) and node.value.attr == "distributed":
-                assert node.attr in asks, f"{where} calls torch.distributed.{node.attr}"
-                asked += 1
-        if isinstance(node, ast.Import):
-            assert not any("distributed" in a.name for a in node.names), f"{where} imports torch.distributed"
-        if isinstance(node, ast.ImportFrom) and "distributed" in str(node.module):
-            assert {a.name for a in node.names} <= classes, f"{where} imports from {node.module}"
-    assert reached == asked, "torch.distributed is handed on under another name"
-
-
-@pytest.mark.promise("A16")
-def test_the_agent_opens_no_port() -> None:
-    for name, node in sources():
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in ("listen", "bind", "create_server", "start_server"), f"{name} line {node.lineno}"

@@ -8,6 +8,7 @@ import pytest
 from foreshock.contract.wire import HeadRef, Outcome, Policy, Switched
 from foreshock.server.commands import delivery, local_switches
 from foreshock.server.runs import listing
+from foreshock.server.store import audit
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S11")
@@ -106,38 +107,61 @@ def test_proposals_that_nobody_decides_are_few(play: Any) -> None:
             await service.store(rank, rank.started(policy="observe"), rank.sample(19))
         refs = [(layer, head) for layer in range(4) for head in range(32)]
         switches = [told(f"s-{i}", (ref,), outcome="proposed") for i, ref in enumerate(refs)]
-        await service.store(ranks[0], *switches)
+        for first in range(0, len(switches), 16):
+            await service.store(ranks[0], *switches[first : first + 16])
         answer = await service.get("/v1/runs/run-1/commands", limit=500)
         assert 16 <= len(answer["commands"]) <= 64
 
     play(story)
 
 
-def test_hundreds_of_switches_in_one_batch_ask_for_the_runs_warnings_and_starts_once(
+def test_hundreds_of_switches_in_one_batch_are_one_order_and_read_the_run_once(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heads: list[HeadRef] = [(layer, head) for layer in range(2) for head in range(3)]
+    names = [f"w-{layer}-{head}" for layer, head in heads]
+
     async def story(service: Any) -> None:
         ranks = await real_ranks(service, "auto")
         one = ranks[0]
-        await service.store(one, *(one.verdict(19, name=f"other-{number}") for number in range(50)), one.verdict(19))
+        await service.store(one, *(one.verdict(19, *ref, name=name) for ref, name in zip(heads, names, strict=True)))
         read: Counter[str] = Counter()
 
         def counted(module: Any, name: str) -> None:
             real = getattr(module, name)
 
-            def count(*given: Any) -> Any:
+            def count(*given: Any, **named: Any) -> Any:
                 read[name] += 1
-                return real(*given)
+                return real(*given, **named)
 
             monkeypatch.setattr(module, name, count)
 
         counted(listing, "read_back")
         counted(local_switches, "described")
         counted(delivery, "holdings")
-        await service.store(one, *(told(f"local-{number}") for number in range(200)))
-        assert read["read_back"] == 200  # of the warning that each names
+        counted(audit, "append")
+        many = [told(f"local-{number}", (heads[number % 6],), verdict=names[number % 6]) for number in range(300)]
+        await service.store(one, *many)
+        assert read["read_back"] == len(heads)  # of the warnings that are named
         assert read["described"] == len(ranks)
         assert read["holdings"] <= 2
-        assert "pending" in await states(service)
+        assert read["append"] < 10
+        [command] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+        assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
+        assert command["reason"] == "rounding drift (300 switches)"
+        assert await delivered(service, ranks[1:]) == ["exact_delta"] * 2
+
+    play(story)
+
+
+def test_of_many_switches_in_one_batch_none_is_an_order_where_one_names_no_warning(play: Any) -> None:
+    async def story(service: Any) -> None:
+        ranks = await real_ranks(service, "auto")
+        one = ranks[0]
+        await service.store(one, one.verdict(19))
+        forged = [told(f"local-{number}") for number in range(20)]
+        await service.store(one, *forged, told("local-20", verdict="warn-2"))
+        assert await delivered(service, ranks) == []
+        assert await states(service) == ["proposed"]
 
     play(story)

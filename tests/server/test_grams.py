@@ -129,6 +129,23 @@ async def _received(service: Any) -> list[float]:
         return list((await connection.execute(select(waiting.c.received))).scalars())
 
 
+def test_norms_of_a_wide_layer_are_made_some_heads_at_a_time_and_are_the_same(play: Any) -> None:
+    wide, dim = 24, 4
+    drawn = np.random.default_rng(3).normal(size=(wide + wide // 2, dim, 6)).astype(np.float32)
+    matrices = [triangles(rows) for rows in (drawn[:wide], drawn[wide:])]
+    whole = grams.spectral_norms([b"".join(array.numpy().tobytes() for array in matrices)], wide, dim)
+
+    async def story(service: Any) -> None:
+        rank = FakeRank(layers=1, heads=range(wide))
+        fields: dict[str, Any] = {"heads": tuple(range(wide)), "head_dim": dim, "inputs": (0, WIDTH)}
+        await service.store(
+            rank, rank.started(), rank.sample(10), part(10, 0, **fields, query=matrices[0], key=matrices[1])
+        )
+        assert (await shown(service, 10))[:, 0].tolist() == whole.astype(float).tolist()
+
+    play(story)
+
+
 def test_batches_are_stored_while_norms_are_added_up_and_what_a_stop_interrupts_is_done_at_the_next_start(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import delete, func, select
-from tests.faults.test_sender import eventually, send, started_sender
+from tests.faults.sending import eventually, send, started_sender
 from tests.server.postgresql import new_database
 from tests.server.test_auth import bearer
 from tests.server.test_rotation import write

@@ -333,3 +333,14 @@ def test_a_matrix_of_layers_with_other_head_numbers_each_is_sent_in_windows(play
         assert [seen[layer] for layer in range(1000)] == pytest.approx(words[:, Slot.SCORE_MAX])
 
     play(story)
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("power", ["999", "1024", "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT ZERO}"])
+@pytest.mark.parametrize("last", ["1", "9999999999999999999", "\N{ARABIC-INDIC DIGIT THREE}"])
+def test_a_cursor_that_the_service_never_gave_is_refused(play: Any, power: str, last: str) -> None:
+    async def story(service: Any) -> None:
+        answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
+        assert answer.status_code == 422
+
+    play(story)

@@ -1,0 +1,54 @@
+"""A sender as the agent starts one, what it is given, and what a hostile server saw of it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.hostile_server import (
+    HostileServer,
+)
+
+from foreshock.contract import wire
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.transport.sender import Sender
+
+BUSY_SECONDS = 3.0
+"""What a machine with other work may add to a deadline."""
+IN_ORDER_SECONDS = 30.0
+"""More than a process needs to end in order, its spool written and let go of; it waits no longer than it needs."""
+
+
+def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
+def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:
+    quick: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
+    config = AgentConfig(run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
+    made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
+    made.start()
+    return made
+
+
+def sample(step: int) -> wire.Sample:
+    return wire.Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss=float(step))
+
+
+SWITCHED = wire.Switched(
+    id="s", step=1, outcome="applied", heads=((0, 1),), before=("plain",), after=("row_corrected",), reason="auto"
+)
+
+
+def send(to: Sender, *steps: int) -> None:
+    for step in steps:
+        to.put(sample(step))
+
+
+def steps_at(server: HostileServer) -> list[int]:
+    return sorted({event["step"] for event in server.events("sample")})

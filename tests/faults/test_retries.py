@@ -1,0 +1,212 @@
+"""What is asked again, how soon, and what is never asked again."""
+
+import email.utils
+import random
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from tests.faults.hostile_server import (
+    HostileServer,
+    acknowledge,
+    answer,
+    hostile_server,
+    reply,
+)
+from tests.faults.sending import (
+    BUSY_SECONDS,
+    IN_ORDER_SECONDS,
+    SWITCHED,
+    eventually,
+    sample,
+    send,
+    started_sender,
+    steps_at,
+)
+
+from foreshock.contract import wire
+from foreshock.monitor import AgentConfig
+from foreshock.monitor.transport import sender
+from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
+
+
+@pytest.mark.promise("A3")
+def test_408_429_and_every_5xx_are_asked_again_and_nothing_else() -> None:
+    assert [s for s in range(100, 700) if is_retryable(s)] == [408, 429, *range(500, 600)]
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("unit", [0.0, 0.5, 1.0])
+def test_waiting_doubles_from_one_second_to_sixty_and_is_spread_out(unit: float) -> None:
+    delays = [retry_delay(n, None, unit) for n in range(1, 2000)]
+    assert all(1 <= delay <= 60 for delay in delays)
+    assert delays[:10] == sorted(delays[:10])
+    assert retry_delay(20, None, 0.0) < retry_delay(20, None, 1.0)
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.promise("A12")
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("30", 30.0),
+        ("1e9", 1e9),
+        ("-5", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        (",,,", None),
+        ("", None),
+        (email.utils.formatdate(1030, usegmt=True), 30.0),
+        (email.utils.formatdate(10, usegmt=True), None),
+        ("Wed, 99 Foo 2026 99:99:99 GMT", None),
+    ],
+)
+def test_retry_after_is_read_in_both_forms_and_ignored_when_senseless(header: str, seconds: float | None) -> None:
+    assert retry_after_seconds(header, now=1000.0) == seconds
+    assert 1 <= retry_delay(1, header, 0.5) <= 60
+
+
+def test_clients_released_by_one_retry_after_do_not_return_together() -> None:
+    assert len({retry_delay(1, "20") for _ in range(100)}) > 90
+
+
+def test_waiting_draws_nothing_from_the_generator_that_shuffles_the_training_data() -> None:
+    before = random.getstate()
+    retry_delay(3, None)
+    assert random.getstate() == before
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
+    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("the refusal", lambda: to.dropped)
+        server.behaviour = acknowledge
+        send(to, 2)
+        eventually("the next batch", lambda: 2 in steps_at(server))
+        to.close(2)
+        assert to.dropped == {f"refused_{status}": 1}
+        # 422 may mean that the service is of 0.1.0: the batch is asked for once more, in that version's form
+        assert server.sequences() == ([1, 1, 2] if status == 422 else [1, 2])
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [301, 307, 308, 401, 403, 404, 409, 415])
+def test_what_somebody_can_mend_loses_nothing_and_is_said_once(
+    status: int, quick_retries: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hostile_server(answer(status, "Location: http://127.0.0.1:1/")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        to.put(SWITCHED)
+        eventually("tries", lambda: len(server.batches) >= 4)
+        server.behaviour = acknowledge  # the token is back
+        eventually("it is stored", lambda: not len(to._own))
+        to.close(2)
+    assert to.dropped == {}
+    assert server.events("switched")
+    assert [r.message for r in caplog.records if f"answers {status}" in r.message] == [caplog.records[0].message]
+
+
+@pytest.mark.promise("A3")
+def test_a_rotated_token_is_asked_about_a_minute_apart_and_the_next_start_sends_all(tmp_path: Path) -> None:
+    with hostile_server(answer(401)) as server:
+        to = started_sender(server.url, tmp_path, boot="boot-1")
+        to.put(SWITCHED)
+        eventually("the first try", lambda: server.batches)
+        time.sleep(1.5)
+        assert len(server.batches) == 1
+        to.close(IN_ORDER_SECONDS)
+        server.behaviour = acknowledge
+        again = started_sender(server.url, tmp_path, boot="boot-2")
+        eventually("the words of the first boot", lambda: server.sequences("boot-1") == [1, 1])
+        again.close(2)
+    assert (to.dropped, again.dropped) == ({}, {})
+
+
+@pytest.mark.promise("A3")
+def test_a_token_in_a_file_may_be_exchanged_while_the_run_goes_on(tmp_path: Path, quick_retries: None) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-yesterday\n")
+    seen: list[str] = []
+
+    def only_the_new_one(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        head = server.headers[-1]
+        seen.append("new" if "Bearer of-today" in head else "old" if "Bearer of-yesterday" in head else "none")
+        acknowledge(server, connection, body) if seen[-1] == "new" else reply(connection, 401, b"{}")
+
+    with hostile_server(only_the_new_one) as server:
+        to = started_sender(server.url, token_file=file)
+        to.put(SWITCHED)
+        eventually("the old token is refused", lambda: "old" in seen)
+        file.write_text("")  # in the middle of being written
+        file.write_text("of-today\n")
+        eventually("it is stored", lambda: not len(to._own) and "new" in seen)
+        to.close(2)
+    assert to.dropped == {}
+    assert set(seen) == {"old", "new"}
+    with pytest.raises(ValidationError, match=r"missing cannot be read: FileNotFoundError"):
+        AgentConfig(token_file=tmp_path / "missing")
+
+
+@pytest.mark.promise("A3")
+def test_a_body_too_large_for_a_proxy_costs_its_samples_and_never_a_word() -> None:
+    def small(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+        reply(connection, 413, b"{}") if len(body) > 2000 else acknowledge(server, connection, body)
+
+    with hostile_server(small) as server:
+        to = started_sender(server.url)
+        large = sample(1).model_copy(update={"states": wire.Array.of(np.zeros((300, 16)))})
+        to.put(large)
+        to.put(SWITCHED)
+        eventually("the words", lambda: any([e["kind"] for e in b["events"]] == ["switched"] for b in server.batches))
+        to.put(large)
+        eventually("the samples are given up", lambda: to.dropped["refused_413"] == 2)
+        send(to, 3)
+        eventually("what comes after it", lambda: 3 in steps_at(server))
+        to.close(2)
+    assert to.dropped == {"refused_413": 2}
+
+
+@pytest.mark.promise("A3")
+def test_words_that_no_proxy_takes_are_tried_a_bounded_number_of_times(
+    quick_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_TRIES_TOO_LARGE", 5)
+    with hostile_server(answer(413)) as server:
+        to = started_sender(server.url)
+        to.put(SWITCHED)
+        eventually("it is given up", lambda: to.dropped)
+        to.close(2)
+    assert (to.dropped, len(server.batches)) == ({"refused_413": 1}, 5)
+
+
+@pytest.mark.promise("A3")
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_passing_trouble_is_asked_again_until_it_passes(status: int, quick_retries: None) -> None:
+    with hostile_server(answer(status, "Retry-After: 0")) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("three tries", lambda: len(server.batches) >= 3)
+        server.behaviour = acknowledge
+        eventually("it is stored", lambda: not len(to._own))
+        to.close(2)
+        assert to.dropped == {}
+
+
+@pytest.mark.promise("A3")
+def test_back_off_is_real_when_nothing_is_patched() -> None:
+    with hostile_server(answer(503)) as server:
+        to = started_sender(server.url)
+        send(to, 1)
+        eventually("two tries", lambda: len(server.requests_at) >= 2)
+        assert server.requests_at[1] - server.requests_at[0] >= 0.95
+        began = time.monotonic()
+        to.close(2)
+        assert time.monotonic() - began < 2 + BUSY_SECONDS

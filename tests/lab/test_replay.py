@@ -1,0 +1,94 @@
+"""Recorded runs played through today's detectors, alone and into a service."""
+
+import json
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from tests.lab.short_traces import FAILS, TRACES, write
+
+from foreshock.contract import wire
+from foreshock.lab.recording.replay import replay, verdicts
+from foreshock.lab.recording.trace import read_trace, readings
+from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.service import local_service
+from foreshock.monitor.detect.detectors import Detectors
+
+CONTROL = TRACES / "key-bias_fp32_batch32.jsonl.gz"
+ARRESTED = TRACES / "key-bias_fa2_batch32_exact-delta-from-8000.jsonl.gz"
+
+
+def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_control_is_quiet(tmp_path: Path) -> None:
+    report = tmp_path / "scores.json"
+    (failed, control, arrested), _ = lab_score([FAILS, CONTROL, ARRESTED], report=report)
+    assert failed.first_warning_step is not None
+    assert failed.first_warning_step <= 5000
+    assert (failed.layer, failed.head, failed.cause) == (0, 0, "rounding")
+    assert failed.dangerous_step == 9500
+    assert failed.forecast_low_steps is not None
+    assert failed.forecast_high_steps is not None
+    lead = failed.dangerous_step - failed.first_warning_step
+    assert failed.forecast_low_steps <= lead <= failed.forecast_high_steps
+    assert (control.first_warning_step, control.warnings) == (None, 0)
+    assert arrested.first_warning_step == failed.first_warning_step
+    assert arrested.dangerous_step is None
+    written = json.loads(report.read_text())["traces"]
+    assert [each["first_warning_step"] for each in written] == [
+        failed.first_warning_step,
+        None,
+        arrested.first_warning_step,
+    ]
+
+
+def test_a_recorded_run_of_the_demo_is_warned_about_at_the_head_that_drifts_and_its_control_is_quiet() -> None:
+    drifting = TRACES / "key-bias-small_untreated_seed8.jsonl.gz"
+    (untreated, control), _ = lab_score([drifting, TRACES / "key-bias-small_control_seed8.jsonl.gz"])
+    assert untreated.first_warning_step is not None
+    assert untreated.first_warning_step <= 4500
+    assert untreated.cause == "rounding"
+    *_, last = readings(read_trace(drifting))
+    assert (untreated.layer, untreated.head) == read_trace(drifting).heads[int(np.argmax(np.abs(last.score_offset)))]
+    assert control.warnings == 0
+
+
+def test_an_arrested_head_is_cleared_after_quiet_steps_and_a_failing_one_never() -> None:
+    cleared = [v for v in verdicts(read_trace(ARRESTED)) if v.state == "cleared"]
+    assert len(cleared) == 1
+    assert cleared[0].step > 8000
+    failing = verdicts(read_trace(FAILS))
+    assert [v for v in failing if v.state == "cleared"] == []
+    assert failing[-1].severity == "critical"
+
+
+def test_a_replay_says_the_same_every_time() -> None:
+    trace = read_trace(FAILS)
+    assert verdicts(trace) == verdicts(trace)
+
+
+def test_a_replay_says_what_the_detectors_said_live(tmp_path: Path) -> None:
+    trace = read_trace(FAILS)
+    live = Detectors(trace.heads)
+    said = [verdict for reading in readings(trace) for verdict in live.update(reading)]
+    recorded = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in (trace.started, *trace.events))]
+    again = read_trace(write(tmp_path / "recorded.jsonl.gz", recorded))
+    assert len(said) > 5
+    assert verdicts(again) == said
+
+
+def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) -> None:
+    said: list[wire.Event] = []
+    with local_service(tmp_path, 0) as url:
+        run = replay(FAILS, url=url, run="replayed", on_event=said.append)
+        assert isinstance(said[0], wire.Started)
+        assert isinstance(said[-1], wire.Finished)
+        listed = {each["run"]: each for each in httpx.get(f"{url}/v1/runs").json()["runs"]}
+        assert listed[run]["status"] == "completed"
+        assert listed[run]["last_step"] == 20_600
+        assert listed[run]["active_warnings"] >= 1
+        assert listed[run]["numerics"] == "recorded"
+
+
+def test_a_replay_to_a_service_that_is_not_there_says_how_to_start_one() -> None:
+    with pytest.raises(ValueError, match="start one: foreshock serve"):
+        replay(FAILS, url="http://127.0.0.1:9")
