@@ -217,7 +217,7 @@ def _opened(value: Any) -> Iterator[Any]:
     for each in inner if len(inner) <= _MANY else ():
         while isinstance(each, functools.partial | types.MethodType | staticmethod | classmethod):
             each = each.func if isinstance(each, functools.partial) else each.__func__
-        yield each
+        yield getattr(each, "_torchdynamo_inline", each) if isinstance(each, torch.jit.ScriptFunction) else each
 
 
 def _bound(function: FunctionType) -> Iterator[Any]:

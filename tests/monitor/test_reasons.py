@@ -113,6 +113,25 @@ def test_a_forward_that_calls_no_function_that_is_met_is_told_from_one_that_did_
     assert "(never) counted nothing in step 1: its forward or backward did not run through the watched" in told
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is:DeprecationWarning")
+def test_attention_in_a_function_that_torchscript_compiled_does_not_go_unseen(caplog: pytest.LogCaptureFixture) -> None:
+    class Scripted(CausalSelfAttention):
+        def __init__(self, scripted: Any) -> None:
+            super().__init__(WIDTH, HEADS)
+            self.scripted = scripted
+
+        def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.scripted(query, key, value)  # type: ignore[no-any-return]
+
+    told = told_of(nn.Sequential(Scripted(torch.jit.script(attend)), CausalSelfAttention(WIDTH, HEADS)), caplog)
+    assert "layer 0 (0) counted nothing in step 1: its forward ran, but computed attention by none of the" in told
+    assert "watched 1 of 2 attention layers" in told
+
+
 def test_heads_that_nothing_tells_of_can_be_announced_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Heads(OneHead(), OneHead()))
     with pytest.raises(ValueError, match=r'^0\.heads\.0, 0\.heads\.1 cannot be watched.*give heads=\{"0\.heads\.0"'):
