@@ -20,7 +20,7 @@ from foreshock.contract.metric import (
     value,
 )
 from foreshock.contract.modes import MODES
-from foreshock.contract.slots import Floats, Slot, Words
+from foreshock.contract.slots import Floats, ReadOnce, Slot, Words
 
 SILENT_SECONDS: Final = 300.0
 """A run that claims to be active and was not heard of for longer has fallen silent."""
@@ -602,7 +602,7 @@ METRICS: Final = (*HEAD_METRICS, *RUN_METRICS, *SERVICE_METRICS)
 BY_KEY: Final = {metric.key: metric for metric in METRICS}
 
 
-def read(key: str, words: Words) -> Floats:
+def read(key: str, words: Words | ReadOnce) -> Floats:
     """A counted metric of each head, [...], from state words [..., SLOT_COUNT]; NaN where nothing was counted.
 
     The one place where a statistic becomes a number: agent, laboratory and service read it here. Raises ValueError for

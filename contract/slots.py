@@ -140,13 +140,34 @@ def merge_words(states: Sequence[Words]) -> Words:
     return merged
 
 
-def looked_at(words: Words) -> Floats:
+class ReadOnce:
+    """State words [..., SLOT_COUNT] of which several statistics are read: every slot becomes float64 once.
+
+    What it hands out is shared: read it, and write into none of it.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._columns: dict[Slot, Floats] = {}
+
+    def column(self, slot: Slot) -> Floats:
+        """One statistic of every head, [...]."""
+        if slot not in self._columns:
+            self._columns[slot] = slot_values(self._words, slot)
+        return self._columns[slot]
+
+
+def looked_at(words: Words | ReadOnce) -> Floats:
     """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
     # An older version skipped none, and so its rows need no other rule: they hold 0 there.
     return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
-def slot_values(words: Words, slot: Slot) -> npt.NDArray[np.float64]:
+def slot_values(words: Words | ReadOnce, slot: Slot) -> npt.NDArray[np.float64]:
     """One statistic of every head as float64, [...]: counts converted, float slots by their bits."""
-    column = np.ascontiguousarray(words[..., slot])
-    return column.astype(np.float64) if SLOTS[slot].dtype == "int64" else column.view(np.float64)
+    if isinstance(words, ReadOnce):
+        return words.column(slot)
+    column = words[..., slot]
+    if SLOTS[slot].dtype == "int64":
+        return column.astype(np.float64)  # one pass, converting as it gathers
+    return column.copy().view(np.float64)

@@ -168,8 +168,8 @@ class Detectors:
 
     def _measured_anew(self, readings: Readings) -> npt.NDArray[np.bool_]:
         """The heads [N] whose statistics speak of other scores than before: a mode that moves them went on or off."""
-        moved: npt.NDArray[np.bool_] = (self._modes >= 0) & ((self._modes ^ readings.modes) & SCORES_MOVED != 0)
-        return moved
+        moved: npt.NDArray[np.bool_] = self._modes != readings.modes
+        return (self._modes >= 0) & ((self._modes ^ readings.modes) & SCORES_MOVED != 0) if moved.any() else moved
 
     def _weigh_bias(self, readings: Readings) -> None:
         """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.

@@ -110,6 +110,8 @@ class HeadPasts:
                 open_ += rows * value if known is None else np.where(known, rows * value, 0.0)
             elif info.reduction == "largest":
                 np.fmax(open_, value, out=open_)
+            elif math.isfinite(value.sum()):
+                open_[:] = value
             else:
                 np.copyto(open_, value, where=np.isfinite(value))
         self._open_steps += step - since_step

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.catalog import read
-from foreshock.contract.slots import Floats, Slot, Words, slot_values
+from foreshock.contract.slots import Floats, ReadOnce, Slot, Words, slot_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +54,20 @@ class Readings:
         The norms of W_K and of W_Q W_K^T are taken for the caller's convenience; no detector reads them.
         """
         # This runs between two steps of a training: few operations, and none on slots that nobody reads.
-        rows = slot_values(words, Slot.ROWS)
-        delta_bias_sum = slot_values(words, Slot.DELTA_BIAS_SUM)
+        once = ReadOnce(words)
+        rows = slot_values(once, Slot.ROWS)
+        delta_bias_sum = slot_values(once, Slot.DELTA_BIAS_SUM)
         return cls(
             step=step,
             since_step=since_step,
             rows=rows,
-            score_offset=read("head.score_offset", words),
-            score_max=read("head.score_max", words),
-            row_max_abs=read("head.row_max_abs", words),
-            tied_rows_bf16=read("head.tied_rows_bf16", words),
-            tied_rows_one=read("head.tied_rows_one", words),
+            score_offset=read("head.score_offset", once),
+            score_max=read("head.score_max", once),
+            row_max_abs=read("head.row_max_abs", once),
+            tied_rows_bf16=read("head.tied_rows_bf16", once),
+            tied_rows_one=read("head.tied_rows_one", once),
             delta_bias_sum=delta_bias_sum if rows.all() else np.where(rows > 0, delta_bias_sum, np.nan),
-            nonfinite_rows=read("head.nonfinite_rows", words),
+            nonfinite_rows=read("head.nonfinite_rows", once),
             query_norm=query_norm,
             modes=modes,
             loss=loss,
