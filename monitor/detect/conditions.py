@@ -42,7 +42,7 @@ class Nearness:
     def __call__(self, growth: Growth, *, step: int, ripe: bool, push: Floats) -> Floats:
         """The least ratio of all conditions of a signal, [len(SIGNALS), N]; 0 where one is unknown.
 
-        step: the run's age; the younger, the more growth is asked for. ripe: False judges dangerous scores alone.
+        step: the run's age; the younger, the more is asked for. ripe: False judges dangerous scores alone.
         push [N]: the accumulated delta bias in units of its standard error.
         """
         config = self._config
@@ -50,7 +50,7 @@ class Nearness:
         youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
         pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support
         for signal, info in SIGNALS.items():
-            least_level, least_growth = info.least(config, pushed), info.least_growth(config, youth)
+            least_level, least_growth = info.least(config, pushed, youth), info.least_growth(config, youth)
             level = np.abs(growth.end[signal])
             found = np.divide(level, least_level, out=near[signal])
             if not ripe:

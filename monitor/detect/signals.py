@@ -43,10 +43,11 @@ class SignalInfo:
     """[N] of a sample, NaN where nothing was recorded; None where this sample did not measure it."""
     reduction: Reduction
     """Over the samples of a block: mean weighted by rows, largest, or the last one measured."""
-    least: Callable[[DetectorConfig, npt.NDArray[np.bool_]], Least]
-    """The size that warns, given the heads whose delta bias pushes the way they drift."""
+    least: Callable[[DetectorConfig, npt.NDArray[np.bool_], float], Least]
+    """The size that warns, given the heads whose delta bias pushes the way they drift, and how young the run is: 1 at
+    its first step, 0 from `settle_steps` on."""
     least_growth: Callable[[DetectorConfig, float], float]
-    """The growth factor that warns, given how young the run is: 1 at its first step, 0 from `settle_steps` on."""
+    """The growth factor that warns, given how young the run is."""
     pushed: bool = False
     """No head is warned about by it whose delta bias does not push the way it drifts."""
     floor: float = 0.0
@@ -81,7 +82,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.OFFSET: SignalInfo(
         read=lambda readings: readings.score_offset,
         reduction="mean",
-        least=lambda config, pushed: np.where(pushed, config.offset_level, config.unsupported_level),
+        least=lambda config, pushed, youth: np.where(pushed, config.offset_level, config.unsupported_level),
         least_growth=lambda config, youth: 1.0 + youth * (config.young_growth - 1.0),
         pushed=True,
         floor=1.0,
@@ -95,7 +96,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.SCORE: SignalInfo(
         read=lambda readings: np.fmax(readings.row_max_abs, readings.score_max),
         reduction="largest",
-        least=lambda config, pushed: config.score_level,
+        least=lambda config, pushed, youth: np.where(pushed, config.score_level, config.score_level * (1.0 + youth)),
         least_growth=lambda config, youth: 1.0,
         judged_early_from=DANGEROUS_SCORE / 2,
         peers_count_below=DANGEROUS_SCORE,
@@ -106,7 +107,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.TIES: SignalInfo(
         read=lambda readings: np.fmax(readings.tied_rows_bf16, readings.tied_rows_one),
         reduction="mean",
-        least=lambda config, pushed: config.tied_share,
+        least=lambda config, pushed, youth: config.tied_share,
         least_growth=lambda config, youth: config.tied_growth,
         goes_on=False,
         evidence={"tied_share": "end"},
@@ -115,7 +116,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.NORM: SignalInfo(
         read=lambda readings: readings.query_norm,
         reduction="last",
-        least=lambda config, pushed: 0.0,
+        least=lambda config, pushed, youth: 0.0,
         least_growth=lambda config, youth: config.norm_growth,
         of_scores=False,
         evidence={"query_norm": "end", "query_norm_before": "start"},

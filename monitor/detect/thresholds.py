@@ -43,7 +43,10 @@ class DetectorConfig(BaseModel):
     )
     offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
     score_level: float = Field(
-        default=256.0, gt=0, description="largest |score| below which its growth is no warning, whatever pushes it"
+        default=256.0,
+        gt=0,
+        description="largest |score| below which its growth is no warning; twice that at the first step where no delta "
+        "bias supports it, falling evenly until settle_steps",
     )
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
     peer_excess: float = Field(
