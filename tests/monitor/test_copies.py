@@ -110,7 +110,7 @@ def test_timms_moving_average_is_the_one_without_us_and_unwatched(kind: str) -> 
 
     def averaged(*, watches: bool) -> nn.Module:
         model = tiny_gpt()
-        agent = attach(model, **EVERY_STEP) if watches else None
+        agent = attach(model, **{**EVERY_STEP, "attention": "keep"}) if watches else None
         average, optimizer = average_of(model, decay=0.5), torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             loss = train_step(model, optimizer, step)
