@@ -96,8 +96,8 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
             body = rank.batch(rank.sample(sequence), sequence=sequence).model_dump_json()
             assert client.post("/v1/batches", content=body, headers=JSON).status_code == 200
         text = client.get("/metrics").text
-        assert f'foreshock_service_batches_total{{result="duplicate"}} {len(before)}.0' in text
-        assert 'foreshock_service_batches_total{result="stored"} 0.0' in text
+        assert f'foreshock_service_batches_total{{result="duplicate"}} {len(before)}\n' in text
+        assert 'foreshock_service_batches_total{result="stored"} 0\n' in text
         # An export of before and the restored store agree; what is ordered from now on follows the same chain.
         assert client.post("/v1/runs/run-1/commands", json=ORDER).status_code == 201
         last = cli("audit", "export", str(trail), "--url", service.url).rpartition("ends with row ")[2].strip()
