@@ -1,0 +1,43 @@
+"""Arms are made of names: of those in the list, and of any mode with what is done with it before it."""
+
+import pytest
+
+from foreshock.contract.modes import MODES, is_mode
+from foreshock.lab.training.arm import ARMS, HABITS, UNTREATED, find_arm, variant
+
+MODE_NAMES = [mode.name for mode in MODES]
+UNION = "row-corrected+centred-keys"
+
+
+@pytest.mark.parametrize("name", [*(name.replace("_", "-") for name in MODE_NAMES), UNION])
+def test_a_mode_names_an_arm_that_has_it_from_the_first_step_or_switches_to_it_at_a_warning(name: str) -> None:
+    mode = name.replace("-", "_")
+    assert is_mode(mode)
+    whole, one, every = find_arm(name), find_arm(f"rescued-{name}"), find_arm(f"rescued-all-{name}")
+    assert (whole.mode, whole.policy) == (mode, "observe")
+    assert (one.mode, one.policy, one.mitigation, one.switch_scope) == ("plain", "auto", mode, "head")
+    assert (every.mode, every.policy, every.mitigation, every.switch_scope) == ("plain", "auto", mode, "model")
+    for arm in (whole, one, every):
+        paper = find_arm(f"paper-{arm.name}")
+        assert (arm.numerics, paper.numerics) == ("kernel", "paper")
+        assert (paper.mode, paper.policy, paper.switch_scope) == (arm.mode, arm.policy, arm.switch_scope)
+
+
+def test_every_arm_of_the_list_is_found_by_its_name_and_people_read_of_a_baseline() -> None:
+    assert [find_arm(name).name for name in ARMS] == list(ARMS)
+    assert variant(UNTREATED.name) == "baseline"
+    assert all(variant(name) == name for name in ARMS if name != UNTREATED.name)
+
+
+def test_cured_from_the_first_step_are_float32_modes_and_what_people_can_do_without_us() -> None:
+    cured = {name for name, arm in ARMS.items() if arm.cured}
+    told = {name.replace("_", "-") for name in MODE_NAMES if name != "plain"}
+    assert cured == {"control", "control-again"} | told | {habit.name for habit in HABITS}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "baseline", "rescued-", "exact_delta+centred_keys-", "rescued-paper-exact-delta", "exact-delta+"]
+)
+def test_a_name_that_is_none_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(ValueError, match=r"variant .* does not exist; allowed are untreated, rescued, control"):
+        find_arm(name)
