@@ -1,0 +1,92 @@
+"""The conditions of a warning, each beside what its sentence in docs/detectors.md says, head by head."""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.conditions import Nearness
+from foreshock.monitor.detect.growth import Growth, HeadPasts
+from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
+from foreshock.monitor.detect.thresholds import DetectorConfig
+
+STEP = 6000
+"""Past `settle_steps`: no more is asked for than of a settled run."""
+
+
+def grown(offsets: Floats, scores: Floats) -> Growth:
+    """What the last 3000 steps of a run look like whose offsets and scores went evenly from 1 to these."""
+    heads = len(offsets)
+    pasts = HeadPasts(heads, 4000, 100)
+    for step in range(3000, STEP + 1, 25):
+        share = (step - 3000) / (STEP - 3000)
+        noise = 0.001 * math.sin(step)  # a block's standard error must not be nothing
+        by_signal = {
+            HeadSignal.OFFSET: 1 + share * (offsets - 1) + noise,
+            HeadSignal.SCORE: 1 + share * (scores - 1) + noise,
+        }
+        values = [by_signal.get(signal) for signal in SIGNALS]
+        with np.errstate(invalid="ignore"):
+            pasts.add(step, step - 25, np.full(heads, 100.0), values, whole=False)
+    growth = pasts.growth(3000)
+    assert growth is not None
+    return growth
+
+
+def near(layers: list[int], offsets: Floats, scores: Floats, push: Floats, **settings: float | None) -> Floats:
+    config = DetectorConfig.model_validate({"horizon_lives": None} | settings)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Nearness(layers, config)(grown(offsets, scores), step=STEP, ripe=True, push=push)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 144, 5120])
+def test_noise_alone_supports_a_head_of_the_model_in_one_case_of_twenty(heads: int) -> None:
+    limit = Nearness([0] * heads, DetectorConfig()).support
+    assert heads * (1 - NormalDist().cdf(limit)) == pytest.approx(DetectorConfig().support_chance)
+    draws = np.random.default_rng(heads).standard_normal((2000, heads)).max(axis=1)
+    assert (draws >= limit).mean() == pytest.approx(DetectorConfig().support_chance, abs=0.015)
+
+
+@pytest.mark.parametrize("seed", [21, 22, 23, 24])
+def test_a_supported_drift_warns_where_it_outgrows_its_peers_by_half_as_much_again(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers = [0] * 2 + [1] * 3 + [2] * 3  # layers of few heads: none has a typical head of its own
+    offsets = rng.uniform(11.0, 60.0, len(layers))
+    found = near(layers, offsets, np.full(len(layers), 5.0), np.full(len(layers), 9.0))[HeadSignal.OFFSET]
+    growth = grown(offsets, np.full(len(layers), 5.0))
+    factor = (np.abs(growth.end[HeadSignal.OFFSET]) + 1) / (np.abs(growth.start[HeadSignal.OFFSET]) + 1)
+
+    def lower(values: list[float]) -> float:
+        return sorted(values)[(len(values) - 1) // 2]
+
+    for head, layer in enumerate(layers):
+        typical = [
+            lower([factor[h] for h in range(len(layers)) if layers[h] == other]) for other in {0, 1, 2} - {layer}
+        ]
+        ratio = (factor[head] - 1) / (DetectorConfig().peer_excess * (lower(typical) - 1))
+        assert (found[head] >= 1) == (ratio >= 1)
+        if found[head] < 1:
+            assert found[head] == pytest.approx(ratio)
+
+
+def test_a_drift_without_support_comes_half_the_way_and_its_score_says_the_rest() -> None:
+    offsets, push = np.array([40.0, 40.0, 1.0, 1.0]), np.array([9.0, 0.0, 0.0, 0.0])
+    found = near([0, 1, 2, 3], offsets, np.array([20.0, 20.0, 300.0, 200.0]), push)
+    assert found[HeadSignal.OFFSET, 0] >= 1 > found[HeadSignal.OFFSET, 1] == 0.5
+    assert found[HeadSignal.SCORE, 2] >= 1 > found[HeadSignal.SCORE, 3]
+
+
+def test_a_bias_that_pushes_the_other_way_supports_nothing() -> None:
+    offsets = np.array([-40.0, 40.0, 1.0, 1.0])
+    found = near([0, 1, 2, 3], offsets, np.full(4, 20.0), np.array([9.0, -9.0, 9.0, 9.0]))
+    assert found[HeadSignal.OFFSET].max() == 0.5
+
+
+def test_neither_offset_nor_score_is_nearer_than_its_harm_within_the_horizon() -> None:
+    offsets, scores, push = np.array([12.0, 1.0]), np.array([14.0, 5.0]), np.array([9.0, 0.0])
+    however_far, within = (near([0, 1], offsets, scores, push, horizon_lives=lives) for lives in (None, 3.0))
+    assert however_far[HeadSignal.OFFSET, 0] >= 1 > within[HeadSignal.OFFSET, 0]
+    by_hand = 3.0 * STEP / ((512 - 14) / (11 / 3000))  # it grows by 11 nats in 3000 steps, evenly
+    assert within[HeadSignal.OFFSET, 0] == pytest.approx(by_hand, rel=0.2)
