@@ -8,10 +8,12 @@ test gave to pytest's `record_property`.
 
 import datetime
 import json
+import logging
 import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,6 +139,17 @@ class Sizes:
     def until(self) -> float:
         """When a test that repeats itself stops all the same: --size seconds=N from now, on the monotonic clock."""
         return time.monotonic() + self("seconds", quick=600, long=6 * 3600)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A service that is started in this process sends all logs to what standard error was then: a file that pytest
+    closes, so that the next test's output would be full of logging errors."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """What the tests of the command line share: no settings from outside, and a service that knows one run."""
 
-import logging
 import os
 from collections.abc import Iterator
 
@@ -14,16 +13,6 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("FORESHOCK_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "160")
-
-
-@pytest.fixture(autouse=True)
-def logs_as_before() -> Iterator[None]:
-    """`foreshock serve` in this process sends all logs to what standard error was then: a file that pytest closes."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
