@@ -1,7 +1,7 @@
 """The conditions of a warning, each beside what its sentence in docs/detectors.md says, head by head."""
 
 import math
-from statistics import NormalDist
+from statistics import NormalDist, median_low
 
 import numpy as np
 import pytest
@@ -58,14 +58,11 @@ def test_a_supported_drift_warns_where_it_outgrows_its_peers_by_half_as_much_aga
     growth = grown(offsets, np.full(len(layers), 5.0))
     factor = (np.abs(growth.end[HeadSignal.OFFSET]) + 1) / (np.abs(growth.start[HeadSignal.OFFSET]) + 1)
 
-    def lower(values: list[float]) -> float:
-        return sorted(values)[(len(values) - 1) // 2]
-
     for head, layer in enumerate(layers):
         typical = [
-            lower([factor[h] for h in range(len(layers)) if layers[h] == other]) for other in {0, 1, 2} - {layer}
+            median_low([factor[h] for h in range(len(layers)) if layers[h] == other]) for other in {0, 1, 2} - {layer}
         ]
-        ratio = (factor[head] - 1) / (DetectorConfig().peer_excess * (lower(typical) - 1))
+        ratio = (factor[head] - 1) / (DetectorConfig().peer_excess * (median_low(typical) - 1))
         assert (found[head] >= 1) == (ratio >= 1)
         if found[head] < 1:
             assert found[head] == pytest.approx(ratio)

@@ -1,6 +1,7 @@
 """The past of the heads, beside one that is kept and averaged number by number."""
 
 import math
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_medians_are_the_lower_ones_of_what_is_known_and_of_all_but_oneself(seed
         values[rng.random(len(values)) < 0.3] = np.nan
 
         def lower(known: list[float]) -> float:
-            return sorted(known)[(len(known) - 1) // 2] if known else math.nan
+            return median_low(known) if known else math.nan
 
         others = [
             lower([v for place, v in enumerate(values) if place != own and not math.isnan(v)])
