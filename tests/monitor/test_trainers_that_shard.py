@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.monitor.courses import assert_foreshock_changed_no_bit
+from tests.monitor.resumed_courses import assert_foreshock_changed_no_bit
 from tests.monitor.torchrun import trained
 
 pytestmark = pytest.mark.full

@@ -19,7 +19,7 @@ import torch.distributed as dist
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
 
-from tests.monitor.courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
+from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset

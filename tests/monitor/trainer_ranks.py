@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from tests.monitor.courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
+from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
 from tests.monitor.test_foreign_models import DECODER, tiny
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
