@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.monitor.test_detectors import (
+from tests.monitor.courses import (
     EVERY,
     HEADS,
     HOWEVER_FAR,
