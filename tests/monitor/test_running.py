@@ -40,10 +40,10 @@ class Hooked:
 @pytest.fixture(autouse=True)
 def _nothing_runs() -> Iterator[None]:
     running.forget()
-    running.was_intercepted()
+    running.expect_interception()
     yield
     running.forget()
-    running.was_intercepted()
+    running.expect_interception()
 
 
 @given(calls=st.recursive(st.just([]), lambda inner: st.lists(st.tuples(st.integers(0, 2), inner), max_size=3)))
@@ -105,10 +105,11 @@ def test_what_is_computed_again_belongs_to_its_layer_and_what_ran_before_goes_on
     assert running.layer_of_this_call() is None
 
 
-def test_a_call_that_was_met_is_told_once() -> None:
+def test_a_call_that_was_met_is_told_until_the_next_is_expected() -> None:
     assert not running.was_intercepted()
     running.note_interception()
     assert running.was_intercepted()
+    running.expect_interception()
     assert not running.was_intercepted()
 
 
