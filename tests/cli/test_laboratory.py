@@ -30,23 +30,6 @@ def test_a_trace_that_is_not_there_is_a_sentence() -> None:
     assert "there is no trace at nowhere.jsonl.gz" in done.stderr
 
 
-def test_score_writes_what_it_prints(tmp_path: Path) -> None:
-    done = foreshock("lab", "score", str(TRACE), "--report", str(tmp_path / "report.json"))
-    assert done.exit_code == 0, done.output
-    (trace,) = json.loads((tmp_path / "report.json").read_text())["traces"]
-    assert trace["first_warning_step"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"), [(["nothing"], "recipe 'nothing'"), (["key-bias", "--arm", "none"], "variant 'none'")]
-)
-def test_an_unknown_recipe_or_variant_names_the_known_ones(words: list[str], sentence: str) -> None:
-    done = foreshock("lab", "run", *words)
-    assert done.exit_code == 1
-    assert sentence in done.stderr
-    assert "allowed are" in done.stderr
-
-
 def test_a_checkup_the_recipes_and_a_replay_are_told_as_json() -> None:
     examined = foreshock("doctor", "--json", "--url", "http://127.0.0.1:9")
     assert {finding["what"] for finding in json.loads(examined.output)} >= {"foreshock", "service"}
