@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.forecast import forecasts
+from foreshock.monitor.detect.forecast import courses
 from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
 from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
@@ -83,7 +83,7 @@ class Nearness:
             return
         heads = np.flatnonzero(near[_FORESEEN].max(axis=0) >= _WORTH_A_LOOK)
         with np.errstate(divide="ignore"):
-            sight = self._config.horizon_lives * step / forecasts(growth, heads)[0]
+            sight = self._config.horizon_lives * step / courses(growth, heads)
         held = np.ix_(_FORESEEN, heads)
         near[held] = np.fmin(near[held], sight)
 
@@ -94,7 +94,7 @@ class Nearness:
         others, own = (peers[heads] for peers in self._peers(factor))
         others = np.where(np.abs(end) < info.peers_count_below, others, np.nan)
         if info.beside_own_layer:  # heads may drift together by a little; together and far is no comfort
-            others = np.where(np.abs(end) < config.unsupported_level, np.fmax(others, own), others)
+            others = np.where(np.abs(end) < config.far_offset, np.fmax(others, own), others)
         parts = [
             growth.sigmas(of) / config.noise_multiple,
             np.where(others > 1.0, (factor[heads] - 1.0) / (config.peer_excess * (others - 1.0)), math.inf),

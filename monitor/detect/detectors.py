@@ -20,7 +20,7 @@ from foreshock.contract import wire
 from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
-from foreshock.monitor.detect.forecast import forecast, sentence, who
+from foreshock.monitor.detect.forecast import NEAR_LIVES, Forecast, forecast, who
 from foreshock.monitor.detect.growth import Growth, HeadPasts, array
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.signals import (
@@ -31,6 +31,7 @@ from foreshock.monitor.detect.signals import (
     by_name,
 )
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
+from foreshock.monitor.detect.verdicts import Found, cause, severity, supported, verdict
 
 
 class _Alarm(BaseModel):
@@ -145,12 +146,12 @@ class Detectors:
             whole = all(each is not None and math.isfinite(each.sum()) for each in counted)
             whole = whole and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._nonfinite(readings, whole)
-            if self._add(readings, values, whole):
+            if judged := self._add(readings, values, whole):
                 self._close_loss()
                 growth = self._growth = self._measure()
                 if growth is not None:
                     tripped = {**self._judge(growth, readings.step), **tripped}
-            return self._tell(tripped, readings.step)
+            return self._tell(tripped, readings.step, judged=judged)
 
     def _follow_rate(self, readings: Readings) -> None:
         """When the learning rate was highest; a run that was set back has its peak yet to come."""
@@ -270,7 +271,7 @@ class Detectors:
             kept[named] = signal
         return kept
 
-    def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
+    def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
         told: list[wire.Verdict] = []
         for index, active in self._alarms.items():
             if index not in tripped and self._dangerous(index):
@@ -279,44 +280,55 @@ class Detectors:
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
-            evidence = self._evidence(index)
-            cause = self._cause(index, signal, evidence)
-            severity: wire.Severity = "warning"
-            if signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2:
-                severity = "critical"
+            found = self._look(index, signal)
             if alarm is not None:
                 alarm.tripped_step = step
-                if alarm.verdict.cause == "rounding":
-                    cause = "rounding"  # what a switch was founded on does not change under it
-                same = (alarm.verdict.severity, alarm.verdict.cause) == (severity, cause)
-                if same and step - alarm.verdict.step < self.config.update_steps:
+                if not found.is_news_after(alarm.verdict) and not self._is_old(alarm, step):
                     continue
-            likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
-            layer, head = self.heads[index] if index != _RUN else (None, None)
-            verdict = wire.Verdict(
-                id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
-                step=step,
-                state="updated" if alarm else "raised",
-                severity=severity,
-                layer=layer,
-                head=head,
-                cause=cause,
-                signal=signal,
-                evidence=evidence,
-                forecast_steps=likely,
-                forecast_low_steps=low,
-                forecast_high_steps=high,
-                sentence="",
-            )
-            verdict = verdict.model_copy(update={"sentence": sentence(verdict)})
-            told.append(verdict)
-            self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
+            told.append(self._verdict(index, found, step))
+            self._alarms[index] = _Alarm(verdict=told[-1], tripped_step=step)
+        for index, alarm in self._alarms.items() if judged else ():
+            signal = alarm.verdict.signal
+            if alarm.tripped_step < step and signal != "nonfinite" and self._is_old(alarm, step):
+                alarm.verdict = self._verdict(index, self._look(index, signal), step)  # it may have settled
+                told.append(alarm.verdict)
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
                 quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
+
+    def _is_old(self, alarm: _Alarm, step: int) -> bool:
+        return step - alarm.verdict.step >= self.config.update_steps
+
+    def _look(self, index: int, signal: str) -> Found:
+        """What is seen of a head, and what it comes to."""
+        seen = self._evidence(index)
+        can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
+        pushed = bool(can_round) and supported(seen, self._near.support)
+        last, lowest = self._loss[2:].tolist()
+        standing = self._alarms.get(index)
+        why = cause(
+            signal,
+            seen,
+            supported=pushed,
+            can_round=bool(can_round),
+            left_track=last - lowest > self.config.unrest * abs(lowest),
+            least_change=self.config.offset_change,
+            before=standing.verdict.cause if standing else None,
+        )
+        return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
+
+    def _verdict(self, index: int, found: Found, step: int) -> wire.Verdict:
+        layer, head = self.heads[index] if index != _RUN else (None, None)
+        standing = self._alarms.get(index)
+        ahead = Forecast()
+        if found.signal != "nonfinite":
+            near = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
+            ahead = forecast(self._growth, index, near_steps=NEAR_LIVES * step if near else 0.0)
+        before = standing.verdict if standing else None
+        return verdict(found, step=step, layer=layer, head=head, ahead=ahead, before=before)
 
     def _drifted(self, trip: tuple[int, str]) -> float:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
@@ -341,28 +353,6 @@ class Detectors:
         }
         named |= {"window_steps": growth.steps, "delta_bias_z": self._bias_z(index)}
         return {name: float(value) for name, value in named.items() if math.isfinite(value)}
-
-    def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
-        """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
-
-        Where the loss has left its track first, something else came before the scores.
-        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not
-        significant is enough where the offset moved by half of what the largest score did, unless it pushes back.
-        """
-        last, lowest = self._loss[2:].tolist()
-        if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
-            return "other"
-        if not self._rounds or index == _RUN or self._modes[index] & ROUNDING_ENDS:
-            return "score growth" if signal != "nonfinite" else "other"
-        now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
-        moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
-        grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
-        together = moved >= grown / 2 - evidence.get("score_error", 0.0)
-        push = evidence.get("delta_bias_z", math.nan) * math.copysign(1.0, now)
-        pushed = push >= self._near.support or (together and not push <= 0)  # NaN: no bias was recorded
-        if moved >= self.config.offset_change and pushed:
-            return "rounding"
-        return "score growth" if signal != "nonfinite" else "other"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""
