@@ -15,7 +15,7 @@ _STEEPEST: Final = 1e6
 """Factor from half to half beyond which the older half was level."""
 _EVEN: Final = 1e-9
 """Difference of that factor from 1 below which growth is a line."""
-_CAME: Final = (0.15, 0.6, 1.5)
+CAME: Final = (0.14, 0.6, 1.5)
 """The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
 the tuning runs, rounded outwards (`foreshock lab forecasts`; lab/NOTEBOOK.md has the table)."""
 NEAR_LIVES: Final = 0.5
@@ -40,7 +40,7 @@ def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecas
     course = math.nan if growth is None else float(courses(growth, np.array([index]))[0])
     if not math.isfinite(course):
         return Forecast(in_sight=None if math.isnan(course) else False)
-    earliest, likely, latest = (part * course for part in _CAME)
+    earliest, likely, latest = (part * course for part in CAME)
     return Forecast(likely, earliest, latest if course <= near_steps else None, True)
 
 
