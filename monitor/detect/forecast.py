@@ -57,7 +57,7 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
         ):
             of = (signal, heads)
             sign = np.copysign(1.0, growth.end[of])
-            start, middle, end = (sign * part for part in (growth.start[of], growth.middle(of), growth.end[of]))
+            start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), growth.end[of]))
             told = halves_until(target, start, middle, end, growth.jitter(of)) * (growth.steps / 2)
             sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told < found)
             found[sooner] = told[sooner]

@@ -44,7 +44,7 @@ def one_by_one(growth: Growth, index: int) -> float:
     found = []
     for signal, target in ((HeadSignal.OFFSET, offset + 512 - score), (HeadSignal.SCORE, 512.0)):
         sign = math.copysign(1.0, float(growth.end[signal, index]))
-        parts = (growth.start[signal, index], growth.middle((signal, index)), growth.end[signal, index])
+        parts = (growth.start((signal, index)), growth.middle((signal, index)), growth.end[signal, index])
         start, middle, end = (sign * float(part) for part in parts)
         if not end > middle or not float(growth.sigmas((signal, index))) >= 2.0:
             continue
@@ -61,7 +61,7 @@ def until(target: float, start: float, middle: float, end: float, error: float =
 def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
     jitter = np.full((WIDTH, len(heads)), 1e-4)
-    return Growth(values[0], values[2], 2000.0, [values[1]], jitter, 1)
+    return Growth([values[0]], values[2], 2000.0, [values[1]], jitter, 1)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
