@@ -1,6 +1,5 @@
 """`foreshock diagnose` as text on the terminal."""
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,8 +19,11 @@ from foreshock.lab.diagnosis.examination import (
     try_removal,
 )
 from foreshock.lab.diagnosis.picture import draw
+from foreshock.lab.diagnosis.verdict import judge
 from foreshock.lab.diagnosis.wording import lines
 from foreshock.lab.recording.history import History, live, recorded
+
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def report(
@@ -30,7 +32,7 @@ def report(
     *,
     url: str,
     token: str | None,
-    state: Path | None,
+    states: Sequence[Path],
     heads: Sequence[str],
     batches: int,
     numerics: str | None,
@@ -53,19 +55,30 @@ def report(
         elif path.is_file():
             patients.append(lab_patient(path))
         elif ":" in source and source.partition(":")[0].replace(".", "").isidentifier():
-            sys.path.insert(0, "")
-            patients.append(own_patient(source, state))
+            patients += [own_patient(source, state) for state in states or (None,)]
+        elif path.exists() or path.suffix in _FILES:
+            what = "a folder" if path.is_dir() else "no file"
+            raise ValueError(
+                f"{source} is {what}; weights of a model of your own go with --state beside module:factory"
+            )
         else:
             histories.append(live(source, url, token))
+    if states and not any(":" in source for source in sources):
+        raise ValueError("--state belongs to a model: give module:factory too, which builds it")
     examined: dict[int, list[Examined]] = {}
-    trials = []
+    trials, vitals = [], []
     for patient in patients:
         with patient as opened:
-            for layer, measured in examine_patient(opened, batches, numerics).items():  # type: ignore[arg-type]
+            vital, layers = examine_patient(opened, batches, numerics)  # type: ignore[arg-type]
+            vitals.append(vital)
+            for layer, measured in layers.items():
                 examined.setdefault(layer, []).extend(measured)
-            trials.append(try_removal(opened, chosen or suspects(histories, examined)))
+            if layers:
+                trials.append(try_removal(opened, chosen or suspects(histories, examined)))
     tried = [trial for trial in trials if trial is not None]
-    found = diagnose(histories, examined, heads=chosen, trials=tried)
+    verdict = judge(vitals, examined) if vitals else None
+    found = diagnose(histories, examined, heads=chosen, trials=tried, verdict=verdict)
+    found.notes = [note for vital in vitals for note in vital.notes]
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -76,7 +89,9 @@ def report(
     if json is not None:
         json.write_text(found.as_json())
         console.print(f"JSON: {json}")
-    if picture is not None:
+    if picture is not None and not found.named:
+        console.print("no picture: no head could be examined")
+    elif picture is not None:
         draw(picture, found.named[0], histories, examined, ", ".join(found.sources))
         console.print(f"picture: {picture}")
 

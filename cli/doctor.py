@@ -117,13 +117,13 @@ def report_model(path: str, console: Console) -> None:
     """
     from torch import nn
 
+    from foreshock.lab.diagnosis.own_code import made_by
     from foreshock.monitor import attach
 
-    module_name, _, factory_name = path.partition(":")
-    if not factory_name:
+    if not path.partition(":")[2]:
         raise ValueError(f"{path!r} names no factory; write module:factory, such as my_package.model:build")
-    factory = getattr(importlib.import_module(module_name), factory_name, None)
-    model = factory() if callable(factory) else None
+    made = made_by(path)
+    model = made[0] if isinstance(made, tuple) and made else made  # diagnose's functions give the loss too
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
     with attach(model, url=None, spool_directory=None) as agent:

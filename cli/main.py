@@ -263,8 +263,12 @@ def diagnose(
         ),
     ],
     state: Annotated[
-        Path | None, typer.Option(help="File with weights to load into the model of module:factory.")
-    ] = None,
+        list[Path],
+        typer.Option(
+            help="Weights for the model of module:factory, a file of torch or safetensors or a folder of them; may be "
+            "repeated, the oldest first."
+        ),
+    ] = [],  # noqa: B006
     head: Annotated[list[str], typer.Option(help="Head to look at, as LAYER.HEAD; may be repeated.")] = [],  # noqa: B006
     batches: Annotated[int, typer.Option(help="Number of batches that a model is run on.", min=2)] = 16,
     numerics: Annotated[
@@ -275,7 +279,7 @@ def diagnose(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Find the failing head, what carries its rounding error, whether delta is the source, and what to do."""
+    """Is it attention, which head, is it rounding or something else, what to do? From checkpoints, a trace or a run."""
     from foreshock.cli import diagnose as text
     from foreshock.cli.output import console
 
@@ -284,7 +288,7 @@ def diagnose(
         console(),
         url=url,
         token=token,
-        state=state,
+        states=state,
         heads=head,
         batches=batches,
         numerics=numerics,

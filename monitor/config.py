@@ -56,10 +56,10 @@ class AgentConfig(BaseSettings):
     """File that holds the token, used when `token` is not given. It is read again when the service refuses the token,
     so that a token can be replaced while the run goes on."""
 
-    rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("rank", "FORESHOCK_RANK", "RANK"))
+    rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("FORESHOCK_RANK", "RANK", "rank"))
     """Number of this process among the run's processes."""
     world_size: int = Field(
-        default=1, ge=1, le=10**6, validation_alias=AliasChoices("world_size", "FORESHOCK_WORLD_SIZE", "WORLD_SIZE")
+        default=1, ge=1, le=10**6, validation_alias=AliasChoices("FORESHOCK_WORLD_SIZE", "WORLD_SIZE", "world_size")
     )
     """Number of processes of the run."""
 

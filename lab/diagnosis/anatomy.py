@@ -41,8 +41,18 @@ class Examined:
 
     origin: str
     numerics: str
+    as_run: str
+    """the numerics that the model itself asked for"""
     offset: Tensor
     """mean of lse - log n, [H]"""
+    largest_score: Tensor
+    """largest |score|, [H]"""
+    common_score: Tensor
+    """mean over rows of the mean of a row's scores, which softmax cannot see, [H]"""
+    common_rms: Tensor
+    """root mean square over rows of the same, [H]"""
+    output_error: Tensor
+    """|O - its float64 truth| over |truth|, [H]"""
     delta_error: Tensor
     """delta_lp - delta_hp, [B, H, S]"""
     by_feature: Tensor
@@ -93,12 +103,14 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     out, residual, lse, row_max, _ = reference.attention_forward(query, key, value, given)
     grad_query, grad_key = _gradients(grad, Saved(query, key, value, out, residual, lse, row_max), given)
     wide = query.double(), key.double(), value.double()
-    true_query, _ = _gradients(grad.double(), Saved(*wide, *reference.attention_forward(*wide, exact)[:4]), exact)
+    true_forward = reference.attention_forward(*wide, exact)
+    true_query, _ = _gradients(grad.double(), Saved(*wide, *true_forward[:4]), exact)
     mixed = reference.attention_forward(wide[0], wide[1], wide[1], exact)[0]
 
     error = -residual.double() / residual_scale(residual.dtype)
     product = grad.double() * error
-    tied, visible_keys = _tied(query, key, row_max, spec)
+    tied, visible_keys, common, largest = _rows(query, key, row_max, spec)
+    off = (out.double() - true_forward[0]).square().sum((0, 2, 3)) / true_forward[0].square().sum((0, 2, 3))
     group = heads // key.shape[1]
     shift = grad_key.double().sum((1, 3)).repeat_interleave(group, 1)
     x = _projected_inputs(call)
@@ -114,7 +126,12 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     return Examined(
         origin=origin,
         numerics=spec.numerics,
+        as_run=call.spec.numerics,
         offset=(lse.double() - visible_keys.double().log()).mean((0, 2)).cpu(),
+        largest_score=largest.cpu(),
+        common_score=common.mean((0, 2)).cpu(),
+        common_rms=common.square().mean((0, 2)).sqrt().cpu(),
+        output_error=off.sqrt().cpu(),
         delta_error=product.sum(-1).cpu(),
         by_feature=product.sum((0, 2)).cpu(),
         agreement=product.sign().mean((0, 2)).cpu(),
@@ -130,6 +147,19 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     )
 
 
+def broken_part(call: AttentionCall) -> str | None:
+    """What of a call is not finite, in words; None where all is."""
+    parts = {
+        "what enters attention is": (call.query, call.key, call.value),
+        "what attention gives is": (call.out,),
+        "the gradient that reaches attention is": (call.grad_out,),
+    }
+    for words, tensors in parts.items():
+        if any(x is not None and not bool(x.isfinite().all()) for x in tensors):
+            return f"{words} not finite"
+    return None
+
+
 def _gradients(grad: Tensor, saved: Saved, given: Arguments) -> tuple[Tensor, Tensor]:
     """dQ and dK with delta plain and exact, stacked: [2, B, H, S, D] and [2, B, Hkv, S, D]."""
     found = []
@@ -139,8 +169,9 @@ def _gradients(grad: Tensor, saved: Saved, given: Arguments) -> tuple[Tensor, Te
     return torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found])
 
 
-def _tied(query: Tensor, key: Tensor, row_max: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Rows with several P = exp(S - max) that round to 1 in the operands' dtype, bool [B, H, S]; keys that rows see."""
+def _rows(query: Tensor, key: Tensor, row_max: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows with several P = exp(S - max) that round to 1 in the operands' dtype, bool [B, H, S]; keys that rows see;
+    the mean score of each row, [B, H, S]; the largest |score|, [H]."""
     dtype = compute_dtype(spec.numerics)
     scores = spec.scale * (query.to(dtype) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).to(dtype).mT)
     if spec.softcap > 0:
@@ -148,8 +179,10 @@ def _tied(query: Tensor, key: Tensor, row_max: Tensor, spec: AttentionSpec) -> t
     if spec.numerics == "paper":
         scores = scores.to(query.dtype).to(dtype)
     visible_keys = hide(scores, spec, None, None)
+    seen = scores.masked_fill(scores.isneginf(), 0.0).double()
+    common, largest = seen.sum(-1) / visible_keys.clamp_min(1), seen.abs().amax((0, 2, 3))
     tied = several_within(scores, row_max.unsqueeze(-1), one_margin(query.dtype), torch.empty_like(scores))
-    return tied.squeeze(-1), visible_keys
+    return tied.squeeze(-1), visible_keys, common, largest
 
 
 def _outward(error: Tensor, out: Tensor, tied: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def gather(paths: Iterable[Path], batches: int) -> list[Run]:
             recipe, arm, seed = checkpoint_run(path)
             key = recipe.name, arm.name, str(seed)
             with lab_patient(path) as patient:
-                for layer, measured in examine_patient(patient, batches, None).items():
+                for layer, measured in examine_patient(patient, batches, None)[1].items():
                     runs.setdefault(key, Run(*key)).examined[layer] += measured
     return list(runs.values())
 

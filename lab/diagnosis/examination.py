@@ -5,13 +5,12 @@ gradient's error it is, and how alike the directions are can only be told from t
 or any model with its loss.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,7 +19,10 @@ from torch import Tensor, nn
 
 from foreshock.contract.slots import Floats
 from foreshock.kernels.flash_attention.spec import Numerics
-from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
+from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine, head_anatomy
+from foreshock.lab.diagnosis.own_code import made_by, told
+from foreshock.lab.diagnosis.verdict import Verdict, Vitals
+from foreshock.lab.diagnosis.weights import load_weights, not_finite, read
 from foreshock.lab.diagnosis.wording import Diagnosis, HeadCourse, Trial, explain
 from foreshock.lab.recording.history import History
 from foreshock.lab.training.arm import Arm
@@ -44,11 +46,13 @@ class Patient:
     """each call runs the model on its next batch and gives the loss with its graph"""
     peek: Callable[[], Tensor] | None = None
     """the same, always on one batch"""
+    notes: list[str] = field(default_factory=list)
+    """what a person should know of the weights"""
 
 
 def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
     """Recipe, arm and seed of the run that left a laboratory checkpoint. Raises ValueError for a file that is none."""
-    saved = _load(path)
+    saved = read(path)
     if not {"recipe", "arm", "seed", "model", "batches", "step"} <= saved.keys():
         raise ValueError(
             f"{path} is no checkpoint of the laboratory; for another model give module:factory and --state"
@@ -63,7 +67,7 @@ def lab_patient(path: Path) -> Iterator[Patient]:
 
     Raises ValueError for a file that is none.
     """
-    saved, (recipe, arm, seed) = _load(path), checkpoint_run(path)
+    saved, (recipe, arm, seed) = read(path), checkpoint_run(path)
     training = Training(recipe, arm, seed)
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
@@ -73,46 +77,60 @@ def lab_patient(path: Path) -> Iterator[Patient]:
 
 @contextmanager
 def own_patient(path: str, state: Path | None) -> Iterator[Patient]:
-    """What `module:factory` makes: a model, and a function that runs it on its next batch and gives the loss.
+    """What `module:factory` makes, in eval mode: a model, and a function that gives the loss of its next batch.
 
-    `state` is loaded into the model. Raises ValueError when the path names nothing of the kind.
+    The weights in `state`, a file or a folder, are loaded into the model. Raises ValueError when the path names nothing
+    of the kind, or when weights and model do not belong together.
     """
-    module_name, _, factory_name = path.partition(":")
-    factory = getattr(importlib.import_module(module_name), factory_name, None)
-    made = factory() if callable(factory) else None
+    made = made_by(path)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ValueError(f"{path} is no function that returns (model, loss), loss() being the loss of the next batch")
     model, loss = made
-    if state is not None:
-        saved = _load(state)
-        model.load_state_dict(saved.get("model", saved))
+    notes = load_weights(model, state) if state is not None else []
+    model.eval()  # dropped weights cannot be taken apart
     with attach(model, attention="kernels", url=None, spool_directory=None, quiet=True):
-        yield Patient(path if state is None else state.name, model, loss)
+        yield Patient(path if state is None else str(state), model, loss, notes=notes)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} is nothing that torch loads safely: {str(error).splitlines()[0]}") from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} holds a {type(saved).__name__}; give a checkpoint, a dictionary")
-    return saved
+def examine_patient(
+    patient: Patient, batches: int, numerics: Numerics | None
+) -> tuple[Vitals, dict[int, list[Examined]]]:
+    """Run the model on some batches, forward and backward, without a step; every layer's measurements.
 
-
-def examine_patient(patient: Patient, batches: int, numerics: Numerics | None) -> dict[int, list[Examined]]:
-    """Run the model on some batches, forward and backward, without a step; every layer's measurements."""
+    Layers with values that are not finite are named and not measured.
+    """
+    vitals = Vitals(patient.origin, bad_weights=not_finite(patient.model), notes=patient.notes)
     found: dict[int, list[Examined]] = {}
-    for _ in range(batches):
+    met = False
+    for number in range(1, 1 if vitals.bad_weights else batches + 1):
         patient.model.zero_grad(set_to_none=True)
         with Capture(patient.model) as capture:
-            patient.loss().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            with told(f"{patient.origin}: the loss of batch {number} of {batches}"):
+                loss = patient.loss()
+            _check(loss, patient.origin)
+            with told(f"{patient.origin}: the backward of batch {number}"):
+                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        vitals.losses.append(loss.item())
         last = {call.layer: call for call in capture.calls if call.grad_out is not None}
+        met |= bool(last)
         for layer, call in sorted(last.items()):
-            found.setdefault(layer, []).append(examine(call, patient.origin, numerics))
-    if not found:
+            if broken := broken_part(call):
+                vitals.broken.setdefault(layer, broken)
+            else:
+                found.setdefault(layer, []).append(examine(call, patient.origin, numerics))
+    if not met and not vitals.bad_weights:
         raise ValueError(f"{patient.origin}: no watched layer took part in the loss and its backward")
-    return found
+    return vitals, found
+
+
+def _check(loss: object, origin: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"{origin}: loss() gave {what}; give the loss as a tensor of one number, with its graph")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{origin}: the loss has no graph: no parameter is trained, or loss() runs under torch.no_grad"
+        )
 
 
 def try_removal(patient: Patient, heads: Sequence[tuple[int, int]]) -> Trial | str | None:
@@ -143,15 +161,19 @@ def diagnose(
     *,
     heads: Sequence[tuple[int, int]] = (),
     trials: Sequence[Trial | str] = (),
+    verdict: Verdict | None = None,
 ) -> Diagnosis:
     """Put together what a run recorded and what its tensors say. `heads` names whom to look at (by default `suspects`);
     `trials` is what `try_removal` gave."""
-    named = list(heads) or suspects(histories, examined)
-    result = Diagnosis(sources=[each.name for each in histories], named=named, trials=list(trials))
+    named = list(heads) or suspects(histories, examined, verdict)
+    result = Diagnosis(sources=[each.name for each in histories], named=named, trials=list(trials), verdict=verdict)
     result.sources += list(dict.fromkeys(each.origin for batches in examined.values() for each in batches))
     for layer, head in named:
         result.courses += [_course(history, (layer, head)) for history in histories]
         if layer in examined:
+            known = len(examined[layer][0].offset)
+            if head >= known:
+                raise ValueError(f"layer {layer} has no head {head}; its heads are 0 to {known - 1}")
             result.anatomies.append(head_anatomy(layer, head, examined[layer]))
         elif examined:
             raise ValueError(f"layer {layer} was not examined; the model has layers {', '.join(map(str, examined))}")
@@ -159,8 +181,11 @@ def diagnose(
     return result
 
 
-def suspects(histories: Sequence[History], examined: dict[int, list[Examined]]) -> list[tuple[int, int]]:
-    """The heads that were warned about, first first; without any, the one whose scores drifted farthest."""
+def suspects(
+    histories: Sequence[History], examined: dict[int, list[Examined]], verdict: Verdict | None = None
+) -> list[tuple[int, int]]:
+    """The heads that were warned about, first first; without any, the one that the verdict is about, or whose scores
+    drifted farthest."""
     warned = [
         (verdict.layer, verdict.head)
         for history in histories
@@ -169,6 +194,8 @@ def suspects(histories: Sequence[History], examined: dict[int, list[Examined]]) 
     ]
     if warned:
         return list(dict.fromkeys(warned))[:_SHOWN_HEADS]
+    if verdict is not None and verdict.head is not None and not histories:
+        return [verdict.head]
     drift: dict[tuple[int, int], float] = {}
     for history in histories:
         for ref in history.heads:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.anatomy import HeadAnatomy
+from foreshock.lab.diagnosis.verdict import Verdict
 
 _SURE: Final = 3.0
 """Standard errors from which a mean is called one-signed."""
@@ -14,6 +15,8 @@ _STANDS_OUT: Final = 3.0
 """A position or feature stands out from this multiple of an even share."""
 _DRIFTED_NATS: Final = 3.0
 """As the detectors' offset_level."""
+_SHIFTED: Final = ("rounding", "shifted", None)
+"""Verdicts under which a grown offset may be taken out, and none."""
 _QUESTIONS: Final = {
     "where": "Where",
     "delta": "In delta?",
@@ -73,6 +76,10 @@ class Diagnosis:
     findings: dict[str, list[str]] = field(default_factory=dict)
     """by question: where, delta, carriers, directions, arithmetic"""
     advice: list[str] = field(default_factory=list)
+    verdict: Verdict | None = None
+    """None without tensors"""
+    notes: list[str] = field(default_factory=list)
+    """what a person should know of the weights that were given"""
 
     def as_json(self) -> str:
         """The whole diagnosis; a number that is not finite is null."""
@@ -87,13 +94,13 @@ def explain(diagnosis: Diagnosis) -> None:
         diagnosis.findings["where"].append(_where(course))
         diagnosis.findings["delta"].append(_recorded_delta(course))
     for anatomy in diagnosis.anatomies:
-        if not diagnosis.courses:
+        if not diagnosis.courses and diagnosis.verdict is None:
             diagnosis.findings["where"].append(f"{_who(anatomy)}: offset {anatomy.offset:+.1f} nats.")
         diagnosis.findings["delta"] += _measured_delta(anatomy)
         diagnosis.findings["carriers"] += _carriers(anatomy)
         diagnosis.findings["directions"] += _directions(anatomy)
         diagnosis.findings["arithmetic"].append(_arithmetic(anatomy))
-    if not diagnosis.anatomies:
+    if not diagnosis.anatomies and diagnosis.verdict is None:
         for question in ("carriers", "directions", "arithmetic"):
             diagnosis.findings[question].append(
                 "needs tensors: add a checkpoint (foreshock lab run --checkpoint FILE), or module:factory and --state."
@@ -104,7 +111,8 @@ def explain(diagnosis: Diagnosis) -> None:
 def lines(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
     """Headings and sentences, in the order of the questions."""
     said = [(title, diagnosis.findings[question]) for question, title in _QUESTIONS.items()]
-    return [*said, ("What to do", diagnosis.advice)]
+    first = [] if diagnosis.verdict is None else [("Verdict", [*diagnosis.verdict.words, *diagnosis.notes])]
+    return [*first, *((title, sentences) for title, sentences in said if sentences), ("What to do", diagnosis.advice)]
 
 
 def _who(one: HeadCourse | HeadAnatomy) -> str:
@@ -148,8 +156,8 @@ def _measured_delta(anatomy: HeadAnatomy) -> list[str]:
     share = anatomy.delta_share_of_weight_error
     if anatomy.weight_error_plain is not None and anatomy.weight_error_exact is not None and share is not None:
         said.append(
-            f"dW_Q is {anatomy.weight_error_plain:.2%} off its float64 truth, with exact delta "
-            f"{anatomy.weight_error_exact:.2%}: delta makes {share:.0%} of the squared error."
+            f"dW_Q is {_off(anatomy.weight_error_plain)} off its float64 truth, with exact delta "
+            f"{_off(anatomy.weight_error_exact)}: delta makes {share:.0%} of the squared error."
         )
     else:
         said.append(
@@ -161,6 +169,10 @@ def _measured_delta(anatomy: HeadAnatomy) -> list[str]:
         f"mean key it pushes by {anatomy.push_plain:+.1f} standard errors, with exact delta {anatomy.push_exact:+.1f}."
     )
     return said
+
+
+def _off(share: float) -> str:
+    return "over 1000%" if share > 10 else f"{share:.2%}"  # a gradient that vanished is off by any multiple
 
 
 def _carriers(anatomy: HeadAnatomy) -> list[str]:
@@ -208,6 +220,7 @@ def _arithmetic(anatomy: HeadAnatomy) -> str:
 
 def _advice(diagnosis: Diagnosis) -> list[str]:
     rounding, drifted, other = [], [], []
+    said = None if diagnosis.verdict is None else diagnosis.verdict.kind
     for named in diagnosis.named:
         courses = [each for each in diagnosis.courses if (each.layer, each.head) == named]
         anatomies = [each for each in diagnosis.anatomies if (each.layer, each.head) == named]
@@ -218,11 +231,11 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
         elif any(each.warned_step is not None for each in courses):
             other.append(named)
         offsets = [each.offset for each in courses if each.offset is not None] + [each.offset for each in anatomies]
-        failing = not courses or any(each.warned_step is not None for each in courses)
+        failing = any(each.warned_step is not None for each in courses) or (not courses and said in _SHIFTED)
         if failing and max(map(abs, offsets), default=0.0) >= _DRIFTED_NATS:
             drifted.append(named)
-    advice = []
-    for layer in sorted({layer for layer, _ in rounding}):
+    advice = [] if diagnosis.verdict is None else list(diagnosis.verdict.advice)
+    for layer in sorted({layer for layer, _ in rounding} if diagnosis.courses or said is None else ()):
         chosen = " ".join(f"--head {head}" for at, head in rounding if at == layer)
         advice.append(
             f"Take the rounding out: foreshock switch RUN --layer {layer} {chosen} --mode {DEFAULT_MITIGATION} "

@@ -126,14 +126,17 @@ def note_interception() -> None:
         _mine.intercepted = True
 
 
+def expect_interception() -> None:
+    """From now on it matters whether one is met."""
+    # What is traced only writes it: to read what an earlier run left would make a second graph.
+    _traced.intercepted = False
+    if not torch.compiler.is_compiling():
+        _mine.intercepted = False
+
+
 def was_intercepted() -> bool:
-    """Whether it was since this was last asked."""
-    if torch.compiler.is_compiling():
-        met = _traced.intercepted
-        _traced.intercepted = False
-        return met
-    met, _mine.intercepted, _traced.intercepted = _mine.intercepted, False, False
-    return met
+    """Whether it was since it was expected."""
+    return _traced.intercepted if torch.compiler.is_compiling() else _mine.intercepted
 
 
 def note_call_outside() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from foreshock.monitor.attention.running import layer_of_this_call, was_intercepted
+from foreshock.monitor.attention.running import expect_interception, layer_of_this_call, was_intercepted
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
 
 _KNOWN: Final = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "position_bias", "attention_mask")
@@ -71,7 +71,7 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         served = _served(layer, module, query, key, value, mask, kwargs, len(args) > 5) if flash else None
         if served is not None:
             return served.transpose(1, 2).contiguous(), None
-        was_intercepted()
+        expect_interception()
         result = attention(*args, **kwargs)
         if was_intercepted():  # as a call of PyTorch's
             return result

@@ -5,8 +5,9 @@
     trainer.train()
 
 The agent steps with the trainer's optimizers. Its state lies in every checkpoint's folder, each rank's own, and is back
-before the first step when training resumes. Written against torchtitan 0.3.0, of which it uses `model_parts`,
-`optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `config`, `step` and `close`.
+before the first step when training resumes. Written against torchtitan 0.2.2 and 0.3.0, of which it uses
+`model_parts`, `optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `config` (0.2: `job_config`),
+`step` and `close`.
 """
 
 import re
@@ -26,7 +27,9 @@ from foreshock.monitor.callbacks.gradient_norm import GradientNorm
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
 from foreshock.monitor.model.discovery import find_attention
 
-_USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "config", "step", "close")
+_USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
+_CONFIG: Final = ("config", "job_config")
+"""What torchtitan 0.3 and 0.2 call it."""
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
@@ -37,9 +40,11 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     a sentence for a trainer of another make, a wrong setting or a model that cannot be watched.
     """
     missing = [name for name in _USED if not hasattr(trainer, name)]
+    if not any(hasattr(trainer, name) for name in _CONFIG):
+        missing.append(_CONFIG[0])
     if missing:
         raise ValueError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}: it is no Trainer of torchtitan 0.3; "
+            f"{type(trainer).__name__} has no {', '.join(missing)}: it is no Trainer of torchtitan 0.2 or 0.3; "
             "use attach(model) and agent.step(loss) in a loop of another make"
         )
     parts: list[nn.Module] = list(trainer.model_parts)
@@ -115,7 +120,11 @@ class _Hooks:
     def save(self, curr_step: int, last_step: bool = False) -> Any:
         """Where torchtitan saves, save the agent's state beside it."""
         saved = self._save(curr_step, last_step=last_step)
-        if saved:
+        if saved is None:  # 0.2 does not tell
+            asked: bool = self._trainer.checkpointer._should_save(curr_step, last_step)
+        else:
+            asked = saved
+        if asked:
             write_state(self._agent, self._file(curr_step, self._agent.config.rank))
         return saved
 
@@ -133,6 +142,7 @@ class _Hooks:
     def close(self) -> None:
         """Send what is left, and give the model back as it was."""
         self._norm.stop()
-        done = self._trainer.step >= self._trainer.config.training.steps
+        config = next(getattr(self._trainer, name) for name in _CONFIG if hasattr(self._trainer, name))
+        done = self._trainer.step >= config.training.steps
         self._agent.close("completed" if done else "stopped")
         self._close()

@@ -12,6 +12,7 @@ OLDER = (
     "tests/contract/test_slots.py",
     "tests/contract/test_wire.py",
     "tests/contract/test_catalog.py",
+    "tests/contract/test_metric.py",
     "tests/server/test_golden_batches.py",
     "tests/server/test_rolling_upgrade.py",
     "tests/kernels/test_attention_properties.py",
@@ -20,7 +21,7 @@ OLDER = (
     "tests/monitor/test_probe.py",
     "tests/lab/test_replay.py",
     "tests/lab/test_trace_writer.py",
-    "tests/lab/test_traces.py",
+    "tests/lab/test_trace.py",
 )
 
 

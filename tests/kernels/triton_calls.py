@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state, reference
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
@@ -131,6 +132,10 @@ def pytorch_own(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
     weights = scores.masked_fill(mask, -math.inf).softmax(-1).masked_fill(mask, 0.0)
     out = weights @ values
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.grad)]
+
+
+def flags(*modes: Mode) -> Tensor:
+    return torch.tensor([int(mode) for mode in modes], dtype=torch.int32, device=DEVICE)
 
 
 def largest_error(given: Tensor, exact: Tensor) -> float:

@@ -67,7 +67,12 @@ def planted(*, tokens: Tensor, bias: float = 0.0) -> Examined:
     return Examined(
         origin="planted",
         numerics="kernel",
+        as_run="kernel",
         offset=torch.tensor([2.0]),
+        largest_score=torch.tensor([4.0]),
+        common_score=torch.tensor([2.0]),
+        common_rms=torch.tensor([2.0]),
+        output_error=torch.tensor([0.001]),
         delta_error=error,
         by_feature=torch.tensor([[0.0, 3.0, -1.0, 0.0]], dtype=torch.float64),
         agreement=torch.tensor([[0.0, 1.0, -1.0, 0.0]], dtype=torch.float64),

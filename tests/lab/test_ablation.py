@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.lab.test_score import STEPS, record
+from tests.lab.made_up import STEPS, record
 
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring import ablation as module

@@ -16,10 +16,8 @@ from foreshock.lab import demo, recorded_story
 from foreshock.lab.demo_show import Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
-from foreshock.lab.training.arm import UNTREATED
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.lab.training.workers import ArmOrder, Workers, in_seconds
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.server.testing import LiveService
 
@@ -202,28 +200,6 @@ def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosio
     assert told["first_warning"] is None
     assert "No head was warned about" in said.getvalue()
     check_told(told["recorded"], said.getvalue(), tmp_path / "picture.png")
-
-
-@pytest.mark.full
-def test_a_worker_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
-    workers = Workers()
-    order = ArmOrder(
-        recipe=TINY,
-        arm=UNTREATED,
-        seed=1,
-        run="r",
-        steps=1,
-        url=None,
-        branch_from=tmp_path / "missing.pt",
-        deadline=in_seconds(60),
-        agent_settings={},
-    )
-    try:
-        workers.start(order)
-        with pytest.raises(RuntimeError, match=r"the variant baseline failed[\s\S]*missing.pt"):
-            list(workers.messages())
-    finally:
-        workers.stop()
 
 
 @pytest.mark.full

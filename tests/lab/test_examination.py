@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def examined(checkpoints: list[Path]) -> Iterator[dict[int, list[Examined]]]:
     with lab_patient(checkpoints[0]) as patient:
-        yield examine_patient(patient, 2, None)
+        yield examine_patient(patient, 2, None)[1]
 
 
 def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(examined: dict[int, list[Examined]]) -> None:
@@ -66,7 +66,7 @@ def test_taking_the_key_bias_out_is_tried_and_taken_back(checkpoints: list[Path]
         refused = try_removal(patient, [(0, 1)])
         assert isinstance(refused, str)
         assert "has no bias on its keys" in refused
-        found = diagnose([planted_history(0.0)], examine_patient(patient, 2, None), heads=[(0, 0)], trials=[trial])
+        found = diagnose([planted_history(0.0)], examine_patient(patient, 2, None)[1], heads=[(0, 0)], trials=[trial])
     assert "without it the loss" not in " ".join(found.advice)  # nobody was warned about it
     found.courses[0] = replace(found.courses[0], warned_step=4000, cause="rounding")
     explain(found)
@@ -77,7 +77,7 @@ def test_two_checkpoints_of_one_run_are_compared_across_steps(checkpoints: list[
     found: list[Examined] = []
     for path in checkpoints:
         with lab_patient(path) as patient:
-            found += [replace(each, origin=path.stem) for each in examine_patient(patient, 2, None)[0]]
+            found += [replace(each, origin=path.stem) for each in examine_patient(patient, 2, None)[1][0]]
     anatomy = head_anatomy(0, 0, found)
     assert anatomy.similarity_across is not None
     assert -1 <= anatomy.similarity_across <= 1
@@ -95,7 +95,7 @@ def test_any_model_with_its_loss_can_be_examined(tmp_path: Path, monkeypatch: py
     model, _ = own_model()
     torch.save(model.state_dict(), tmp_path / "state.pt")
     with own_patient("test_examination:own_model", tmp_path / "state.pt") as patient:
-        examined = examine_patient(patient, 2, None)
+        _, examined = examine_patient(patient, 2, None)
     assert diagnose([], examined).anatomies[0].head in (0, 1)
 
 
@@ -155,7 +155,7 @@ def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkey
         (["{folder}/text"], "is nothing that torch loads safely"),
         (["{folder}/other.pt"], "is no checkpoint of the laboratory"),
         (["{folder}/number.pt"], "holds a int; give a checkpoint"),
-        (["math:pi"], "is no function that returns (model, loss)"),
+        (["math:pi"], "names no function: math has none"),
         (["{trace}", "--head", "first"], "names no head; write LAYER.HEAD"),
         (["{trace}", "--head", "9.9"], "has no layer 9 head 9"),
         (["{trace}", "--numerics", "fp8"], "numerics 'fp8' does not exist"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.lab.test_score import HEADS, noisy, record, steps
+from tests.lab.made_up import HEADS, noisy, record, steps
 
 from foreshock.contract import wire
 from foreshock.lab.recording.trace import Steps, read_trace

@@ -1,61 +1,21 @@
 """The runs on real text: their recipes train, their split was there first, and no run is in both halves."""
 
 import hashlib
-import math
-from dataclasses import replace
 
 import pytest
+from tests.lab.tiny_recipes import tiny
 
 from foreshock.lab.training.arm import CONTROL, CONTROL_AGAIN, UNTREATED
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.real_text import real_text_sets
 from foreshock.lab.training.real_text_split import SPLIT_FILE, assigned, real_text_split
-from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
+from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run import Training
-from foreshock.lab.training.text_recipes import TEXT_RECIPES
 
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return standard_library()
-
-
-def tiny(recipe: Recipe) -> Recipe:
-    """The same settings on a model of two small layers and another text."""
-    shape = replace(
-        recipe.model,
-        layers=2,
-        heads=4,
-        kv_heads=2 if recipe.model.kv_heads else None,
-        width=32,
-        context=16,
-        vocabulary=256,
-    )
-    return replace(recipe, model=shape, batch=4, steps=40, warmup_steps=4, text="bytes")
-
-
-@pytest.mark.parametrize("recipe", TEXT_RECIPES, ids=lambda recipe: recipe.name)
-def test_every_recipe_on_real_text_trains_at_a_small_size(recipe: Recipe, corpus: Corpus) -> None:
-    training = Training(tiny(recipe), UNTREATED, 5, corpus=corpus)
-    with training.agent:
-        course = [float(training.advance()) for _ in range(12)]
-    assert all(map(math.isfinite, course))
-    assert min(course[6:]) < course[0]
-
-
-def test_the_settings_are_those_that_people_train_with() -> None:
-    assert all(recipe.model.value_offset == 0.0 and recipe.injection is None for recipe in TEXT_RECIPES)
-    on_gpu = [recipe for recipe in TEXT_RECIPES if recipe.on_gpu]
-    assert {recipe.batch for recipe in on_gpu} == {16, 32, 64, 128}
-    assert min(recipe.learning_rate for recipe in on_gpu) == 3e-4
-    assert max(recipe.learning_rate for recipe in on_gpu) == 2e-3
-    assert {recipe.optimizer for recipe in on_gpu} == {"adamw", "muon"}
-    llamas = [
-        r.model for r in on_gpu if r.model.rotary and r.model.gated and r.model.norm == "rms" and r.model.kv_heads
-    ]
-    assert {(model.qk_norm, model.qkv_bias) for model in llamas} == {(False, False), (True, False), (False, True)}
-    small = find_recipe("gpt2-small")
-    assert (small.model.layers, small.model.width, small.model.context, small.clip) == (12, 768, 1024, 1.0)
 
 
 def test_a_control_made_again_begins_as_the_control_but_for_less_than_rounding(corpus: Corpus) -> None:

@@ -15,7 +15,7 @@ from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_NAMES, mode_name, 
 from foreshock.contract.slots import Slot
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
-from foreshock.lab.training.model import GPT, ModelConfig, Rotary
+from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.published_runs import published
 from foreshock.lab.training.recipes import RECIPES, Injection, Recipe, find_recipe
 from foreshock.lab.training.run import Training
@@ -56,32 +56,6 @@ def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: di
     words = [event.words() for event in samples if isinstance(event, wire.Sample)]
     rows = sum(each[:, Slot.ROWS] for each in words if each is not None)
     assert rows.tolist() == [30 * 4 * 16] * 8  # type: ignore[union-attr]
-
-
-def test_query_heads_must_share_key_heads_evenly() -> None:
-    with pytest.raises(ValueError, match="4 heads cannot share 3 key heads"):
-        replace(SHAPE, kv_heads=3)
-
-
-def test_values_start_with_what_they_share_in_a_bias_of_their_own_or_in_that_of_all_three() -> None:
-    torch.manual_seed(0)
-    shared = dict(GPT(replace(SHAPE, value_offset=3.0)).named_parameters())
-    alone = dict(GPT(replace(SHAPE, value_offset=3.0, qkv_bias=False)).named_parameters())
-    for layer in range(2):
-        bias = shared[f"h.{layer}.attn.c_attn.bias"].detach()
-        assert float(bias[:64].abs().max()) == 0.0
-        assert 1.5 < float(bias[64:].std()) < 4.5
-        assert f"h.{layer}.attn.c_attn.bias" not in alone
-        assert 1.5 < float(alone[f"h.{layer}.attn.value_bias"].detach().std()) < 4.5
-
-
-def test_rotary_positions_turn_queries_and_keys_so_that_only_distance_counts() -> None:
-    rotary = Rotary(16, 8)
-    vector = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
-    turned = rotary(vector)
-    assert torch.allclose(turned.norm(dim=-1), vector.norm(dim=-1), atol=1e-5)
-    products = turned[0, 0] @ turned[0, 0].T
-    assert torch.allclose(products.diagonal(3), products[0, 3].expand(13), atol=1e-4)
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(corpus: Corpus) -> None:
@@ -243,14 +217,6 @@ def test_a_cosine_rises_to_the_rate_and_ends_at_a_tenth_of_it(corpus: Corpus) ->
     assert rates[-1] == pytest.approx(0.1)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert told[-1] == pytest.approx(recipe.learning_rate / 10)
-
-
-def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
-    def size(gated: bool) -> int:
-        model = GPT(ModelConfig(layers=1, heads=2, width=96, context=8, gated=gated))
-        return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
-
-    assert size(True) == pytest.approx(size(False), rel=0.05)
 
 
 def test_the_help_of_run_set_names_every_set() -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.lab.test_score import record
+from tests.lab.made_up import record
 
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.sealed import break_seal, fingerprint, sealed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.lab.test_score import record
+from tests.lab.made_up import record
 
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab.recording.trace import read_trace

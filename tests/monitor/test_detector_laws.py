@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.monitor.test_detectors import EVERY, HEADS, SICK, Course, N, creep, explosion, healthy, play, raised, reading
+from tests.monitor.courses import EVERY, HEADS, SICK, Course, N, creep, explosion, healthy, play, raised, reading
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats

@@ -3,113 +3,37 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tests.monitor.courses import (
+    EVERY,
+    HEADS,
+    HOWEVER_FAR,
+    SICK,
+    Course,
+    N,
+    creep,
+    explosion,
+    healthy,
+    line,
+    noise,
+    play,
+    raised,
+    reading,
+)
 
 from foreshock.contract import wire
 from foreshock.contract.modes import Mode
-from foreshock.contract.slots import SLOT_COUNT, Floats, Slot, identity_row
+from foreshock.contract.slots import Floats, Slot, identity_row
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.signals import HeadSignal
 
-HEADS = [(layer, head) for layer in range(4) for head in range(4)]
-N = len(HEADS)
-SICK = 2
-"""Row of the head that fails: layer 0 head 2."""
-EVERY = 50
-HOWEVER_FAR = DetectorConfig(horizon_lives=None)
-"""Warns of a drift whose harm is far beyond the run's end, so that a slow one shows what holds it back otherwise."""
-
-Course = Callable[[int], tuple[Floats, Floats]]
-"""Offsets and largest scores, [N], at a step."""
-
-
-@cache
-def _noise(step: int) -> Floats:
-    return np.random.default_rng(step).normal(0.0, 1.0, N)
-
-
-def healthy(step: int) -> tuple[Floats, Floats]:
-    """Every head grows fast at first, each to its own level, and then hardly."""
-    level = np.linspace(-6.0, 24.0, N)
-    offset = level * (1 - np.exp(-step / 900)) + 0.05 * _noise(step)
-    return offset, 12 + 25 * (1 - np.exp(-step / 700)) + 1.5 * np.abs(_noise(step + 1))
-
-
-def creep(step: int) -> tuple[Floats, Floats]:
-    """One head drifts 1.5 nats in a thousand steps from step 2000 on: 512 is hundreds of thousands of steps away."""
-    offset, score = healthy(step)
-    offset[SICK] = 0.3 + 1.5e-3 * max(0, step - 2000) + 0.05 * _noise(step)[SICK]
-    return offset, score
-
-
-def line(step: int) -> tuple[Floats, Floats]:
-    """One head drifts 40 nats in a thousand steps from step 2000 on, and its largest score with it."""
-    offset, score = healthy(step)
-    drift = 0.04 * max(0, step - 2000)
-    offset[SICK] = 0.3 + drift + 0.05 * _noise(step)[SICK]
-    score[SICK] += drift
-    return offset, score
-
-
-def explosion(step: int) -> tuple[Floats, Floats]:
-    """One head doubles every 800 steps from step 2000 on."""
-    offset, score = healthy(step)
-    drift = 0.5 * 2 ** (max(0, step - 2000) / 800)
-    offset[SICK] = drift + 0.02 * _noise(step)[SICK]
-    score[SICK] = 9 + 1.25 * drift
-    return offset, score
-
-
-def reading(
-    step: int, course: Course = healthy, *, bias: float = 0.0, mode: Mode = Mode.PLAIN, **fields: Any
-) -> Readings:
-    offset, score = course(step)
-
-    delta = 1e-4 * _noise(step + 2)
-    delta[SICK] += bias * 1e-4
-    defaults: dict[str, Any] = {
-        "step": step,
-        "since_step": step - EVERY,
-        "rows": np.full(N, 1e5),
-        "score_offset": offset,
-        "score_max": score,
-        "row_max_abs": score,
-        "tied_rows_bf16": np.full(N, 0.02),
-        "tied_rows_one": np.full(N, 0.002),
-        "delta_bias_sum": delta,
-        "nonfinite_rows": np.zeros(N),
-        "query_norm": 2 + 1e-3 * step * np.ones(N),
-        "modes": np.full(N, int(mode), dtype=np.int32),
-        "loss": 2.0,
-        "grad_norm": 1.0,
-    }
-    return Readings(**(defaults | fields))
-
-
-def play(
-    course: Course = healthy, until: int = 7000, detectors: Detectors | None = None, since: int = 0, **fields: Any
-) -> tuple[Detectors, list[wire.Verdict]]:
-    detectors = detectors or Detectors(HEADS)
-    told = []
-    for step in range(since + EVERY, until + 1, EVERY):
-        told += detectors.update(reading(step, course, **fields))
-    return detectors, told
-
 
 def _fields(arrays: dict[str, Floats]) -> dict[str, Any]:
     return {**arrays}
-
-
-def raised(told: list[wire.Verdict]) -> list[tuple[int | None, int | None]]:
-    return [(v.layer, v.head) for v in told if v.state == "raised"]
 
 
 def test_healthy_heads_that_grow_fast_and_then_settle_are_never_warned_about() -> None:
@@ -262,7 +186,7 @@ def fast(step: int) -> tuple[Floats, Floats]:
     """Healthy heads do in 150 steps what takes others 900; one head doubles every 100 steps from step 500 on."""
     offset, score = healthy(step * 6)
     drift = 0.3 * 2 ** (max(0, step - 500) / 100)
-    offset[SICK], score[SICK] = drift + 0.02 * _noise(step)[SICK], 9 + 1.25 * drift
+    offset[SICK], score[SICK] = drift + 0.02 * noise(step)[SICK], 9 + 1.25 * drift
     return offset, score
 
 
@@ -320,7 +244,7 @@ def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_aga
     def stopping(step: int) -> tuple[Floats, Floats]:
         offset, score = healthy(step)
         drift = 0.04 * (max(0, min(step, 5500) - 2000) + max(0, step - 14_000))
-        offset[SICK] = drift + 0.05 * _noise(step)[SICK]
+        offset[SICK] = drift + 0.05 * noise(step)[SICK]
         score[SICK] += drift
         return offset, score
 
@@ -426,127 +350,9 @@ def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
     assert told[0].layer == 0
 
 
-def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown() -> None:
-    words = np.tile(identity_row(), (2, 1))
-    words[0, Slot.ROWS], words[0, Slot.TIED_ROWS_ONE] = 4, 1
-    floats = words.view(np.float64)
-    floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
-    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
-    assert (seen.score_offset[0], seen.tied_rows_one[0], seen.row_max_abs[0]) == (2.0, 0.25, 5.0)
-    assert np.isnan([seen.score_offset[1], seen.tied_rows_one[1], seen.row_max_abs[1], seen.delta_bias_sum[1]]).all()
-    assert words.shape == (2, SLOT_COUNT)
-
-
-def test_in_the_sum_of_delta_bias_each_row_that_a_cadence_looked_at_weighs_the_same() -> None:
-    words = np.tile(identity_row(), (3, 1))
-    words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 60, (40, 0, 60)
-    words.view(np.float64)[:, Slot.DELTA_BIAS_SUM] = -1.5, 2.5, 0.0
-    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(3, dtype=np.int32))
-    np.testing.assert_array_equal(seen.delta_bias_sum, [-1.5, 2.5, 0.0])
-
-
-def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"\(16,\) were given to 2 heads"):
-        Detectors([(0, 0), (0, 1)]).update(reading(EVERY))
-
-
 def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts() -> None:
     detectors, told = play(line, until=5000, bias=0.6)
     assert raised(told)
     again = detectors.update(reading(3000, line))
     assert again == []
     assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
-
-
-@settings(max_examples=5, deadline=None)
-@given(cut=st.integers(1, 119))
-def test_resuming_from_a_saved_state_at_any_sample_equals_not_stopping(cut: int) -> None:
-    whole, expected = play(line, until=6000, bias=0.6)
-    assert raised(expected)
-    first, told = play(line, until=cut * EVERY, bias=0.6)
-    resumed = Detectors(HEADS)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    _, rest = play(line, until=6000, detectors=resumed, since=cut * EVERY, bias=0.6)
-    assert told + rest == expected
-    np.testing.assert_array_equal(resumed.risk, whole.risk)
-
-
-def test_a_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="resume with the same model"):
-        Detectors([(0, 0)]).load_state_dict(Detectors(HEADS).state_dict())
-
-
-def test_a_state_of_another_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="same detector configuration"):
-        Detectors(HEADS, DetectorConfig(window_steps=9000)).load_state_dict(Detectors(HEADS).state_dict())
-
-
-@settings(max_examples=4, deadline=None)
-@given(order=st.permutations(range(N)))
-def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
-    def shuffled(step: int) -> tuple[Floats, Floats]:
-        offset, score = explosion(step)
-        return offset[order], score[order]
-
-    straight, expected = play(explosion, until=4500, delta_bias_sum=np.zeros(N))
-    turned, told = play(
-        shuffled, until=4500, delta_bias_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order])
-    )
-    assert told == expected
-    np.testing.assert_allclose(turned.risk, straight.risk[order], rtol=1e-12)
-
-
-@settings(max_examples=4, deadline=None)
-@given(exponent=st.integers(-20, 20))
-def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
-    scale = 2.0**exponent
-    expected: list[wire.Verdict] = []
-    told: list[wire.Verdict] = []
-    straight, scaled = Detectors(HEADS), Detectors(HEADS)
-    for step in range(EVERY, 4501, EVERY):
-        sample = reading(step, line, bias=0.6)
-        expected += straight.update(sample)
-        told += scaled.update(reading(step, line, delta_bias_sum=sample.delta_bias_sum * scale))
-    assert raised(expected)
-    assert told == expected
-
-
-def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
-    steps = []
-    for every in (10, 50, 170):
-        detectors = Detectors(HEADS)
-        warned = None
-        for step in range(every, 6000, every):
-            if detectors.update(reading(step, line, since_step=step - every, bias=1.5)):
-                warned = warned or step
-        steps.append(warned)
-    assert None not in steps
-    assert max(s for s in steps if s) - min(s for s in steps if s) <= 600
-
-
-def test_a_layer_wide_reading_names_the_head_with_the_largest_accumulated_delta_bias() -> None:
-    def by_layer(step: int) -> tuple[Floats, Floats]:
-        offset, score = line(step)
-        offset[:4], score[:4] = offset[SICK], score[SICK]
-        return offset, score
-
-    _, told = play(by_layer, until=5000, bias=5.0)
-    assert raised(told) == [HEADS[SICK]]
-
-
-@settings(max_examples=4, deadline=None)
-@given(course=st.sampled_from([healthy, line, explosion]), shift=st.integers(1, 90))
-def test_a_mirrored_run_of_layers_numbered_otherwise_is_judged_alike(course: Course, shift: int) -> None:
-    def mirrored(step: int) -> tuple[Floats, Floats]:
-        offset, score = course(step)
-        return -offset, score
-
-    _, expected = play(course, until=5000, bias=0.6)
-    moved = Detectors([(layer + shift, head) for layer, head in HEADS])
-    told: list[wire.Verdict] = []
-    for step in range(EVERY, 5001, EVERY):
-        straight = reading(step, course, bias=0.6)
-        told += moved.update(reading(step, mirrored, delta_bias_sum=-straight.delta_bias_sum))
-    assert [(v.step, v.state, v.layer, v.head, v.cause, v.signal, v.forecast_steps) for v in told] == [
-        (v.step, v.state, (v.layer or 0) + shift, v.head, v.cause, v.signal, v.forecast_steps) for v in expected
-    ]

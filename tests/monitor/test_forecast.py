@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.monitor.doubles import verdict
-from tests.monitor.test_detectors import (
+from tests.monitor.courses import (
     EVERY,
     HEADS,
     HOWEVER_FAR,
@@ -20,6 +19,7 @@ from tests.monitor.test_detectors import (
     raised,
     reading,
 )
+from tests.monitor.doubles import verdict
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors

@@ -22,12 +22,13 @@ FIRST_HALF = (torch.arange(12) < 6).long()[None]
 def tiny(kind: str, head: str = "ForCausalLM", **sizes: Any) -> nn.Module:
     """A small model of a family of transformers, with weights that make its attention sharp; in evaluation."""
     config = getattr(transformers, f"{kind}Config")(**{"vocab_size": 99, "pad_token_id": 0, **sizes})
+    spread = 0.3 * min(1.0, (32 / sizes.get("hidden_size", 32)) ** 0.5)  # of wider ones as sharp, and no sharper
     torch.manual_seed(11)
     model: nn.Module = getattr(transformers, f"{kind}{head}")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                weight.normal_(0.0, 0.3)
+                weight.normal_(0.0, spread)
     return model
 
 

@@ -6,55 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.monitor.probing import EVERY_ROW, probed, tensors
 
-from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, Words, slot_values
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
-from foreshock.monitor.attention.keep_attention import sampling_errors
-from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, probe_rows, start_sampling, stop_sampling
-from foreshock.monitor.attention.probed_rows import drawn
-
-
-def tensors(
-    dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, length: int = 24, offset: float = 2.0, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value and the output's gradient; scores drift by `offset`, so that rows tie once rounded."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> Tensor:
-        return torch.randn(3, length, count, 16, generator=generator).transpose(1, 2)
-
-    query, key, value, grad = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
-    query, key = query.round(decimals=0) + offset, key.round(decimals=0) + offset
-    return tuple(x.to(dtype) for x in (query, key, value, grad))  # type: ignore[return-value]
-
-
-def probed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    out: Tensor,
-    sampling: Sampling,
-    times: int = 1,
-    **options: Any,
-) -> Words:
-    """The state after `times` backwards through a probe of `out`, as the words travel."""
-    state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(sampling)
-    try:
-        leaf = out.detach().requires_grad_()
-        for _ in range(times):
-            watched = probe(leaf, query, key, value, state, tick, number, **options)
-            assert torch.equal(watched.nan_to_num(), out.nan_to_num())
-            (given,) = torch.autograd.grad(watched, leaf, grad)
-            assert given is grad or torch.equal(given, grad)
-    finally:
-        stop_sampling(number)
-    return state.numpy()
-
-
-EVERY_ROW = 10**6
+from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
 
 
 @pytest.mark.parametrize(
@@ -179,45 +135,6 @@ def test_shares_and_means_are_unbiased_and_their_standard_errors_are_those_of_in
         assert (np.abs(z) < 4).all(), z
 
 
-def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> None:
-    query, key, value, grad = tensors(torch.bfloat16, length=40)
-    out = flash_attention(query, key, value, causal="top_left")
-    state, tick, number = new_state(4), new_ticks(1, torch.device("cpu"))[0], start_sampling(Sampling(30, 0))
-    leaf = out.detach().requires_grad_()
-    offsets, ties, shown = [], [], []
-    for _ in range(150):
-        state.copy_(new_state(4))
-        watched = probe(leaf, query, key, value, state, tick, number, causal="top_left")
-        torch.autograd.backward(watched, grad)
-        words = state.numpy().copy()
-        offsets.append(slot_values(words, Slot.SCORE_OFFSET_SUM) / 30)
-        ties.append(slot_values(words, Slot.TIED_ROWS_BF16) / 30)
-        shown.append([sampling_errors(words)[name] for name in ("offset_error", "tied_bf16_error")])
-    stop_sampling(number)
-    spread = np.array([np.std(offsets, axis=0), np.std(ties, axis=0)])
-    np.testing.assert_allclose(np.mean(shown, axis=0), spread, rtol=0.2)
-
-
-def test_numbers_are_drawn_evenly_and_anew_at_every_tick() -> None:
-    below, ticks = 24, 2000
-    seen = np.zeros((4, below))
-    tick = new_ticks(3, torch.device("cpu"))[2]
-    for _ in range(ticks):
-        numbers = drawn(tick, (4, 6), below)
-        for head in range(4):
-            seen[head] += np.bincount(numbers[head], minlength=below)
-        tick += 1
-    expected = ticks * 6 / below
-    chi_square = ((seen - expected) ** 2 / expected).sum(1)
-    assert (chi_square < 55).all()  # 23 degrees of freedom: 1 in 10,000
-    assert (chi_square > 5).all()
-
-
-def test_no_two_layers_draw_the_same_rows() -> None:
-    first, second = (drawn(tick, (2, 64), 10**9) for tick in new_ticks(2, torch.device("cpu")))
-    assert not set(first.flatten().tolist()) & set(second.flatten().tolist())
-
-
 def test_heads_are_measured_in_turn() -> None:
     query, key, value, grad = tensors(torch.float32)
     out = flash_attention(query, key, value, numerics="float32")
@@ -238,66 +155,6 @@ def test_a_step_that_is_not_due_counts_nothing() -> None:
     query, key, value, grad = tensors(torch.float32)
     words = probed(query, key, value, grad, grad, Sampling(5, 0, due=False), numerics="float32")
     assert not slot_values(words, Slot.ROWS).any()
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
-    arguments = tensors(torch.bfloat16)
-    whole = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: copies)
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", 4 * 24 * 4 * 7 * (16 if copies else 1))
-    parts = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    for slot in Slot:
-        np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)
-
-
-@pytest.mark.parametrize("rows", [3, 40, EVERY_ROW])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "options"),
-    [
-        (4, 4, {"causal": "top_left"}),
-        (6, 2, {"window": (7, 3)}),
-        (3, 1, {"causal": "bottom_right", "scale": 0.3, "softcap": 12.0}),
-    ],
-)
-def test_a_cpu_measures_without_copies_what_a_gpu_measures_with_them(
-    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
-) -> None:
-    arguments = tensors(torch.float64, heads=heads, kv_heads=kv_heads, seed=rows, offset=0.0)
-    sampling = Sampling(rows, 0, strict=True)
-    without = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: True)
-    copied = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    assert slot_values(copied, Slot.ROWS).min() > 0
-    for slot in Slot:
-        np.testing.assert_allclose(
-            slot_values(without, slot), slot_values(copied, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
-        )
-
-
-@pytest.mark.parametrize(("dtype", "numerics"), [(torch.bfloat16, "kernel"), (torch.float32, "float32")])
-def test_a_cpu_copies_no_keys_for_the_rows_that_it_measures(dtype: torch.dtype, numerics: Any) -> None:
-    query, key, value, grad = (x[:2].repeat(1, 1, 8, 1) for x in tensors(dtype, heads=2, kv_heads=2))
-    largest = 0
-
-    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            given = func(*args, **(kwargs or {}))
-            if isinstance(given, Tensor):
-                largest = max(largest, given.numel())
-            return given
-
-    state, tick, number = new_state(2), new_ticks(1, query.device)[0], start_sampling(Sampling(64, 0, strict=True))
-    spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
-    try:
-        with Largest():  # type: ignore[no-untyped-call]
-            probe_rows(grad, grad, query, key, value, None, None, None, state, tick, number, spec, False)
-    finally:
-        stop_sampling(number)
-    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [64, 64]
-    rows_by_keys = 2 * 64 * key.shape[2]
-    assert largest <= 2 * rows_by_keys < rows_by_keys * key.shape[3]
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (torch.tensor([0, 3, 8], dtype=torch.int32),) * 2])

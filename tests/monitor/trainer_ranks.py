@@ -1,5 +1,6 @@
-"""One process of several, for tests: python -P trainer_ranks.py WORLD RANK FOLDER trains with FSDP2 under transformers'
-Trainer and under Accelerate, stops, resumes, and saves in FOLDER/RANK.pt what came: with foreshock and without.
+"""One process of several, for tests: torchrun ... trainer_ranks.py FOLDER DEVICE TRAINER trains under transformers'
+Trainer with FSDP2, under Accelerate with FSDP2 or under Accelerate with DDP, without foreshock and with it, in every
+way. Each training stops, saves, and resumes in another trainer. What came of them is saved in FOLDER/RANK.pt.
 """
 
 import os
@@ -16,29 +17,19 @@ if __name__ == "__main__":
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from tests.monitor.doubles import Listener
+from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
 from tests.monitor.test_foreign_models import DECODER, tiny
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from foreshock.contract import wire
 from foreshock.monitor.callbacks.accelerate import ForeshockTracker
 from foreshock.monitor.callbacks.huggingface import ForeshockCallback
 
-STOP, STEPS, ROWS, LENGTH = 3, 5, 2, 12
-SETTINGS: dict[str, Any] = {
-    "run": "sharded",
-    "attention": "keep",
-    "probe_rows": 5,
-    "probe_every_steps": 1,
-    "sample_every_steps": 1,
-    "sample_every_seconds": 0.0,
-    "norms_every_steps": 1,
-    "strict": True,
-    "quiet": True,
-    "url": None,
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": DECODER,
+    "cuda": DECODER | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 256},
 }
+DEVICE, SHARDED = "cpu", True
 
 
 def sharding() -> FullyShardedDataParallelPlugin:
@@ -66,108 +57,113 @@ def let_a_cpu_shard() -> None:
 
 
 def model() -> Any:
-    return tiny("Llama", **DECODER).train()
+    return tiny("Llama", **SIZES[DEVICE]).train()
 
 
 def rows(step: int, rank: int) -> Tensor:
     """What a rank reads in a step, [ROWS, LENGTH]."""
-    return torch.randint(3, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(3, 90, (ROWS, LENGTH[DEVICE]), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def whole(trained: nn.Module) -> list[Tensor]:
-    """Every weight of all ranks together."""
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in trained.parameters()]
+class _Follow(TrainerCallback):  # type: ignore[misc]
+    """Ends a training early, and tells its course of each step."""
 
-
-class _Stop(TrainerCallback):  # type: ignore[misc]
-    """Ends a training early; keeps the loss of each micro-batch and subscribes to the agent, where there is one."""
-
-    def __init__(self, at: int, watcher: ForeshockCallback | None) -> None:
-        self.at, self.watcher, self.listener, self.sharded = at, watcher, Listener(), False
+    def __init__(self, at: int, watcher: ForeshockCallback | None, course: Course) -> None:
+        self.at, self.watcher, self.course = at, watcher, course
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.sharded = any(isinstance(p, DTensor) for p in kwargs["model"].parameters())
-        if self.watcher is not None and self.watcher.agent is not None:
-            self.watcher.agent.subscribe(self.listener)
+        self.course.begins(None if self.watcher is None else self.watcher.agent, kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.course.stepped()
         control.should_training_stop |= state.global_step >= self.at
 
 
-def with_trainer(folder: Path, *, watched: bool) -> dict[str, Any]:
+def arguments(folder: Path) -> TrainingArguments:
+    on_a_gpu: dict[str, Any] = {
+        "bf16": True,
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "reshard_after_forward": True,
+        },
+    }
+    return TrainingArguments(
+        str(folder), max_steps=STEPS, save_steps=STOP, per_device_train_batch_size=ROWS,
+        lr_scheduler_type="constant", learning_rate=0.01, optim="adamw_torch", logging_steps=1,
+        report_to=[], disable_tqdm=True, seed=3, **(on_a_gpu if DEVICE == "cuda" else {"use_cpu": True}),
+    )  # fmt: skip
+
+
+def with_trainer(folder: Path, course: Course) -> None:
     """Train to STOP, save, and resume to STEPS with another Trainer."""
-    told: dict[str, Any] = {"words": [], "losses": [], "rows": []}
     for last in (STOP, STEPS):
-        watcher = ForeshockCallback(**SETTINGS) if watched else None
-        stop = _Stop(last, watcher)
+        watcher = None if course.settings is None else ForeshockCallback(**course.settings)
         trainer = Trainer(
             model(),
-            TrainingArguments(
-                str(folder), max_steps=STEPS, save_steps=STOP, per_device_train_batch_size=ROWS, use_cpu=True,
-                lr_scheduler_type="constant", learning_rate=0.01, optim="adamw_torch", logging_steps=1,
-                report_to=[], disable_tqdm=True, seed=3,
-            ),
-            train_dataset=[{"input_ids": x, "labels": x} for step in range(8) for x in rows(step, 0)],
-            callbacks=[*([watcher] if watcher else []), stop],
-        )  # fmt: skip
+            arguments(folder),
+            train_dataset=[{"input_ids": x, "labels": x} for step in range(2 * STEPS) for x in rows(step, 0)],
+            callbacks=[*([watcher] if watcher else []), _Follow(last, watcher, course)],
+        )
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STOP}") if last == STEPS else None)
-        told["sharded"] = stop.sharded
-        told["words"] += [sample.words() for sample in stop.listener.of(wire.Sample)]
-        told["steps"] = trainer.state.global_step
-        told["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    told["weights"] = whole(trainer.model)
-    return told
+        course.ends(trainer.model, trainer.state.global_step)
+        course.told["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def with_accelerate(folder: Path, rank: int, *, watched: bool) -> dict[str, Any]:
+def with_accelerate(folder: Path, course: Course) -> None:
     """The same with a loop of one's own."""
-    told: dict[str, Any] = {"words": [], "losses": []}
     for first, last in ((0, STOP), (STOP, STEPS)):
         trained = model()
-        tracker = ForeshockTracker(trained, **SETTINGS) if watched else None
-        accelerator = Accelerator(cpu=True, log_with=tracker, fsdp_plugin=sharding())
+        tracker = None if course.settings is None else ForeshockTracker(trained, **course.settings)
+        on: dict[str, Any] = {"mixed_precision": "bf16"} if DEVICE == "cuda" else {"cpu": True}
+        accelerator = Accelerator(log_with=tracker, fsdp_plugin=sharding() if SHARDED else None, **on)
         trained, optimizer = accelerator.prepare(trained, torch.optim.AdamW(trained.parameters(), lr=0.01))
         if tracker is not None:
             tracker.checkpoint_with(accelerator)
             accelerator.init_trackers("test")
-            assert tracker.agent is not None
-            tracker.agent.subscribe(listener := Listener())
         if first:
             accelerator.load_state(str(folder))
+        course.begins(None if tracker is None else tracker.agent, trained)
         for step in range(first, last):
-            x = rows(step, rank)
+            x = rows(step, dist.get_rank()).to(accelerator.device)
             loss = trained(input_ids=x, labels=x).loss
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(trained.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             accelerator.log({"loss": loss.detach()}, step=step + 1)
-            told["losses"].append(loss.detach())
+            course.stepped()
+            course.told["losses"].append(float(loss))
         if not first:
             accelerator.save_state(str(folder))
-        told["sharded"] = any(isinstance(p, DTensor) for p in trained.parameters())
-        told["weights"] = whole(trained)
         if tracker is not None:
             tracker.finish()  # as end_training does, which ends the process group too
-            told["words"] += [sample.words() for sample in listener.of(wire.Sample)]
-    told["steps"] = STEPS
-    return told
+        course.ends(trained, last)
 
 
-def main(world: int, rank: int, folder: Path) -> None:
+def main(folder: Path, trainer: str) -> None:
     """Every training, in the same order on every rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    let_a_cpu_shard()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(True, warn_only=True)  # or two trainings without us differ
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    if DEVICE == "cpu" and SHARDED:
+        let_a_cpu_shard()
     told = {}
-    for watched in (False, True):
-        told["Trainer", watched] = with_trainer(folder / f"trainer {watched}", watched=watched)
-        told["Accelerate", watched] = with_accelerate(folder / f"accelerate {watched}", rank, watched=watched)
-    torch.save(told, folder / f"{rank}.pt")
+    for way in (*REFERENCES, *OURS):
+        course = Course(way)
+        with course.attention():
+            (with_trainer if trainer == "Trainer" else with_accelerate)(folder / way, course)
+        told[way] = course.told
+    torch.save(told, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    DEVICE, SHARDED = sys.argv[2], not sys.argv[3].endswith("DDP")
+    main(Path(sys.argv[1]), sys.argv[3])
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter's end

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.server.test_commands import order, start, state_of
+from tests.server.orders import order, start, state_of
 
 from foreshock.contract.wire import Command
 from foreshock.server.commands import delivery

@@ -40,9 +40,14 @@ export interface ActiveWarning {
   raised_step: number;
   /** step of the latest update */
   step: number;
+  /** the cause that it was told under before */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_step: number | null;
   forecast_steps: number | null;
   forecast_low_steps: number | null;
   forecast_high_steps: number | null;
+  /** false: on its course the head levels off before; null: no forecast */
+  harm_in_sight: boolean | null;
   evidence: Record<string, number>;
   sentence: string;
 }
@@ -264,6 +269,9 @@ export interface IncidentChange {
   step: number;
   /** how often it has opened in this run */
   times: number;
+  /** the cause that it was told under before, until `corrected_step` */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_step: number | null;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
   steps_left: number | null;

@@ -1,53 +1,15 @@
-import asyncio
+"""Old runs leave, a few at a time, and nothing else does."""
+
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store, StoreError
 from foreshock.server.store.retention import Retention
-from foreshock.server.store.schema import metadata
 from foreshock.server.testing import FakeRank
-
-
-@pytest.mark.promise("S16")
-def test_the_migrations_make_exactly_the_tables_that_the_code_uses(tmp_path: Path) -> None:
-    async def look() -> None:
-        store = Store(f"sqlite:///{tmp_path / 'x.db'}")
-        await store.migrate()
-        await store.migrate()
-        await store.check_schema()
-        async with store.engine.connect() as connection:
-            changes = await connection.run_sync(lambda c: compare_metadata(MigrationContext.configure(c), metadata))
-            mode = (await connection.execute(text("PRAGMA journal_mode"))).scalar()
-            synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar()
-        assert changes == []
-        assert (mode, synchronous) == ("wal", 2)
-        await store.close()
-
-    asyncio.run(look())
-
-
-@pytest.mark.promise("S16")
-def test_a_database_of_a_newer_version_or_of_none_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    async def look() -> None:
-        store = Store(f"sqlite:///{tmp_path / 'x.db'}")
-        with pytest.raises(StoreError, match="FORESHOCK_MIGRATE"):
-            await store.check_schema()
-        await store.migrate()
-        async with store.write() as connection:
-            await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-        with pytest.raises(StoreError, match="newer foreshock"):
-            await store.migrate()
-        await store.close()
-
-    asyncio.run(look())
 
 
 def test_old_runs_are_deleted_and_the_audit_trail_stays(play: Any) -> None:
@@ -103,17 +65,3 @@ def test_old_runs_leave_a_few_at_a_time_and_the_log_names_them(play: Any) -> Non
         assert sorted(named) == [f"run-{number:02}" for number in range(25)]
 
     play(story)
-
-
-def test_what_belongs_to_a_boot_is_found_by_an_index(tmp_path: Path) -> None:
-    async def look() -> None:
-        store = Store(f"sqlite:///{tmp_path / 'x.db'}")
-        await store.migrate()
-        async with store.read() as connection:
-            for table in ("samples", "events", "warnings", "batches", "grams"):
-                plan = await connection.execute(text(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE boot_id = 1"))
-                [row] = plan.all()
-                assert row.detail.startswith("SEARCH"), row.detail
-        await store.close()
-
-    asyncio.run(look())

@@ -11,7 +11,7 @@ from foreshock.contract import wire
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
-from foreshock.lab.training.model import GPT, ModelConfig
+from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import RECIPES, find_recipe
 from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run
 
@@ -47,40 +47,6 @@ def begin(corpus: Corpus) -> Iterator[Begin]:
 
 def losses(training: Training, steps: int) -> list[float]:
     return [float(training.advance()) for _ in range(steps)]
-
-
-def test_the_corpus_is_the_same_text_every_time(corpus: Corpus) -> None:
-    again = standard_library()
-    assert corpus.sha256 == again.sha256
-    assert torch.equal(corpus.tokens, again.tokens)
-    assert len(corpus.tokens) > 2**20
-
-
-def test_targets_are_the_tokens_that_follow(corpus: Corpus) -> None:
-    tokens, targets = corpus.batch(3, 8, torch.Generator().manual_seed(0))
-    assert tokens.shape == targets.shape == (3, 8)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-def test_a_python_without_its_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
-        standard_library(tmp_path)
-
-
-def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width 10 is not a multiple of 3 heads"):
-        ModelConfig(layers=1, heads=3, width=10, context=4)
-
-
-def test_the_model_predicts_from_the_past_alone() -> None:
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(layers=1, heads=2, width=8, context=6, attention_dtype="float32"))
-    tokens = torch.randint(256, (1, 6))
-    targets = torch.full((1, 6), -100)
-    targets[0, 2] = 7
-    changed = tokens.clone()
-    changed[0, 3:] = 1
-    assert torch.equal(model(tokens, targets), model(changed, targets))
 
 
 @pytest.mark.parametrize("find", [find_recipe, find_arm])

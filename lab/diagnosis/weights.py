@@ -1,0 +1,159 @@
+"""Weights of any usual checkpoint, loaded into a model: files of torch and safetensors, and folders of them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_HOLDERS: Final = ("model", "state_dict", "model_state_dict", "module", "app", "weights")
+"""Keys under which training loops, Lightning, DeepSpeed and torchtitan keep the weights."""
+_WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What DDP, torch.compile, FSDP and checkpointing write into names."""
+_SHOWN: Final = 3
+
+
+def load_weights(model: nn.Module, path: Path) -> list[str]:
+    """Load what `path` holds into the model; sentences about what was left out or is not as it was trained.
+
+    Prefixes of wrappers and of an enclosing or enclosed model are found by themselves. Raises ValueError with a
+    sentence for a file that is no checkpoint, one of another model, and one that lacks parameters of the model.
+    """
+    given = _weights_in(read(path))
+    if not given:
+        raise ValueError(f"{path} holds no weights; expected tensors by name, or such under {', '.join(_HOLDERS)}")
+    wanted = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    names = _named_alike(list(given), list(wanted))
+    found = {names[name]: tensor for name, tensor in given.items() if name in names}
+    if not any(name in found for name, _ in model.named_parameters()):
+        raise ValueError(f"{path} is of another model: {_some(given)} fit no parameter of {type(model).__name__}, "
+                         f"which has {_some(wanted)}")  # fmt: skip
+    wrong = [
+        f"{name} is {list(tensor.shape)} there and {list(wanted[name].shape)} in the model"
+        for name, tensor in found.items()
+        if tensor.shape != wanted[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{path} is of another model: {'; '.join(wrong[:_SHOWN])}{_more(len(wrong))}")
+    held = {tensor.data_ptr() for name, tensor in wanted.items() if name in found}
+    missing = [
+        name
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if name not in found and tensor.data_ptr() not in held  # a tied weight is saved once
+    ]
+    if missing:
+        raise ValueError(f"{path} lacks {_some(missing)}, which {type(model).__name__} has; give the whole model")
+    with torch.no_grad():
+        for name, tensor in found.items():
+            wanted[name].copy_(tensor)
+    extra = [name for name in given if name not in names]
+    narrow = sorted({str(x.dtype).removeprefix("torch.") for x in found.values() if _is_narrow(x)})
+    notes = [f"{path.name}: {_some(extra)} belong to no part of the model and were left out."] if extra else []
+    if narrow:
+        notes.append(
+            f"{path.name} keeps weights as {', '.join(narrow)}: they are examined as they stand there, without scales."
+        )
+    return notes
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that hold NaN or infinities which no mask needs."""
+    return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, on the CPU; nothing in it is run. Raises ValueError with a sentence for what is none."""
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+    try:
+        saved = _read_folder(path) if path.is_dir() else _read_file(path)
+    except Exception as error:
+        said = str(error).partition("\n")[0].partition(". ")[0]
+        if not isinstance(error, ValueError):
+            said = f"{type(error).__name__} {said}".strip()
+        if "Weights only load failed" in said:
+            said = "it holds objects beside tensors; save model.state_dict()"
+        raise ValueError(f"{path} is nothing that torch loads safely: {said}") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} holds a {type(saved).__name__}; give a checkpoint, a dictionary")
+    return saved
+
+
+def _read_file(path: Path) -> Any:
+    if path.stat().st_size == 0:
+        raise ValueError("it is empty")
+    if path.suffix == ".safetensors":
+        return _safetensors([path])
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def _read_folder(path: Path) -> dict[str, Any]:
+    if (path / ".metadata").is_file():
+        # Its metadata are a pickle, which could run anything.
+        raise ValueError(
+            "a distributed checkpoint must be made one file first: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
+    if files := sorted(path.glob("*.safetensors")):
+        return _safetensors(files)
+    if files := sorted(path.glob("pytorch_model*.bin")):
+        return {name: tensor for file in files for name, tensor in _read_file(file).items()}
+    raise ValueError("a folder without *.safetensors or pytorch_model*.bin")
+
+
+def _safetensors(files: list[Path]) -> dict[str, Any]:
+    try:
+        from safetensors.torch import load_file
+    except ModuleNotFoundError:
+        raise ValueError("safetensors is not installed: pip install safetensors") from None
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _weights_in(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors by name, from wherever the loop put them."""
+    for holder in _HOLDERS:
+        if isinstance(inner := saved.get(holder), Mapping):
+            return _weights_in(inner)
+    return {str(name): value for name, value in saved.items() if isinstance(value, Tensor)}
+
+
+def _named_alike(given: list[str], wanted: list[str]) -> dict[str, str]:
+    """The model's name for each name of the checkpoint, with the prefix taken off or put on that fits most names."""
+    plain = {_WRAPPERS.sub("", name): name for name in wanted}
+    bare = {name: _WRAPPERS.sub("", name) for name in given}
+
+    def fitting(taken: str, put: str) -> dict[str, str]:
+        return {
+            name: plain[put + bare[name].removeprefix(taken)]
+            for name in given
+            if bare[name].startswith(taken) and put + bare[name].removeprefix(taken) in plain
+        }
+
+    choices = [("", ""), *((prefix, "") for prefix in _prefixes(bare.values())), *(("", p) for p in _prefixes(plain))]
+    return max((fitting(*choice) for choice in choices), key=len)  # the first of equals: as it stands
+
+
+def _prefixes(names: Any) -> list[str]:
+    """Every beginning of a name that ends in a dot, up to three parts of it, the most frequent names' first."""
+    found: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")[:-1]
+        for depth in range(1, min(len(parts), 3) + 1):
+            prefix = ".".join(parts[:depth]) + "."
+            found[prefix] = found.get(prefix, 0) + 1
+    return [prefix for prefix, count in found.items() if 2 * count > len(names)]
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.element_size() == 1 and tensor.dtype != torch.bool
+
+
+def _some(names: Any) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_SHOWN]) + _more(len(shown))
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""

@@ -1,0 +1,40 @@
+"""Every generated file is what the catalogue says today, and says that it is generated."""
+
+from pathlib import Path
+
+import pytest
+
+from foreshock.dashboards.generate import GENERATED, check, files, generate
+from foreshock.dashboards.rules import Links
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_committed_files_are_what_the_catalogue_says() -> None:
+    assert check(REPOSITORY) == [], "run `foreshock dashboards generate` and commit the result"
+
+
+def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_path: Path) -> None:
+    generate(tmp_path)
+    assert check(tmp_path) == []
+    edited, missing, left = (
+        GENERATED / name for name in ("alertmanager.yml", "prometheus-rules.yml", "boards/old.json")
+    )
+    (tmp_path / edited).write_text("edited")
+    (tmp_path / missing).unlink()
+    (tmp_path / left).write_text("{}")
+    assert check(tmp_path) == sorted([edited, missing, left])
+
+
+@pytest.mark.parametrize("path", files(Links()), ids=str)
+def test_a_generated_file_says_so(path: Path) -> None:
+    assert "Generated from contract/catalog.py by `foreshock dashboards generate`" in (REPOSITORY / path).read_text()
+
+
+def test_addresses_of_another_installation_reach_rules_and_boards(tmp_path: Path) -> None:
+    generate(tmp_path, Links(grafana="https://g.example/", service="https://s.example", runbooks="https://r.example"))
+    text = (tmp_path / GENERATED / "prometheus-rules.yml").read_text()
+    assert "https://g.example/d/foreshock-run?var-run=" in text
+    assert "runbook_url: https://r.example/ForeshockHeadFailing.md" in text
+    assert "https://s.example" in (tmp_path / GENERATED / "boards/run.json").read_text()
+    assert "127.0.0.1" not in text

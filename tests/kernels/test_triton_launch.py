@@ -1,0 +1,94 @@
+"""What every kernel of a call is told: planes, windows, flags and lengths, and what is refused."""
+
+import pytest
+import torch
+from tests.kernels.triton_calls import (
+    CUDA,
+    DEVICE,
+    INTERPRETED,
+    Inputs,
+    attend,
+    attend_by_reference,
+    random_inputs,
+    scaled,
+)
+from torch import Tensor
+
+from foreshock.kernels.flash_attention import new_state, op
+from foreshock.kernels.flash_attention.launch import call_of
+from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
+from foreshock.kernels.flash_attention.spec import Arguments
+
+pytestmark = INTERPRETED
+BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def _kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the operators take the reference; here they are to take what this suite is about."""
+    if not CUDA:
+        monkeypatch.setattr(op, "_kernels", lambda query, spec: op._triton() if spec.numerics == "kernel" else None)
+
+
+def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
+    many = torch.empty(8192, 8, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    given = Arguments(None, None, None, 1, 1, None, scaled(16))
+    with pytest.raises(ValueError, match=r"8192 sequences of 8 heads are 65536 planes; .* split the batch"):
+        call_of(many, many, many, given)
+    assert call_of(many[1:], many[1:], many[1:], given).sequences == 8191
+
+
+FAR = 2**31 - 1
+
+
+@BY
+@pytest.mark.parametrize(
+    ("window", "same_as"),
+    [
+        ((-1, FAR), (-1, -1)),
+        ((FAR, -1), (-1, -1)),
+        ((9, FAR), (9, -1)),
+        ((FAR - 39, 4), (-1, 4)),
+        ((2**40, 2**40), (-1, -1)),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(41, 23)])
+def test_a_window_wider_than_any_tensor_is_unlimited(
+    attention: object, window: tuple[int, int], same_as: tuple[int, int], lengths: tuple[int, int]
+) -> None:
+    inputs = random_inputs(*lengths, 32, seed=23)
+    given, want = (
+        attention(inputs, scaled(32, window_left=left, window_right=right))  # type: ignore[operator]
+        for left, right in (window, same_as)
+    )
+    for name, one, other in zip(given._fields, given, want, strict=True):
+        assert torch.equal(one, other), name
+
+
+def through_the_operators(inputs: Inputs, modes: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
+    """out, gradients and state by the operators, which people's tensors reach as they are."""
+    query, key, value, grad = inputs
+    spec = scaled(query.shape[3], causal="top_left")
+    longest = (query.shape[2], key.shape[2])
+    sizes = (modes, lengths, lengths, *longest, None, spec.text)
+    state = new_state(query.shape[1], query.device)
+    out, *saved = attention_forward(query, key, value, state, *sizes)
+    grads = attention_backward(grad, query, key, value, out, *saved, state, *sizes)
+    return [out, *saved, *grads, state]
+
+
+@pytest.mark.parametrize("numerics_on", ["kernels", "reference"])
+def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
+    numerics_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if numerics_on == "reference":
+        monkeypatch.setattr(op, "_kernels", lambda query, spec: None)
+    inputs = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=24)
+    table = torch.tensor([[2, 9], [0, 9], [1, 9], [4, 9]], dtype=torch.int32, device=DEVICE)
+    one = torch.tensor([2, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)[:1].expand(4)
+    starts = torch.tensor([[0, 7], [15, 7], [15, 7], [37, 7]], dtype=torch.int32, device=DEVICE)
+    for modes, lengths in ((one, None), (table[:, 0], starts[:, 0])):
+        given = through_the_operators(inputs, modes, lengths)
+        packed = [None if x is None else x.contiguous() for x in (modes, lengths)]
+        for one_of, other in zip(given, through_the_operators(inputs, *packed), strict=True):
+            assert torch.equal(one_of, other)

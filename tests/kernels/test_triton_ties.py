@@ -1,0 +1,61 @@
+"""Scores that stand at their row's maximum, counted by the kernels: tiny and huge ones, and at any tile."""
+
+import pytest
+import torch
+from tests.kernels.triton_calls import (
+    CUDA,
+    DEVICE,
+    INTERPRETED,
+    Inputs,
+    attend,
+    attend_by_reference,
+    random_inputs,
+    scaled,
+)
+
+from foreshock.contract.slots import Slot
+
+pytestmark = INTERPRETED
+BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
+
+
+def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24 if CUDA else 8, keys: int = 56) -> Inputs:
+    """One query a head over common keys, scores of about `size`: the state then tells the verdict on every row."""
+    inputs = random_inputs(1, keys, 32, heads=heads, kv_heads=1, dtype=torch.float32, seed=seed)
+    query = inputs.query * size / 3
+    return Inputs(*(x.to(dtype) for x in (query, *inputs[1:])))
+
+
+@BY
+@pytest.mark.parametrize("size", [3e-7, 2e-6, 4e-5, 2e-4, 7e-3, 0.4] if CUDA else [3e-7, 2e-4, 0.4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float, dtype: torch.dtype) -> None:
+    inputs = row_a_head(size, dtype, seed=25)
+    given = attention(inputs, scaled(32))  # type: ignore[operator]
+    query, key = (x.double() for x in inputs[:2])
+    scores = (query @ key.mT * 32**-0.5)[0, :, 0]  # [H, Sk]
+    largest, second = scores.topk(2, -1).values.unbind(-1)
+    slack = 2.0**-22 * (query.abs() @ key.abs().mT)[0, :, 0].amax(-1)
+    nearest = largest.float().bfloat16()
+    half_step = (nearest.float() - torch.nextafter(nearest, -torch.ones_like(nearest)).float()).double() / 2
+    edge = nearest.double() - half_step  # from here on scores round to the maximum's bf16
+    certain = ((second - edge).abs() > slack) & ((largest - edge).abs() > slack)
+    tied = torch.tensor(given.counts(Slot.TIED_ROWS_BF16)) > 0
+    assert torch.equal(tied[certain.cpu()], (second >= edge)[certain].cpu())
+    assert certain.float().mean() > 0.5
+
+
+@BY
+@pytest.mark.parametrize("exponent", [13, 30])
+def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> None:
+    heads, rows = 2, 19
+    size = 2.0 ** (exponent / 2)
+    shape = (1, heads, rows, 64)
+    same = torch.full(shape, size, dtype=torch.bfloat16, device=DEVICE)
+    alone = -same.clone()
+    alone[:, :, 1:] *= 2  # the first key has the one maximum
+    value, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))
+    for key, want in ((same, rows), (alone, 0)):
+        given = attention(Inputs(same, key, value.to(DEVICE), grad.to(DEVICE)), scaled(64))  # type: ignore[operator]
+        assert given.counts(Slot.TIED_ROWS_BF16) == [want] * heads
+        assert given.counts(Slot.TIED_ROWS_ONE) == [want] * heads

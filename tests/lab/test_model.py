@@ -1,0 +1,60 @@
+"""The laboratory's model: its shapes, what it starts with, and that it predicts from the past alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foreshock.lab.training.model import GPT, ModelConfig, Rotary
+
+SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
+
+
+def test_query_heads_must_share_key_heads_evenly() -> None:
+    with pytest.raises(ValueError, match="4 heads cannot share 3 key heads"):
+        replace(SHAPE, kv_heads=3)
+
+
+def test_values_start_with_what_they_share_in_a_bias_of_their_own_or_in_that_of_all_three() -> None:
+    torch.manual_seed(0)
+    shared = dict(GPT(replace(SHAPE, value_offset=3.0)).named_parameters())
+    alone = dict(GPT(replace(SHAPE, value_offset=3.0, qkv_bias=False)).named_parameters())
+    for layer in range(2):
+        bias = shared[f"h.{layer}.attn.c_attn.bias"].detach()
+        assert float(bias[:64].abs().max()) == 0.0
+        assert 1.5 < float(bias[64:].std()) < 4.5
+        assert f"h.{layer}.attn.c_attn.bias" not in alone
+        assert 1.5 < float(alone[f"h.{layer}.attn.value_bias"].detach().std()) < 4.5
+
+
+def test_rotary_positions_turn_queries_and_keys_so_that_only_distance_counts() -> None:
+    rotary = Rotary(16, 8)
+    vector = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    turned = rotary(vector)
+    assert torch.allclose(turned.norm(dim=-1), vector.norm(dim=-1), atol=1e-5)
+    products = turned[0, 0] @ turned[0, 0].T
+    assert torch.allclose(products.diagonal(3), products[0, 3].expand(13), atol=1e-4)
+
+
+def test_a_gated_part_is_as_large_as_the_wide_one_it_stands_for() -> None:
+    def size(gated: bool) -> int:
+        model = GPT(ModelConfig(layers=1, heads=2, width=96, context=8, gated=gated))
+        return sum(p.numel() for name, p in model.h[0].named_parameters() if "c_fc" in name or name == "c_proj.weight")
+
+    assert size(True) == pytest.approx(size(False), rel=0.05)
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="width 10 is not a multiple of 3 heads"):
+        ModelConfig(layers=1, heads=3, width=10, context=4)
+
+
+def test_the_model_predicts_from_the_past_alone() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(layers=1, heads=2, width=8, context=6, attention_dtype="float32"))
+    tokens = torch.randint(256, (1, 6))
+    targets = torch.full((1, 6), -100)
+    targets[0, 2] = 7
+    changed = tokens.clone()
+    changed[0, 3:] = 1
+    assert torch.equal(model(tokens, targets), model(changed, targets))

@@ -1,0 +1,100 @@
+"""Made-up heads whose fate is known, and the detectors played over them."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from foreshock.contract import wire
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.readings import Readings
+
+HEADS = [(layer, head) for layer in range(4) for head in range(4)]
+N = len(HEADS)
+SICK = 2
+"""Row of the head that fails: layer 0 head 2."""
+EVERY = 50
+HOWEVER_FAR = DetectorConfig(horizon_lives=None)
+"""Warns of a drift whose harm is far beyond the run's end, so that a slow one shows what holds it back otherwise."""
+Course = Callable[[int], tuple[Floats, Floats]]
+"""Offsets and largest scores, [N], at a step."""
+
+
+@cache
+def noise(step: int) -> Floats:
+    return np.random.default_rng(step).normal(0.0, 1.0, N)
+
+
+def healthy(step: int) -> tuple[Floats, Floats]:
+    """Every head grows fast at first, each to its own level, and then hardly."""
+    level = np.linspace(-6.0, 24.0, N)
+    offset = level * (1 - np.exp(-step / 900)) + 0.05 * noise(step)
+    return offset, 12 + 25 * (1 - np.exp(-step / 700)) + 1.5 * np.abs(noise(step + 1))
+
+
+def creep(step: int) -> tuple[Floats, Floats]:
+    """One head drifts 1.5 nats in a thousand steps from step 2000 on: 512 is hundreds of thousands of steps away."""
+    offset, score = healthy(step)
+    offset[SICK] = 0.3 + 1.5e-3 * max(0, step - 2000) + 0.05 * noise(step)[SICK]
+    return offset, score
+
+
+def line(step: int) -> tuple[Floats, Floats]:
+    """One head drifts 40 nats in a thousand steps from step 2000 on, and its largest score with it."""
+    offset, score = healthy(step)
+    drift = 0.04 * max(0, step - 2000)
+    offset[SICK] = 0.3 + drift + 0.05 * noise(step)[SICK]
+    score[SICK] += drift
+    return offset, score
+
+
+def explosion(step: int) -> tuple[Floats, Floats]:
+    """One head doubles every 800 steps from step 2000 on."""
+    offset, score = healthy(step)
+    drift = 0.5 * 2 ** (max(0, step - 2000) / 800)
+    offset[SICK] = drift + 0.02 * noise(step)[SICK]
+    score[SICK] = 9 + 1.25 * drift
+    return offset, score
+
+
+def reading(
+    step: int, course: Course = healthy, *, bias: float = 0.0, mode: Mode = Mode.PLAIN, **fields: Any
+) -> Readings:
+    offset, score = course(step)
+
+    delta = 1e-4 * noise(step + 2)
+    delta[SICK] += bias * 1e-4
+    defaults: dict[str, Any] = {
+        "step": step,
+        "since_step": step - EVERY,
+        "rows": np.full(N, 1e5),
+        "score_offset": offset,
+        "score_max": score,
+        "row_max_abs": score,
+        "tied_rows_bf16": np.full(N, 0.02),
+        "tied_rows_one": np.full(N, 0.002),
+        "delta_bias_sum": delta,
+        "nonfinite_rows": np.zeros(N),
+        "query_norm": 2 + 1e-3 * step * np.ones(N),
+        "modes": np.full(N, int(mode), dtype=np.int32),
+        "loss": 2.0,
+        "grad_norm": 1.0,
+    }
+    return Readings(**(defaults | fields))
+
+
+def play(
+    course: Course = healthy, until: int = 7000, detectors: Detectors | None = None, since: int = 0, **fields: Any
+) -> tuple[Detectors, list[wire.Verdict]]:
+    detectors = detectors or Detectors(HEADS)
+    told = []
+    for step in range(since + EVERY, until + 1, EVERY):
+        told += detectors.update(reading(step, course, **fields))
+    return detectors, told
+
+
+def raised(told: list[wire.Verdict]) -> list[tuple[int | None, int | None]]:
+    return [(v.layer, v.head) for v in told if v.state == "raised"]

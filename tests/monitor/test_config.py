@@ -1,0 +1,145 @@
+"""The agent's settings: taken from keywords and the environment, and a wrong one is a sentence without its value."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshock.contract.modes import MODE_NAMES
+from foreshock.monitor.config import AgentConfig, make_config, new_run_name, token_in, versions
+
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK", "WORLD_SIZE", "FORESHOCK_RUN", "FORESHOCK_TOKEN")
+IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "nightly 7"}, "torchrun-nightly-7"),
+        ({"SLURM_JOB_ID": "4711"}, "slurm-4711"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "4711"}, "slurm-4711"),
+        ({"TORCHELASTIC_RUN_ID": "a" * 300}, "torchrun-" + "a" * 100),
+        ({"TORCHELASTIC_RUN_ID": "../etc/passwd"}, "torchrun-..-etc-passwd"),
+    ],
+)
+def test_ranks_that_a_launcher_started_share_the_launchers_name(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert new_run_name(8) == new_run_name(8) == name
+    assert IDENTIFIER.fullmatch(name)
+    assert AgentConfig(world_size=8, rank=7).rank == 7
+    assert new_run_name(1) != name  # a lone process of a job is a run of its own
+
+
+def test_runs_without_a_name_get_one_each_and_several_processes_are_asked_for_one() -> None:
+    names = {new_run_name() for _ in range(50)}
+    assert len(names) > 45
+    assert all(re.fullmatch(r"run-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
+    with pytest.raises(ValueError, match="4 processes need one name for their run: give run="):
+        make_config(None, {"world_size": 4})
+
+
+@given(rank=st.integers(0, 40), world_size=st.integers(1, 40))
+def test_a_rank_is_below_the_number_of_processes(rank: int, world_size: int) -> None:
+    given = {"run": "r", "rank": rank, "world_size": world_size}
+    if rank < world_size:
+        config = make_config(None, given)
+        assert (config.rank, config.world_size) == (rank, world_size)
+    else:
+        with pytest.raises(
+            ValueError, match=rf"rank {rank} needs a world_size of at least {rank + 1}, got {world_size}"
+        ):
+            make_config(None, given)
+
+
+def test_what_is_given_wins_over_the_environment_and_our_variable_over_the_launchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("FORESHOCK_RUN", "from-the-environment")
+    assert (AgentConfig().run, AgentConfig().rank, AgentConfig().world_size) == ("from-the-environment", 1, 8)
+    monkeypatch.setenv("FORESHOCK_RANK", "2")
+    assert AgentConfig().rank == 2
+    assert make_config(AgentConfig(run="kept", rank=3), {"rank": 4}).model_dump(include={"run", "rank"}) == {
+        "run": "kept",
+        "rank": 4,
+    }
+    monkeypatch.setenv("FORESHOCK_RUN", "")  # set and empty is not set
+    assert AgentConfig(rank=0, world_size=1).run == ""
+
+
+@pytest.mark.parametrize("mode", MODE_NAMES)
+def test_every_mode_that_changes_something_may_be_the_mitigation(mode: str) -> None:
+    if mode == "plain":
+        with pytest.raises(ValueError, match="changes nothing; to change nothing give policy='observe'"):
+            make_config(None, {"mitigation": mode})
+    else:
+        assert make_config(None, {"mitigation": mode}).mitigation == mode
+
+
+def test_the_old_name_of_an_attention_is_still_read() -> None:
+    assert AgentConfig(attention="foreshock").attention == "kernels"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "cannot be read: FileNotFoundError"), (b"", "is empty"), (b"\n \n", "is empty")]
+)
+def test_a_token_file_without_a_token_is_a_sentence_when_the_agent_is_made(
+    tmp_path: Path, content: bytes | None, why: str
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=why):
+        make_config(None, {"token_file": file})
+    assert make_config(None, {"token_file": file, "token": "given"}).token_file == file  # the file is not needed then
+
+
+def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_text_are_refused(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret-token\n")
+    assert token_in(file).get_secret_value() == "s3cret-token"
+    file.write_bytes(b"\xff\xfe\x00s3cret")
+    with pytest.raises(ValueError, match="cannot be read: UnicodeDecodeError") as caught:
+        token_in(file)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentences"),
+    [
+        ({"token": 7, "url": "http://ann:s3cret@host"}, ["token: ", "url: url must carry no user name or password"]),
+        ({"sample_every_step": 3}, ["sample_every_step is not a setting of the agent; settings are run, labels, url"]),
+        ({"labels": {"two words": "x"}, "probe_rows": 0}, ["labels.two words.", "probe_rows: "]),
+        ({"mirror": "no-such-tracker"}, ["mirror: "]),
+    ],
+)
+def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
+    wrong: dict[str, Any], sentences: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        make_config(None, wrong)
+    told = str(caught.value).split("; ") if len(sentences) > 1 else [str(caught.value)]
+    assert all(any(one.startswith(sentence) for one in told) for sentence in sentences), told
+    assert "s3cret" not in str(caught.value)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_versions_name_what_is_installed() -> None:
+    found = versions()
+    assert {"python", "torch", "foreshock"} <= set(found)
+    assert all(0 < len(version) <= 64 for version in found.values())

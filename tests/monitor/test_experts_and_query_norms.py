@@ -1,0 +1,230 @@
+"""Mixtures of experts and models that normalise queries and keys, in bf16: on a CPU, and on a GPU where there is one.
+
+They train, eagerly and under torch.compile with lengths that change, as they do without foreshock.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.doubles import Listener
+from tests.monitor.resumed_courses import PROVING, SAMPLED, Course
+from tests.monitor.test_foreign_models import DECODER, tiny
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor import attach
+
+pytestmark = [
+    # PyTorch's own advice, what it has no deterministic kernel for, and what it calls of its own that is on its way out
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+ROWS, STEPS = 2, 20
+LENGTHS = {"cpu": (12, 9, 11, 7), "cuda": (200, 120, 250, 77)}
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": DECODER,
+    "cuda": DECODER | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 256},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3": {},
+    "Olmo2": {},
+}
+DEVICES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _two_trainings_without_us_are_the_same(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+
+
+def model(kind: str, device: str, **sizes: Any) -> Any:
+    made = tiny(kind, **{**SIZES[device], **EXPERTS[kind], **sizes}).train()
+    return made.to(device, torch.bfloat16)
+
+
+def tokens(step: int, device: str, length: int) -> Tensor:
+    return torch.randint(3, 90, (ROWS, length), generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def course_of(
+    kind: str,
+    device: str,
+    way: str,
+    lengths: tuple[int, ...],
+    around: Callable[[nn.Module], Any] = lambda model: model,
+    each: Callable[[Tensor], None] = lambda ids: None,
+) -> Course:
+    """STEPS steps, of lengths that repeat."""
+    course, trained = Course(way), model(kind, device)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    agent = None if course.settings is None else attach(trained, **course.settings)
+    course.begins(agent, trained)
+    with course.attention():
+        running = around(trained)
+        for step in range(STEPS):
+            ids = tokens(step, device, lengths[step % len(lengths)])
+            each(ids)
+            loss = running(input_ids=ids, labels=ids).loss
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            course.told["losses"].append(float(loss.detach()))
+            if agent is not None:
+                agent.step(loss)
+            course.stepped()
+    if agent is not None:
+        agent.close()
+    course.ends(trained, STEPS)
+    return course
+
+
+def rows_of(course: Course) -> set[int]:
+    """Rows counted of each head over all samples."""
+    return set(np.sum([slot_values(w, Slot.ROWS) for w in course.told["words"]], axis=0).astype(int).tolist())
+
+
+def expected_rows(way: str, device: str, lengths: tuple[int, ...]) -> int:
+    every = [ROWS * lengths[step % len(lengths)] for step in range(STEPS)]
+    served = 0 if way == "kernels" else PROVING if way == "auto" and device == "cuda" else STEPS
+    return SAMPLED * served + sum(every[served:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_twenty_steps_are_those_without_us_to_the_last_bit_and_every_layer_is_counted(kind: str, device: str) -> None:
+    lengths = LENGTHS[device][:1]
+    ways = {"keep": "plain", "auto": "proven" if device == "cuda" else "plain", "kernels": "operator"}
+    expected = {way: course_of(kind, device, way, lengths) for way in dict.fromkeys(ways.values())}
+    for way, reference in ways.items():
+        got, wanted = course_of(kind, device, way, lengths), expected[reference]
+        assert got.told["losses"] == wanted.told["losses"], f"{way} against {reference}"
+        for a, b in zip(got.told["weights"], wanted.told["weights"], strict=True):
+            assert torch.equal(a, b), f"{way} against {reference}: {float((a - b).abs().max())}"
+        assert rows_of(got) == {expected_rows(way, device, lengths)}
+        assert "watched 2 of 2 attention layers" in got.told["reports"][0]
+        assert ("2 x kernels" in got.told["reports"][0]) == (way != "keep" and (way, device) != ("auto", "cpu"))
+
+
+def compiled(device: str, **options: Any) -> Callable[[nn.Module], Any]:
+    """Inductor where there is a GPU; on a CPU its code generation takes too long."""
+    backend = "inductor" if device == "cuda" else "aot_eager"
+
+    def around(trained: nn.Module) -> Any:
+        torch._dynamo.reset()
+        counters.clear()
+        return torch.compile(trained, backend=backend, **options)
+
+    return around
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "way", "marked", "device"),
+    [
+        pytest.param("Olmo2", "keep", True, "cpu"),
+        *(
+            pytest.param(kind, way, marked, *device.values, marks=device.marks)
+            for device in DEVICES[1:]
+            for kind in EXPERTS
+            for way in ("keep", "auto", "kernels")
+            for marked in (False, True)
+        ),
+    ],
+)
+def test_lengths_that_change_under_compile_break_no_graph_and_make_few(
+    kind: str, marked: bool, way: str, device: str
+) -> None:
+    lengths = LENGTHS[device]
+    graphs: list[int] = []
+
+    def each(ids: Tensor) -> None:
+        graphs.append(counters["stats"]["unique_graphs"])
+        if marked:
+            torch._dynamo.mark_dynamic(ids, 1)
+
+    def course(way: str) -> tuple[Course, int, int, dict[str, int]]:
+        graphs.clear()
+        around = compiled(device, **({} if marked else {"dynamic": True}))
+        with torch._inductor.config.patch(emulate_precision_casts=True):  # or fusion decides where is rounded
+            done = course_of(kind, device, way, lengths, around, each)
+        return done, graphs[2 * len(lengths)], counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    plain, _, without_us, breaks = course("plain")
+    got, early, made, broken = course(way)
+    assert sum(broken.values()) <= sum(breaks.values()), broken
+    assert made == early, "torch.compile made graphs in later steps"
+    moves = 1 if way == "auto" and device == "cuda" else 0
+    assert made <= without_us * (1 + moves)
+    assert rows_of(got) == {expected_rows(way, device, lengths)}
+    if moves or way == "kernels":
+        np.testing.assert_allclose(got.told["losses"], plain.told["losses"], rtol=0.05)
+    else:
+        assert got.told["losses"] == plain.told["losses"]
+        assert all(torch.equal(a, b) for a, b in zip(got.told["weights"], plain.told["weights"], strict=True))
+
+
+def output_and_gradients(trained: Any, running: Any, ids: Tensor) -> dict[str, Tensor]:
+    trained.zero_grad()
+    logits = running(input_ids=ids).logits
+    weights = torch.linspace(-1, 1, logits.numel(), device=ids.device, dtype=torch.float64).view_as(logits)
+    torch.autograd.backward(logits, weights.to(logits.dtype))
+    gradients = {name: p.grad.double() for name, p in trained.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach().double(), **gradients}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_kernels_bring_output_and_gradients_no_farther_from_float64(kind: str, mode: str, device: str) -> None:
+    # all experts serve every token: which ones are chosen is not continuous
+    chosen = {"num_experts_per_tok": 4} if EXPERTS[kind] else {}
+    around = compiled(device, dynamic=True) if mode == "compiled" else lambda trained: trained
+    ids = [tokens(step, device, length) for step, length in enumerate(LENGTHS[device])]
+
+    def results(way: str, listener: Listener) -> dict[str, Tensor]:
+        trained = model(kind, device, **chosen)
+        if way == "truth":
+            trained.double()
+            if EXPERTS[kind]:
+                trained.set_experts_implementation("eager")  # the others are for 16 bits
+            return output_and_gradients(trained, trained, ids[-1])
+        agent = attach(trained, **Course("kernels").settings) if way == "kernels" else None  # type: ignore[arg-type]
+        running = around(trained)
+        for given in ids:
+            found = output_and_gradients(trained, running, given)
+        if agent is not None:
+            agent.subscribe(listener)
+            agent.step(1.0)
+            agent.close()
+        return found
+
+    listener = Listener()
+    truth, own, ours = (results(way, listener) for way in ("truth", "plain", "kernels"))
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    for name, true in truth.items():
+        allowed = 4 * float((own[name] - true).norm()) + 2 * unit * float(true.norm())
+        assert float((ours[name] - true).norm()) <= allowed, name
+    assert not all(torch.equal(ours[name], own[name]) for name in truth)
+    (sample,) = listener.of(wire.Sample)
+    assert set(slot_values(sample.words(), Slot.ROWS).tolist()) == {ROWS * sum(LENGTHS[device])}

@@ -1,0 +1,107 @@
+"""What must not matter to the detectors: the order of heads, units, how long a sample is, a stop in between."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.monitor.courses import EVERY, HEADS, SICK, Course, N, explosion, healthy, line, play, raised, reading
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+
+
+@settings(max_examples=5, deadline=None)
+@given(cut=st.integers(1, 119))
+def test_resuming_from_a_saved_state_at_any_sample_equals_not_stopping(cut: int) -> None:
+    whole, expected = play(line, until=6000, bias=0.6)
+    assert raised(expected)
+    first, told = play(line, until=cut * EVERY, bias=0.6)
+    resumed = Detectors(HEADS)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    _, rest = play(line, until=6000, detectors=resumed, since=cut * EVERY, bias=0.6)
+    assert told + rest == expected
+    np.testing.assert_array_equal(resumed.risk, whole.risk)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="resume with the same model"):
+        Detectors([(0, 0)]).load_state_dict(Detectors(HEADS).state_dict())
+
+
+def test_a_state_of_another_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="same detector configuration"):
+        Detectors(HEADS, DetectorConfig(window_steps=9000)).load_state_dict(Detectors(HEADS).state_dict())
+
+
+@settings(max_examples=4, deadline=None)
+@given(order=st.permutations(range(N)))
+def test_the_order_of_the_heads_does_not_matter(order: list[int]) -> None:
+    def shuffled(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        return offset[order], score[order]
+
+    straight, expected = play(explosion, until=4500, delta_bias_sum=np.zeros(N))
+    turned, told = play(
+        shuffled, until=4500, delta_bias_sum=np.zeros(N), detectors=Detectors([HEADS[i] for i in order])
+    )
+    assert told == expected
+    np.testing.assert_allclose(turned.risk, straight.risk[order], rtol=1e-12)
+
+
+@settings(max_examples=4, deadline=None)
+@given(exponent=st.integers(-20, 20))
+def test_the_unit_of_the_delta_bias_does_not_matter(exponent: int) -> None:
+    scale = 2.0**exponent
+    expected: list[wire.Verdict] = []
+    told: list[wire.Verdict] = []
+    straight, scaled = Detectors(HEADS), Detectors(HEADS)
+    for step in range(EVERY, 4501, EVERY):
+        sample = reading(step, line, bias=0.6)
+        expected += straight.update(sample)
+        told += scaled.update(reading(step, line, delta_bias_sum=sample.delta_bias_sum * scale))
+    assert raised(expected)
+    assert told == expected
+
+
+def test_the_length_of_a_sample_moves_a_warning_by_little() -> None:
+    steps = []
+    for every in (10, 50, 170):
+        detectors = Detectors(HEADS)
+        warned = None
+        for step in range(every, 6000, every):
+            if detectors.update(reading(step, line, since_step=step - every, bias=1.5)):
+                warned = warned or step
+        steps.append(warned)
+    assert None not in steps
+    assert max(s for s in steps if s) - min(s for s in steps if s) <= 600
+
+
+def test_a_layer_wide_reading_names_the_head_with_the_largest_accumulated_delta_bias() -> None:
+    def by_layer(step: int) -> tuple[Floats, Floats]:
+        offset, score = line(step)
+        offset[:4], score[:4] = offset[SICK], score[SICK]
+        return offset, score
+
+    _, told = play(by_layer, until=5000, bias=5.0)
+    assert raised(told) == [HEADS[SICK]]
+
+
+@settings(max_examples=4, deadline=None)
+@given(course=st.sampled_from([healthy, line, explosion]), shift=st.integers(1, 90))
+def test_a_mirrored_run_of_layers_numbered_otherwise_is_judged_alike(course: Course, shift: int) -> None:
+    def mirrored(step: int) -> tuple[Floats, Floats]:
+        offset, score = course(step)
+        return -offset, score
+
+    _, expected = play(course, until=5000, bias=0.6)
+    moved = Detectors([(layer + shift, head) for layer, head in HEADS])
+    told: list[wire.Verdict] = []
+    for step in range(EVERY, 5001, EVERY):
+        straight = reading(step, course, bias=0.6)
+        told += moved.update(reading(step, mirrored, delta_bias_sum=-straight.delta_bias_sum))
+    assert [(v.step, v.state, v.layer, v.head, v.cause, v.signal, v.forecast_steps) for v in told] == [
+        (v.step, v.state, (v.layer or 0) + shift, v.head, v.cause, v.signal, v.forecast_steps) for v in expected
+    ]

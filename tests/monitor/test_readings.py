@@ -1,0 +1,33 @@
+"""What a sample's words say of each head, as the detectors read them."""
+
+import numpy as np
+import pytest
+from tests.monitor.courses import EVERY, reading
+
+from foreshock.contract.slots import SLOT_COUNT, Slot, identity_row
+from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.readings import Readings
+
+
+def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown() -> None:
+    words = np.tile(identity_row(), (2, 1))
+    words[0, Slot.ROWS], words[0, Slot.TIED_ROWS_ONE] = 4, 1
+    floats = words.view(np.float64)
+    floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
+    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
+    assert (seen.score_offset[0], seen.tied_rows_one[0], seen.row_max_abs[0]) == (2.0, 0.25, 5.0)
+    assert np.isnan([seen.score_offset[1], seen.tied_rows_one[1], seen.row_max_abs[1], seen.delta_bias_sum[1]]).all()
+    assert words.shape == (2, SLOT_COUNT)
+
+
+def test_in_the_sum_of_delta_bias_each_row_that_a_cadence_looked_at_weighs_the_same() -> None:
+    words = np.tile(identity_row(), (3, 1))
+    words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 60, (40, 0, 60)
+    words.view(np.float64)[:, Slot.DELTA_BIAS_SUM] = -1.5, 2.5, 0.0
+    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(3, dtype=np.int32))
+    np.testing.assert_array_equal(seen.delta_bias_sum, [-1.5, 2.5, 0.0])
+
+
+def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"\(16,\) were given to 2 heads"):
+        Detectors([(0, 0), (0, 1)]).update(reading(EVERY))

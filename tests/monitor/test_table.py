@@ -1,0 +1,52 @@
+"""The table that attaching prints: what was found, what is not watched, and what is after the first steps."""
+
+import pytest
+import torch
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import (
+    AttentionWithMask,
+    CausalSelfAttention,
+    tiny_gpt,
+    train_step,
+)
+from tests.monitor.watching import SilentAttention
+
+from foreshock.monitor import attach
+
+
+def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    attach(tiny_gpt(), **{**EVERY_STEP, "quiet": False}).close()
+    table = capsys.readouterr().err
+    assert "blocks.1" in table
+    assert "fused Q, K, V (c_attn, Linear)" in table
+
+
+def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
+    alike = [CausalSelfAttention(16, 2) for _ in range(9)]
+    agent = attach(
+        tiny_gpt(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], SilentAttention(), SilentAttention()), **EVERY_STEP
+    )
+    agent.close()
+    lines = [" ".join(line.split()) for line in agent.report().splitlines()]
+    assert [line.split(" fused")[0] for line in lines if "blocks" in line][:2] == [
+        "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
+        "3 blocks.3 4 4 4",
+    ]
+    assert [line.split(" norms")[0] for line in lines if "NOTHING" in line] == ["- 2 x blocks.10, blocks.11 ? ? ?"]
+    longer = attach(tiny_gpt(*alike), **EVERY_STEP)
+    longer.close()
+    assert "0 to 8" in longer.report()
+
+
+def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2), SilentAttention())
+    agent = attach(masked, **{**EVERY_STEP, "quiet": False})
+    assert "watched" not in capsys.readouterr().err.splitlines()[-1]
+    with agent:
+        for step in range(2):
+            agent.step(train_step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), step))
+        told = capsys.readouterr().err
+        assert "1 x kernels, but kept and sampled in calls where it passes a mask (blocks.0)" in told
+        assert "1 x kernels (blocks.1)" in told
+        assert told.rstrip().endswith("watched 2 of 3 attention layers")
+        assert agent.report().count("watched 2 of 3 attention layers") == 1

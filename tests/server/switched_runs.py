@@ -1,0 +1,49 @@
+"""A run whose head grows at one rate, is switched, and grows at another; and what judges the switch."""
+
+from typing import Any
+
+import numpy as np
+
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import Array, Policy, Sample
+from foreshock.server.commands.verification import verify
+from foreshock.server.testing import FakeRank
+
+ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_delta"}
+WINDOW = 1000
+
+
+def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
+    """A sample in which every head's offset and largest score are base * exp(rate * step / WINDOW)."""
+    words = rank.words(step)
+    floats = words.view(np.float64)
+    size = base * np.exp(rate * step / WINDOW)
+    floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 * size
+    floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
+    floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
+    return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
+
+
+async def switched(
+    service: Any, policy: Policy = "approve", before: float = 1.0, after: float = 1.0, **order: Any
+) -> str:
+    """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more."""
+    rank = FakeRank()
+    await service.store(rank, rank.started(policy=policy))
+    await service.store(rank, *(grown(rank, step, before) for step in range(20, 2000, 20)))
+    command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
+    [sent] = (await service.store(rank, grown(rank, 2000, before))).commands
+    await service.store(rank, rank.answer(sent, 2000))
+    base = np.exp((before - after) * 2)
+    await service.store(rank, *(grown(rank, step, after, base) for step in range(2020, 3020, 20)))
+    return command
+
+
+async def judge(service: Any) -> None:
+    state = service.app.state
+    await verify(state.store, state.settings, state.roller)
+
+
+async def commands_of(service: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands"))["commands"]
+    return found

@@ -1,0 +1,141 @@
+"""The service put together: it listens where it can, tells so, does its chores whatever fails, and ends in order."""
+
+import asyncio
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from structlog.testing import capture_logs
+
+from foreshock.server import app as put_together
+from foreshock.server.app import AddressError, Server, create_app, serve
+from foreshock.server.settings import Settings
+from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.lanes import ClosingError
+
+
+def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_made(tmp_path: Path) -> None:
+    store = tmp_path / "new.db"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=rf"port {port} of 127\.0\.0\.1 is taken by another program; .*--port"):
+            serve(Settings(database_url=f"sqlite:///{store}", port=port))
+    assert not store.exists()
+
+
+def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    torn = tmp_path / "torn.db"
+    torn.write_bytes(b"no database at all" * 100)
+    with pytest.raises(StoreError, match=r"^the database cannot be used: ") as caught:
+        asyncio.run(put_together._open_once(Settings(database_url=f"sqlite:///{torn}")))
+    assert "\n" not in str(caught.value)
+    assert torn.read_bytes() == b"no database at all" * 100
+
+
+@pytest.mark.parametrize(("migrate", "migrated"), [(None, True), (True, True), (False, False)])
+def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
+    tmp_path: Path, migrate: bool | None, migrated: bool
+) -> None:
+    settings = Settings(database_url=f"sqlite:///{tmp_path / 'new.db'}", migrate=migrate)
+    if migrated:
+        asyncio.run(put_together._open_once(settings))
+    else:
+        with pytest.raises(StoreError, match="start one service with FORESHOCK_MIGRATE=true"):
+            asyncio.run(put_together._open_once(settings))
+
+
+def test_without_a_built_page_the_service_is_an_api_alone(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(put_together, "files", lambda _: tmp_path)
+
+    async def story(service: Any) -> None:
+        assert (await service.client.get("/")).status_code == 404
+        assert (await service.client.get("/healthz")).status_code == 200
+
+    play(story)
+
+
+def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(play: Any) -> None:
+    async def story(service: Any) -> None:
+        page = await service.client.get("/")
+        assert (page.status_code, page.headers["cache-control"]) == (200, "no-cache")
+        assets = re.findall(r'"\.?/?(assets/[^"]+)"', page.text)
+        assert len(assets) >= 2
+        for asset in assets:
+            assert (await service.client.get(f"/{asset}")).status_code == 200, asset
+
+    play(story)
+
+
+def test_a_chore_that_fails_is_told_and_tried_again_until_the_service_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    went = iter([RuntimeError("lost"), OSError("gone"), ClosingError()])
+    rounds: list[str] = []
+
+    class Broken:
+        def write(self) -> Any:
+            rounds.append("tried")
+            raise next(went)
+
+    async def at_once(_: asyncio.Event, __: float) -> None:
+        return None
+
+    monkeypatch.setattr(put_together, "pause", at_once)
+    store: Any = Broken()
+    nothing: Any = None
+    with capture_logs() as told:
+        asyncio.run(put_together._chores(Settings(), store, nothing, nothing, asyncio.Event()))
+    assert len(rounds) == 3
+    assert [line["error"] for line in told] == ["lost", "gone"]
+    assert {line["event"] for line in told} == {"a chore failed; it is tried again"}
+
+
+class Told:
+    """Stands for what the server tells of its going down: streams are ended, reads are hurried."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def close(self) -> None:
+        self.said.append("streams end")
+
+    def hurry(self) -> None:
+        self.said.append("reads hurry")
+
+
+def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_waits_for_them() -> None:
+    app, told, ready = FastAPI(), Told(), list[str]()
+    app.state.broadcaster = app.state.store = told
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
+
+    async def story() -> None:
+        server = Server(config, ready.append)
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        assert server.address == f"http://127.0.0.1:{port}"
+        assert ready == [f"foreshock is listening on {server.address}"]
+        server.handle_exit(signal.SIGTERM, None)
+        assert (server.should_exit, server.force_exit) == (True, False)
+        server.handle_exit(signal.SIGTERM, None)
+        assert server.force_exit
+        await server.shutdown()
+
+    asyncio.run(story())
+    assert told.said == ["streams end", "reads hurry"]
+
+
+def test_every_part_of_the_service_shares_its_one_store(tmp_path: Path) -> None:
+    state = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'one.db'}")).state
+    assert isinstance(state.store, Store)
+    for part in (state.roller, state.exposer, state.readiness, state.quotas, state.adder):
+        stores = [value for value in vars(part).values() if isinstance(value, Store)]
+        assert stores == [state.store], type(part).__name__

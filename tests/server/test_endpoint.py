@@ -1,0 +1,144 @@
+"""What stands at the service's edge: a batch is read within limits, and refused whole, with reasons."""
+
+import json
+from typing import Any
+
+import pytest
+
+from foreshock.server.testing import FakeRank
+
+
+@pytest.mark.promise("S3")
+@pytest.mark.parametrize("position", range(4))
+def test_one_bad_event_at_any_position_refuses_the_whole_batch(play: Any, position: int) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in (1, 2, 3))).model_dump_json())
+        body["events"][position]["step"] = -1
+        answer = await service.client.post("/v1/batches", json=body)
+        assert answer.status_code == 422
+        assert answer.headers["content-type"] == "application/problem+json"
+        [error] = answer.json()["errors"]
+        assert error["where"].startswith(f"events.{position}.")
+        assert (await service.get("/v1/runs"))["runs"] == []
+
+    play(story)
+
+
+def test_a_batch_with_many_errors_names_ten_of_them(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        body = json.loads(rank.batch(*(rank.sample(s) for s in range(1, 15))).model_dump_json())
+        for event in body["events"]:
+            event["since_step"] = -1
+        answer = await service.client.post("/v1/batches", json=body)
+        assert len(answer.json()["errors"]) == 10
+        assert [error["where"] for error in answer.json()["errors"]] == [
+            f"events.{i}.sample.since_step" for i in range(10)
+        ]
+
+    play(story)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "not JSON": b"\x80abc",
+    "nested too deep": b"[" * 100_000,
+    "a number too large": b'{"wire":1,"run":"r","rank":1e400,"boot":"b","sequence":1,"events":[]}',
+    "NaN literal": b'{"wire":1,"run":"r","rank":NaN,"boot":"b","sequence":1,"events":[]}',
+    "a lone surrogate": b'{"wire":1,"run":"\\ud800","rank":0,"boot":"b","sequence":1,"events":[]}',
+    "another wire version": b'{"wire":2,"run":"r","rank":0,"boot":"b","sequence":1,"events":[]}',
+    "markup as a name": b'{"wire":1,"run":"<img onerror=x>","rank":0,"boot":"b","sequence":1,"events":[]}',
+    "a path as a name": b'{"wire":1,"run":"..\\\\..","rank":0,"boot":"b","sequence":1,"events":[]}',
+    "no events": b'{"wire":1,"run":"r","rank":0,"boot":"b","sequence":1,"events":[]}',
+    "a list": b"[]",
+}
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bodies_are_refused_with_a_problem(play: Any, body: bytes) -> None:
+    async def story(service: Any) -> None:
+        answer = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (415, 422)
+        assert answer.json()["status"] == answer.status_code
+
+    play(story)
+
+
+@pytest.mark.promise("S5")
+def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def drip() -> Any:
+            for _ in range(100):
+                yield b" " * 100
+
+        def post(**kind: Any) -> Any:
+            return service.client.post("/v1/batches", **kind)
+
+        json_type = {"content-type": "application/json"}
+        large = await post(content=b" " * 5000, headers=json_type)
+        chunked = await post(content=drip(), headers=json_type)
+        assert [large.status_code, chunked.status_code] == [413, 413]
+        assert large.headers["content-type"] == chunked.headers["content-type"] == "application/problem+json"
+        packed = await post(content=b"{}", headers={**json_type, "content-encoding": "gzip"})
+        plain = await post(content=b"{}", headers={"content-type": "text/plain"})
+        assert [packed.status_code, plain.status_code] == [415, 415]
+
+    play(story, max_body_bytes=4096)
+
+
+@pytest.mark.promise("S12")
+def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(play: Any) -> None:
+    async def story(service: Any) -> None:
+        noisy, quiet = FakeRank(run="noisy"), FakeRank(run="quiet")
+        codes = [(await service.post(noisy.batch(noisy.sample(step)))).status_code for step in range(1, 30)]
+        assert codes[0] == 200
+        assert codes[-1] == 429
+        assert (await service.post(quiet.batch(quiet.sample(1)))).status_code == 200
+
+    play(story, run_batches_per_second=5.0)
+
+
+def test_a_run_named_like_an_address_is_refused_with_a_sentence(play: Any) -> None:
+    async def story(service: Any) -> None:
+        paths = [path for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")]
+        assert len(paths) == 9
+        for word in (path.rpartition("/")[2] for path in paths):
+            rank = FakeRank(run=f"team/{word}")
+            answer = await service.post(rank.batch(rank.started()))
+            assert answer.status_code == 422
+            assert f"may not end in /{word}" in answer.json()["detail"]
+
+    play(story)
+
+
+@pytest.mark.promise("S13")
+def test_control_characters_in_texts_reach_no_log_line(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
+        newest = (await service.get("/v1/runs/run-1/events"))["events"][0]
+        assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"
+
+    play(story)
+
+
+@pytest.mark.promise("S13")
+def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(
+        "foreshock.server.ingest.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields))
+    )
+
+    async def story(service: Any) -> None:
+        body = json.loads(FakeRank().batch(FakeRank().sample(1)).model_dump_json()) | {"run": "a\nb<img>"}
+        for _ in range(50):
+            assert (await service.client.post("/v1/batches", json=body)).status_code == 422
+        assert service.app.state.counters.batches["refused"] == 50
+
+    play(story)
+    [(_, fields)] = logged
+    assert "run: " in fields["why"]
+    assert "is not an identifier" in fields["why"]
+    assert "\n" not in fields["why"]

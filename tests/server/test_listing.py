@@ -1,0 +1,35 @@
+"""The list of runs, page by page."""
+
+from typing import Any
+
+import pytest
+
+from foreshock.server.testing import FakeRank
+
+
+def test_runs_are_listed_page_by_page(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for number in range(5):
+            rank = FakeRank(run=f"run-{number}")
+            await service.store(rank, rank.started(), rank.sample(1))
+        seen: list[str] = []
+        cursor = None
+        while True:
+            page = await service.get("/v1/runs", limit=2, **({"cursor": cursor} if cursor else {}))
+            seen += [run["run"] for run in page["runs"]]
+            if (cursor := page["next_cursor"]) is None:
+                break
+        assert seen == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
+
+    play(story)
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("power", ["999", "1024", "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT ZERO}"])
+@pytest.mark.parametrize("last", ["1", "9999999999999999999", "\N{ARABIC-INDIC DIGIT THREE}"])
+def test_a_cursor_that_the_service_never_gave_is_refused(play: Any, power: str, last: str) -> None:
+    async def story(service: Any) -> None:
+        answer = await service.client.get("/v1/runs", params={"cursor": f"0x1.fffffffffffffp+{power}-{last}"})
+        assert answer.status_code == 422
+
+    play(story)

@@ -1,0 +1,119 @@
+"""Every way a request can fail is a problem of one shape, that says what to do and shows nothing of the inside."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from sqlalchemy.exc import IntegrityError, OperationalError
+from starlette.exceptions import HTTPException
+
+from foreshock.server.access.problems import MAX_ERRORS, ProblemError, install, items, problem
+from foreshock.server.models import Problem, ProblemItem
+from foreshock.server.store.database import BusyError
+from foreshock.server.store.lanes import ClosingError
+
+INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
+WAYS: dict[str, tuple[Exception, int, str]] = {
+    "ours": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409, "It is decided."),
+    "going down": (ClosingError(INSIDE), 503, "The service is going down; try again."),
+    "busy": (BusyError(INSIDE), 429, "More large reads wait than the service takes; try again."),
+    "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503, "The store cannot be used just now; try again."),
+    "server gone": (ConnectionRefusedError(INSIDE), 503, "The store cannot be used just now; try again."),
+    "not there": (HTTPException(404), 404, "There is nothing at this address; /openapi.json lists what there is."),
+    "no method": (HTTPException(405, headers={"allow": "GET"}), 405, "This address does not take that method."),
+    "nobody's": (RuntimeError(INSIDE), 500, "The service failed on this request; its log says why."),
+    "work that is wrong": (
+        IntegrityError(INSIDE, {}, ValueError(INSIDE)),
+        500,
+        "The service failed on this request; its log says why.",
+    ),
+}
+
+
+class Wanted(BaseModel):
+    """What the failing address takes."""
+
+    count: int
+
+
+def ask(error: Exception, body: dict[str, Any]) -> httpx.Response:
+    app = FastAPI()
+    install(app)
+
+    @app.post("/fails")
+    async def fails(_: Wanted) -> None:
+        raise error
+
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/fails", json=body)
+
+    return asyncio.run(asked())
+
+
+def read(answer: Any) -> Problem:
+    assert answer.headers["content-type"] == "application/problem+json"
+    told = json.loads(answer.text if isinstance(answer, httpx.Response) else answer.body)
+    assert set(told) == set(Problem.model_fields)
+    return Problem.model_validate(told)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_fail_is_told_in_its_own_words_and_shows_nothing_of_the_inside(way: str) -> None:
+    error, status, detail = WAYS[way]
+    answer = ask(error, {"count": 3})
+    told = read(answer)
+    assert (answer.status_code, told.status, told.detail, told.errors) == (status, status, detail, [])
+    assert "SELECT" not in answer.text
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    for name, value in (getattr(error, "headers", None) or {}).items():
+        assert answer.headers[name] == value
+
+
+def test_a_body_that_is_wrong_is_told_field_by_field_without_what_it_held() -> None:
+    answer = ask(RuntimeError(), {"count": "s3cret"})
+    told = read(answer)
+    assert (told.status, told.detail) == (422, "1 field(s) of the request are wrong.")
+    [item] = told.errors
+    assert item.where == "body.count"
+    assert "integer" in item.message
+    assert "s3cret" not in answer.text
+
+
+@given(
+    errors=st.lists(
+        st.fixed_dictionaries(
+            {
+                "loc": st.lists(st.text(max_size=90) | st.integers(), max_size=5).map(tuple),
+                "msg": st.text(max_size=900),
+                "input": st.just(INSIDE),
+            }
+        ),
+        max_size=30,
+    )
+)
+def test_a_flood_of_errors_is_ten_short_ones_each_with_a_place(errors: list[dict[str, Any]]) -> None:
+    told = items(errors)
+    assert len(told) == min(len(errors), MAX_ERRORS)
+    for item, error in zip(told, errors, strict=False):
+        assert 0 < len(item.where) <= 200
+        assert error["msg"].startswith(item.message)
+        assert len(item.message) <= 300
+        assert INSIDE not in item.where + item.message
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 503])
+def test_a_problem_is_named_by_its_status_and_keeps_its_errors_and_headers(status: int) -> None:
+    item = ProblemItem(where="body.x", message="is wrong")
+    answer = problem(status, "Why.", [item], {"retry-after": "7"})
+    told = read(answer)
+    assert (answer.status_code, told.status, told.errors) == (status, status, [item])
+    assert told.title
+    assert answer.headers["retry-after"] == "7"
