@@ -150,7 +150,7 @@ def compiled(device: str, how: str) -> Callable[[nn.Module], Any]:
 def passes_a_mask(kind: str, device: str) -> bool:
     """Whether the model, compiled whole, gives PyTorch's attention a mask in the place of is_causal, as transformers
     does that cannot tell compilation from export; then its attention is kept."""
-    masks = []
+    masks: list[bool] = []
 
     def look(graph: Any, inputs: Any) -> Any:
         calls = [node for node in graph.graph.nodes if node.target is F.scaled_dot_product_attention]
