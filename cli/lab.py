@@ -195,6 +195,19 @@ def lab_ablation(
     scores.ablation(traces, console(), report=report)
 
 
+@lab.command("forecasts")
+def lab_forecasts(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs; only those for tuning are looked at.")],
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Say how long warned heads took to a score of 512, beside their course, and how often the range held: each recipe
+    by the range that all others give."""
+    from foreshock.cli import scores
+    from foreshock.cli.output import console
+
+    scores.forecasts(traces, console(), report=report)
+
+
 @lab.command("thinning")
 def lab_thinning(
     traces: Annotated[list[Path], typer.Argument(help="Recorded runs, none of them held out.")],

@@ -107,6 +107,35 @@ def ablation(traces: Sequence[Path], console: Console, *, report: Path | None) -
         console.print(f"report: {report}")
 
 
+def forecasts(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
+    """Calibrate forecasts on the tuning runs among `traces`, and print a line for each recipe."""
+    from foreshock.lab.scoring.forecast_table import forecast_rows, took
+
+    break_seal(traces, DetectorConfig(), None)
+    with Progress(*COLUMNS, console=console, transient=True) as progress:
+        bar = progress.add_task("replaying", total=None)
+        rows = forecast_rows(took(list(map(read_trace, traces)), lambda _: progress.advance(bar)))
+    shown = Table(box=None, pad_edge=False, header_style="bold", title="tuning runs", title_justify="left")
+    shown.add_column("recipe", overflow="fold", min_width=16)
+    for name in ("earliest", "likely", "latest", "heads", "first inside", "forecasts", "inside", "passed"):
+        shown.add_column(name, justify="right")
+    for each in rows:
+        parts = (f"{part:.2f}" for part in (each.earliest, each.likely, each.latest))
+        inside = f"{each.first_inside}/{each.heads}"
+        shown.add_row(
+            each.recipe, *parts, str(each.heads), inside, *map(str, (each.forecasts, each.inside, each.passed))
+        )
+    console.print(shown)
+    console.print(
+        "earliest, likely, latest: in parts of a head's course, as the heads of all other recipes took. heads: those "
+        "that came to a score of 512; first inside: of the first words about them. passed: forecasts whose latest step "
+        "passed, and the head had not come."
+    )
+    if report is not None:
+        report.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+        console.print(f"report: {report}")
+
+
 def thinning(
     traces: Sequence[Path], every: Sequence[int], console: Console, *, seeds: int, report: Path | None
 ) -> None:
@@ -202,7 +231,7 @@ def _print_incidents(rows: Sequence[dict[str, Any]], console: Console) -> None:
         )
     console.print(shown)
     console.print(
-        "incidents: all warnings of one cause are one. undecided: quality loss was expected until after the run's end. "
+        "incidents: all warnings of one cause are one. undecided: quality loss was expected after the run's end. "
         "head named: the head that fails was among the first three as late as a warning is in time. Brackets: 95 %, "
         "over runs.\n"
     )
@@ -224,6 +253,10 @@ def _print_forecasts(splits: dict[str, Any], console: Console) -> None:
         share = "-" if found["share_inside"] is None else f"{found['share_inside']:.0%}"
         held = f"{share}{_interval(found, 'share_inside', '.0%')} of {found['decided']}"
         console.print(f"forecasts, {split}: the range held in {held}; {counts or 'none was made'}", soft_wrap=True)
+        closed = found["with_latest"]
+        if closed["decided"]:
+            share = f"{closed['share_inside']:.0%}{_interval(closed, 'share_inside', '.0%')}"
+            console.print(f"  of those that gave a latest step: {share} of {closed['decided']}", soft_wrap=True)
     console.print()
 
 

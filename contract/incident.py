@@ -2,109 +2,32 @@
 
 Warnings speak of heads, and every rank has its own; people need one voice. An incident opens with the first warning of
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
-harm. It is a function of what is known: the newest word of every warning, the present modes, what became of switches,
-and who acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old
-stores have incidents too. The agent reads its own warnings with the same function.
+harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
+incident goes on under another name, from the step at which it was first told, and says so.
+
+It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
+acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
+have incidents too. The agent reads its own warnings with the same function.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from foreshock.contract.decision import CAUSES, Act, IncidentCause, Progress, cause_of, curable, decision
+from foreshock.contract.decision import CAUSES, IncidentCause, Progress, cause_of, curable, decision
+from foreshock.contract.incident_form import Acknowledged as Acknowledged
+from foreshock.contract.incident_form import HeadState as HeadState
+from foreshock.contract.incident_form import Incident as Incident
+from foreshock.contract.incident_form import IncidentHead as IncidentHead
+from foreshock.contract.incident_form import IncidentState as IncidentState
+from foreshock.contract.incident_form import Judged as Judged
+from foreshock.contract.incident_form import Warned as Warned
+from foreshock.contract.incident_words import counted as counted
+from foreshock.contract.incident_words import sentence
 from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
 from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
 
-IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
-HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
 _SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
-_NAMED: Final = 3
-
-
-class Warned(NamedTuple):
-    """A warning of a rank in its newest word."""
-
-    rank: int
-    raised_step: int
-    verdict: Verdict
-
-
-class Judged(NamedTuple):
-    """What became of a switch: it speaks of every warning of its heads that was raised until `step`."""
-
-    heads: frozenset[HeadRef] | None
-    """None: every head."""
-    step: int
-    arrested: bool
-
-
-class Acknowledged(BaseModel):
-    """Somebody has seen an incident and takes care of it."""
-
-    model_config = ConfigDict(frozen=True)
-    cause: IncidentCause
-    step: int = Field(description="the incident's newest step when it was acknowledged")
-    who: str
-    reason: str
-    unix_seconds: float
-
-
-class IncidentHead(BaseModel):
-    """A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
-    layer: int | None
-    head: int | None
-    state: HeadState = Field(description="quiet: no warning stands any more; else where the cure of this head stands")
-    severity: Severity
-    signal: str
-    raised_step: int
-    step: int = Field(description="of its newest word")
-    steps_left: float | None = Field(description="until the largest |score| reaches 512; 0 past it, null: not foreseen")
-    harm_step: int | None = Field(description="the step at which that is expected")
-    harm_first_step: int | None
-    harm_last_step: int | None
-    sentence: str
-    evidence: dict[str, float]
-
-
-class Incident(BaseModel):
-    """All warnings of one cause in a run. `id` names it within its run: its cause, with a dash for a space."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
-    id: str
-    cause: IncidentCause
-    state: IncidentState
-    severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
-    opened_step: int
-    step: int = Field(description="of its newest word")
-    closed_step: int | None
-    times: int = Field(description="how often it has opened in this run")
-    standing: int = Field(description="heads that are warned about now; the whole run counts as one")
-    switched: int = Field(description="how many of them have a mode under which growth by rounding ends")
-    layers: list[int] = Field(description="of the heads that stand, or of all where none does")
-    steps_left: float | None = Field(description="of the head that comes to harm first")
-    harm_step: int | None
-    harm_first_step: int | None
-    harm_last_step: int | None
-    heads: list[IncidentHead] = Field(description="soonest harm first; quiet ones last")
-    acknowledged: Acknowledged | None
-    act: Act = Field(description="what machines do about it under the run's policy: switch, propose or none")
-    sentence: str = Field(description="the incident in words")
-    done: str = Field(description="what was done about it, in words")
-    to_do: str = Field(description="what is left to people, in words")
-
-    @property
-    def standing_heads(self) -> int:
-        """Heads that are warned about now; 0 where the whole run alone is."""
-        return sum(head.layer is not None and head.state != "quiet" for head in self.heads)
-
-    @property
-    def first(self) -> IncidentHead:
-        """The head to look at first."""
-        return self.heads[0]
 
 
 def incident_id(cause: IncidentCause) -> str:
@@ -152,12 +75,19 @@ def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
     """Warnings that stood at one time belong together; what comes after all were quiet opens the incident again."""
     found: list[list[Warned]] = []
     until = -math.inf
-    for one in sorted(warned, key=lambda one: (one.raised_step, one.rank, one.verdict.id)):
-        if one.raised_step > until:
+    for one in sorted(warned, key=lambda one: (one.joined_step, one.rank, one.verdict.id)):
+        if one.joined_step > until:
             found.append([])
         found[-1].append(one)
         until = max(until, math.inf if _stands(one) else one.verdict.step)
     return found
+
+
+def _opened(started: Warned, episode: Sequence[Warned]) -> int:
+    """The step of the first warning: of an incident that was told under another cause before, the first of those."""
+    if started.verdict.corrected_from is None:
+        return started.joined_step
+    return min(one.raised_step for one in episode if one.joined_step == started.joined_step)
 
 
 def _stands(one: Warned) -> bool:
@@ -183,8 +113,9 @@ def _incident(
     heads.sort(key=_soonest)
     standing = [head for head in heads if head.state != "quiet"]
     loose = [head for head in standing if head.state != "arrested"]
-    opened = min(one.raised_step for one in episode)
-    mine = [a for a in acknowledged if a.cause == cause and a.step >= opened]
+    started = min(episode, key=lambda one: (one.joined_step, one.verdict.corrected_from is not None))
+    opened, was = _opened(started, episode), started.verdict.corrected_from
+    mine = [a for a in acknowledged if a.cause in (cause, was) and a.step >= opened]
     seen = max(mine, key=lambda a: (a.step, a.unix_seconds, a.who, a.reason), default=None)
     progress = _progress(standing)
     switched = sum(head.state != "unswitched" for head in standing)
@@ -212,6 +143,8 @@ def _incident(
         state=state,
         severity=severity,
         opened_step=opened,
+        corrected_from=was,
+        corrected_step=None if was is None else started.joined_step,
         step=max(head.step for head in heads),
         closed_step=None if standing else max(head.step for head in heads),
         times=len(episodes),
@@ -225,7 +158,7 @@ def _incident(
         heads=heads,
         acknowledged=seen,
         act=what.act if standing else "none",
-        sentence=_sentence(cause, heads, standing, opened),
+        sentence=sentence(cause, heads, standing, opened, was, started.joined_step),
         done=what.done if standing else "All warnings are quiet.",
         to_do=what.to_do if standing else "Nothing.",
     )
@@ -263,6 +196,8 @@ def _head(
         harm_step=harm,
         harm_first_step=low,
         harm_last_step=high,
+        harm_in_sight=verdict.harm_in_sight,
+        corrected_from=verdict.corrected_from,
         sentence=verdict.sentence,
         evidence=verdict.evidence,
     )
@@ -313,76 +248,3 @@ def _soonest(head: IncidentHead) -> tuple[bool, bool, bool, float, int, int, int
         -1 if head.layer is None else head.layer,
         -1 if head.head is None else head.head,
     )
-
-
-_WORDS: Final[dict[IncidentCause, str]] = {
-    "rounding": "Scores drift as rounding drives them",
-    "score growth": "Scores grow, which rounding was not shown to cause,",
-    "not finite": "Numbers are not finite",
-    "other": "The loss left its track",
-}
-
-
-def _sentence(
-    cause: IncidentCause, heads: Sequence[IncidentHead], standing: Sequence[IncidentHead], opened: int
-) -> str:
-    shown = standing or heads
-    said = f"{_WORDS[cause]} in {in_words(shown)}, since step {opened:,}."
-    if not standing:
-        return f"{said} Quiet since step {max(head.step for head in heads):,}."
-    first = shown[0]
-    if first.layer is not None and len(shown) > 1:
-        said += f" First: {name_of(first)}."
-    return said if first.state == "arrested" else said + harm_in_words(first)
-
-
-def harm_in_words(head: IncidentHead) -> str:
-    """When a head's largest |score| reaches 512, as a sentence after another; empty where nobody can say."""
-    if head.harm_step is None:
-        return ""
-    if head.harm_step <= head.step:
-        return " Its largest |score| is past 512."
-    between = ""
-    if head.harm_first_step is not None and head.harm_last_step is not None:
-        between = f" ({_round(head.harm_first_step)} to {_round(head.harm_last_step)})"
-    return f" Its largest |score| reaches 512 about step {_round(head.harm_step)}{between}."
-
-
-def _round(step: int) -> str:
-    """A forecast is not known to the step: three digits."""
-    unit = 10 ** max(0, len(str(step)) - 3)
-    return f"{round(step / unit) * unit:,}"
-
-
-def name_of(head: IncidentHead) -> str:
-    """Layer 0 head 2, in small letters."""
-    if head.layer is None:
-        return "the whole run"
-    return f"layer {head.layer}" + ("" if head.head is None else f" head {head.head}")
-
-
-def counted(heads: Sequence[IncidentHead]) -> str:
-    """How many heads these are; the whole run is none of them."""
-    named = sum(head.layer is not None for head in heads)
-    whole = ["the whole run"] if named < len(heads) else []
-    return " and ".join(whole + [f"{named} head{'s' if named > 1 else ''}"] * (named > 0))
-
-
-def in_words(heads: Sequence[IncidentHead]) -> str:
-    """How many heads of which layers; a few by name."""
-    if len(heads) <= _NAMED:
-        return " and ".join(filter(None, [", ".join(map(name_of, heads[:-1])), name_of(heads[-1])]))
-    layers = sorted({head.layer for head in heads if head.layer is not None})
-    return f"{counted(heads)} of {'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0 to 3, 7; at most four parts."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    named = [str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts]
-    return ", ".join(named[:4]) + (f" and {len(numbers) - sum(map(len, parts[:4]))} more" if len(named) > 4 else "")

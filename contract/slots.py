@@ -99,6 +99,9 @@ SUM_SLOTS: Final = tuple(s for s, info in SLOTS.items() if info.dtype == "float6
 MAX_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.merge == "max")
 
 
+_IS_COUNT: Final = tuple(SLOTS[slot].dtype == "int64" for slot in Slot)
+
+
 def identity_row() -> Words:
     """The state of a head that has seen nothing, [SLOT_COUNT]."""
     row = np.zeros(SLOT_COUNT, dtype=np.int64)
@@ -148,18 +151,28 @@ class ReadOnce:
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._columns: dict[Slot, Floats] = {}
+        self._columns: list[Floats | None] = [None] * SLOT_COUNT
+        self._looked_at: Floats | None = None
 
     def column(self, slot: Slot) -> Floats:
         """One statistic of every head, [...]."""
-        if slot not in self._columns:
-            self._columns[slot] = slot_values(self._words, slot)
-        return self._columns[slot]
+        found = self._columns[slot]
+        if found is None:
+            found = self._columns[slot] = slot_values(self._words, slot)
+        return found
+
+    def looked_at(self) -> Floats:
+        """As the function of that name."""
+        if self._looked_at is None:
+            self._looked_at = self.column(Slot.ROWS) - self.column(Slot.SKIPPED_ROWS)
+        return self._looked_at
 
 
 def looked_at(words: Words | ReadOnce) -> Floats:
     """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
     # An older version skipped none, and so its rows need no other rule: they hold 0 there.
+    if isinstance(words, ReadOnce):
+        return words.looked_at()
     return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
@@ -168,6 +181,6 @@ def slot_values(words: Words | ReadOnce, slot: Slot) -> npt.NDArray[np.float64]:
     if isinstance(words, ReadOnce):
         return words.column(slot)
     column = words[..., slot]
-    if SLOTS[slot].dtype == "int64":
+    if _IS_COUNT[slot]:
         return column.astype(np.float64)  # one pass, converting as it gathers
     return column.copy().view(np.float64)

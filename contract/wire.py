@@ -203,9 +203,18 @@ class Verdict(Message):
     cause: Cause
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
     evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
+    corrected_from: Literal["rounding", "score growth", "not finite", "other"] | None = Field(
+        default=None, description="the cause that this warning was told under before; null: it is the first one"
+    )
+    corrected_step: Step | None = Field(default=None, description="the step at which the cause was corrected")
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = None
-    forecast_high_steps: float | None = None
+    forecast_high_steps: float | None = Field(
+        default=None, description="null beside an earliest step: some heads on such a course settle, none can be given"
+    )
+    harm_in_sight: bool | None = Field(
+        default=None, description="false: on its course the head levels off before; null: there is no forecast"
+    )
     sentence: str = Field(max_length=500, description="the verdict in words")
 
 

@@ -1,6 +1,7 @@
 """docs/reference/alert-messages.md: what alerts tell people, as Prometheus and Alertmanager write it.
 
-`scripts/alert_messages.py` writes the page; it needs promtool and amtool. test_alert_messages_page.py compares.
+`scripts/alert_messages.py` writes the page; it needs promtool and amtool.
+tests/scripts/test_alert_messages.py compares.
 """
 
 import json

@@ -122,6 +122,10 @@ class IncidentChange(Response):
     opened_step: int
     step: int
     times: int = Field(description="how often it has opened in this run")
+    corrected_from: IncidentCause | None = Field(
+        default=None, description="the cause that it was told under before, until `corrected_step`"
+    )
+    corrected_step: int | None = None
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
     steps_left: Number
     grown: bool = Field(default=False, description="in the log: told because it grew tenfold, nothing else changed")
@@ -203,9 +207,12 @@ class ActiveWarning(Response):
     signal: str
     raised_step: int
     step: int = Field(description="step of the latest update")
+    corrected_from: IncidentCause | None = Field(description="the cause that it was told under before")
+    corrected_step: int | None
     forecast_steps: Number
     forecast_low_steps: Number
     forecast_high_steps: Number
+    harm_in_sight: bool | None = Field(description="false: on its course the head levels off before; null: no forecast")
     evidence: dict[str, float]
     sentence: str
 

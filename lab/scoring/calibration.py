@@ -1,4 +1,4 @@
-"""How often a forecast held: every first warning of a head against when its |score| did reach 512."""
+"""How often a forecast held: what was foreseen of a head against when its |score| did reach 512."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,9 @@ from foreshock.lab.recording.trace import Trace, readings
 from foreshock.lab.scoring.intervals import share_interval
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE
 
-Outcome = Literal["inside", "earlier", "later", "undecided", "none in sight, right", "none in sight, wrong", "past"]
+Outcome = Literal[
+    "inside", "earlier", "later", "undecided", "none in sight, right", "none in sight, wrong", "no forecast", "past"
+]
 OUTCOMES: Final[tuple[Outcome, ...]] = (
     "inside",
     "earlier",
@@ -20,14 +22,16 @@ OUTCOMES: Final[tuple[Outcome, ...]] = (
     "undecided",
     "none in sight, right",
     "none in sight, wrong",
+    "no forecast",
     "past",
 )
-"""later: the whole range passed without it. undecided: the run ended within the range. past: it was there already."""
+"""later: the whole range passed without it. undecided: the run ended within the range, or the head was switched. past:
+it was there already. A range without a latest step is never too early for what does not come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What was foreseen at the first warning about a head, and what came."""
+    """What was foreseen of a head, and what came."""
 
     step: int
     layer: int
@@ -37,6 +41,13 @@ class Forecast:
     high: float | None
     reached_step: int | None
     outcome: Outcome
+    seen_until: int
+    """the last step at which the head was as it was foreseen: the run's, or that before it was switched"""
+
+    @property
+    def open_ended(self) -> bool:
+        """Only the earliest step was given."""
+        return self.low is not None and self.high is None
 
 
 def forecasts_of(trace: Trace, verdicts: Iterable[Verdict]) -> list[Forecast]:
@@ -45,49 +56,68 @@ def forecasts_of(trace: Trace, verdicts: Iterable[Verdict]) -> list[Forecast]:
     for verdict in verdicts:
         if verdict.layer is not None and verdict.head is not None and verdict.state == "raised":
             first.setdefault((verdict.layer, verdict.head), verdict)
-    reached = _reached(trace) if first else {}
-    end = trace.samples[-1].step
-    return [
-        Forecast(
-            verdict.step,
-            *ref,
-            verdict.forecast_steps,
-            verdict.forecast_low_steps,
-            verdict.forecast_high_steps,
-            reached.get(ref),
-            _outcome(verdict, reached.get(ref), end),
-        )
-        for ref, verdict in first.items()
-    ]
+    return checked(trace, first.values())
 
 
-def _reached(trace: Trace) -> Mapping[HeadRef, int]:
-    """When the |score| of each head reached 512."""
-    found: dict[HeadRef, int] = {}
+def checked(trace: Trace, verdicts: Iterable[Verdict]) -> list[Forecast]:
+    """Every word about a head, against what came."""
+    asked = [v for v in verdicts if v.layer is not None and v.head is not None]
+    if not asked:
+        return []
+    found = []
+    reached, switches = _courses(trace)
+    for verdict in asked:
+        ref = (verdict.layer or 0, verdict.head or 0)
+        until = next((step for step in switches.get(ref, ()) if step > verdict.step), trace.samples[-1].step)
+        came = reached.get(ref)
+        came = None if came is None or came > until else came
+        outcome = _outcome(verdict, came, until)
+        ahead = verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps
+        found.append(Forecast(verdict.step, *ref, *ahead, came, outcome, until))
+    return found
+
+
+def _courses(trace: Trace) -> tuple[Mapping[HeadRef, int], Mapping[HeadRef, list[int]]]:
+    """When the |score| of each head reached 512, and the last steps before its mode changed."""
+    reached: dict[HeadRef, int] = {}
+    switches: dict[HeadRef, list[int]] = {}
+    before = None
     for reading in readings(trace):
         score = np.fmax(reading.row_max_abs, reading.score_max)
         for index in np.flatnonzero(score >= DANGEROUS_SCORE).tolist():
-            found.setdefault(trace.heads[index], reading.step)
-    return found
+            reached.setdefault(trace.heads[index], reading.step)
+        if before is not None:
+            for index in np.flatnonzero(reading.modes != before.modes).tolist():
+                switches.setdefault(trace.heads[index], []).append(before.step)
+        before = reading
+    return reached, switches
 
 
 def _outcome(verdict: Verdict, reached: int | None, end: int) -> Outcome:
     low, high = verdict.forecast_low_steps, verdict.forecast_high_steps
     if reached is not None and reached <= verdict.step:
         return "past"
-    if low is None or high is None:
+    if low is None:
+        if verdict.harm_in_sight is None:
+            return "no forecast"
         return "none in sight, right" if reached is None else "none in sight, wrong"
+    high = math.inf if high is None else high
     came = math.inf if reached is None else reached - verdict.step
     if came < low:
         return "earlier"
-    if came <= high:
+    if came <= high and reached is not None:
         return "inside"
     return "undecided" if reached is None and end - verdict.step <= high else "later"
 
 
 def calibration(forecasts: Iterable[Forecast]) -> dict[str, Any]:
-    """Counts by outcome; the share of the decided ranges that held, with its interval. Heads of one run are not
-    independent: of many heads of few runs the interval is too narrow."""
+    """Counts by outcome; the share of the decided ranges that held, with its interval, of all and of those that give a
+    latest step. Heads of one run are not independent: of many heads of few runs the interval is too narrow."""
+    given = list(forecasts)
+    return {**_counted(given), "with_latest": _counted([each for each in given if each.high is not None])}
+
+
+def _counted(forecasts: Iterable[Forecast]) -> dict[str, Any]:
     counts = dict.fromkeys(OUTCOMES, 0)
     for each in forecasts:
         counts[each.outcome] += 1

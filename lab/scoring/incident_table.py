@@ -22,7 +22,7 @@ class IncidentRow:
     steps: int
     incidents: int
     undecided: int
-    """of those of runs that did not fail: the harm was expected until after the run's end. All others are false"""
+    """of those of runs that did not fail: the harm was expected after the run's end. All others are false"""
     quiet_runs: int
     """without any incident"""
     quiet_interval: Interval | None
@@ -66,7 +66,7 @@ def _row(scores: Sequence[Score], split: str, group: Group) -> IncidentRow:
     steps, count = sum(each.steps for each in scores), sum(len(each.incidents) for each in scores)
     quiet = sum(not each.incidents for each in scores)
     undecided = sum(
-        incident.expected_until is not None and incident.expected_until > each.steps
+        incident.expected_step is not None and incident.expected_step > each.steps
         for each in scores
         for incident in each.incidents
         if group == "did not fail"

@@ -6,7 +6,7 @@ is quiet.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -25,30 +25,45 @@ NAMED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An incident as it opened."""
+    """An incident as it opened; the cause as it was corrected where all of it turned out to be of another."""
 
     step: int
     cause: IncidentCause
-    expected_until: int | None
-    """the last step at which harm was then expected; None where no range was given"""
+    expected_step: int | None
+    """when harm was then expected; None where nobody could say"""
+    corrected_from: IncidentCause | None = None
 
 
 def opened(verdicts: Iterable[Verdict]) -> list[Opened]:
-    """The incidents that a run's verdicts, in their order, open. A warning whose cause changes moves to the other."""
+    """The incidents that a run's verdicts, in their order, open.
+
+    A warning whose cause is corrected moves to the incident of that cause. Where that is not open, and nothing else of
+    the old one stands, the old one goes on under the new cause.
+    """
     standing: dict[IncidentCause, set[str]] = {}
-    found = []
+    newest: dict[IncidentCause, int] = {}
+    """the place of each cause's newest incident"""
+    found: list[Opened] = []
     for verdict in verdicts:
         if verdict.severity == "info":
             continue
         cause = cause_of(verdict)
+        left = None
         for other, ids in standing.items():
-            if other != cause or verdict.state == "cleared":
+            if verdict.id in ids and (other != cause or verdict.state == "cleared"):
                 ids.discard(verdict.id)
+                left = other
         if verdict.state == "cleared":
             continue
         if not standing.setdefault(cause, set()):
-            high = verdict.forecast_high_steps
-            found.append(Opened(verdict.step, cause, None if high is None else verdict.step + round(min(high, 1e9))))
+            if left is not None and not standing[left]:
+                place = newest[cause] = newest.pop(left)
+                found[place] = replace(found[place], cause=cause, corrected_from=left)
+            else:
+                newest[cause] = len(found)
+                ahead = verdict.forecast_steps
+                expected = None if ahead is None else verdict.step + round(min(ahead, 1e9))
+                found.append(Opened(verdict.step, cause, expected))
         standing[cause].add(verdict.id)
     return found
 

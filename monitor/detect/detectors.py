@@ -20,8 +20,8 @@ from foreshock.contract import wire
 from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
-from foreshock.monitor.detect.forecast import forecast, sentence, who
-from foreshock.monitor.detect.growth import Growth, HeadPasts, array
+from foreshock.monitor.detect.forecast import NEAR_LIVES, Forecast, forecast, who
+from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.signals import (
     DANGEROUS_SCORE,
@@ -31,6 +31,7 @@ from foreshock.monitor.detect.signals import (
     by_name,
 )
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
+from foreshock.monitor.detect.verdicts import Found, cause, severity, supported, verdict
 
 
 class _Alarm(BaseModel):
@@ -132,25 +133,26 @@ class Detectors:
         self._step, self._rounds = readings.step, readings.rounds
         self._follow_rate(readings)
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
-            anew = self._measured_anew(readings)
-            self._weigh_bias(readings)
+            changed = self._modes != readings.modes
+            anew = self._measured_anew(readings) if (any_changed := bool(changed.any())) else changed
+            self._weigh_bias(readings, changed if any_changed else None)
             values = [info.read(readings) for info in SIGNALS.values()]
-            if anew.any():  # this sample may hold scores of both kinds
+            if any_changed and anew.any():  # this sample may hold scores of both kinds
                 self._history.restart(anew)
                 values = [
                     np.where(anew, np.nan, value) if value is not None and info.of_scores else value
                     for value, info in zip(values, SIGNALS.values(), strict=True)
                 ]
             counted = [values[signal] for signal in _COUNTED]
-            whole = all(each is not None and math.isfinite(each.sum()) for each in counted)
+            whole = all(each is not None and is_finite(each) for each in counted)
             whole = whole and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._nonfinite(readings, whole)
-            if self._add(readings, values, whole):
+            if judged := self._add(readings, values, whole):
                 self._close_loss()
                 growth = self._growth = self._measure()
                 if growth is not None:
                     tripped = {**self._judge(growth, readings.step), **tripped}
-            return self._tell(tripped, readings.step)
+            return self._tell(tripped, readings.step, judged=judged)
 
     def _follow_rate(self, readings: Readings) -> None:
         """When the learning rate was highest; a run that was set back has its peak yet to come."""
@@ -168,33 +170,31 @@ class Detectors:
 
     def _measured_anew(self, readings: Readings) -> npt.NDArray[np.bool_]:
         """The heads [N] whose statistics speak of other scores than before: a mode that moves them went on or off."""
-        moved: npt.NDArray[np.bool_] = self._modes != readings.modes
-        return (self._modes >= 0) & ((self._modes ^ readings.modes) & SCORES_MOVED != 0) if moved.any() else moved
+        moved: npt.NDArray[np.bool_] = (self._modes ^ readings.modes) & SCORES_MOVED != 0
+        return (self._modes >= 0) & moved
 
-    def _weigh_bias(self, readings: Readings) -> None:
+    def _weigh_bias(self, readings: Readings, changed: npt.NDArray[np.bool_] | None) -> None:
         """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.
 
-        Each sample counts as one draw: rows of one step are not independent.
+        Each sample counts as one draw: rows of one step are not independent. changed [N]: heads that got another.
         """
-        changed = self._modes != readings.modes
-        if changed.any():
+        if changed is not None:
             self._bias[:, changed] = 0.0
             self._modes = readings.modes.astype(np.int32)
         draw = readings.delta_bias_sum
-        if not math.isfinite(draw.sum()):
+        if not is_finite(draw):
             draw = np.where(np.isfinite(draw), draw, 0.0)
         self._bias[0] += draw
         self._bias[1] += draw * draw
 
-    def _bias_z(self, index: int) -> float:
-        return float(self._bias[0, index] / math.sqrt(self._bias[1, index])) if self._bias[1, index] > 0 else math.nan
-
     def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
         overflowed = self._only_overflowed(readings)
-        broken = np.zeros(len(self.heads), dtype=bool) if overflowed else readings.nonfinite_rows > 0
-        if not whole:  # the largest of no rows is -inf
-            broken |= np.isinf(readings.score_offset) | (readings.row_max_abs == np.inf)
-        tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
+        tripped: dict[int, str] = {}
+        if not whole or (not overflowed and not readings.nonfinite_rows.max(initial=0.0) <= 0):
+            broken = np.zeros(len(self.heads), dtype=bool) if overflowed else readings.nonfinite_rows > 0
+            if not whole:  # the largest of no rows is -inf
+                broken |= np.isinf(readings.score_offset) | (readings.row_max_abs == np.inf)
+            tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, None if overflowed else readings.grad_norm):
             if value is not None and not math.isfinite(value):
                 tripped[_RUN] = "nonfinite"
@@ -204,8 +204,10 @@ class Detectors:
         """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by such steps, which
         it skips. After a step that was not skipped the loss would not be finite either."""
         loss, norm = readings.loss, readings.grad_norm
-        in_gradients = not math.isfinite(norm) if norm is not None else bool((readings.nonfinite_rows > 0).any())
-        if loss is None or not math.isfinite(loss) or not in_gradients:
+        in_gradients = loss is not None and math.isfinite(loss)
+        if in_gradients:
+            in_gradients = not math.isfinite(norm) if norm is not None else bool((readings.nonfinite_rows > 0).any())
+        if not in_gradients:
             self._overflow[0] = math.nan
             return False
         if math.isnan(self._overflow[0]):
@@ -235,8 +237,8 @@ class Detectors:
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
-        near = self._near(growth, step=step, ripe=step >= self._ripe_from(), push=self._push())
-        self._recent[self._history.closed % len(self._recent)] = near
+        near = self._recent[self._history.closed % len(self._recent)]
+        self._near(growth, step=step, ripe=step >= self._ripe_from(), push=self._push(), out=near)
         np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
         for between in self._recent[1:-1]:
             np.minimum(self._pressure, between, out=self._pressure)
@@ -251,7 +253,8 @@ class Detectors:
         if not self._rounds:
             return np.zeros(len(self.heads))
         push: Floats = self._bias[0] / np.sqrt(self._bias[1])
-        push[self._modes & ROUNDING_ENDS != 0] = 0.0
+        if self._modes.any():
+            push[self._modes & ROUNDING_ENDS != 0] = 0.0
         return push
 
     def _name_heads(self, tripped: dict[int, str], growth: Growth) -> dict[int, str]:
@@ -270,53 +273,65 @@ class Detectors:
             kept[named] = signal
         return kept
 
-    def _tell(self, tripped: dict[int, str], step: int) -> list[wire.Verdict]:
+    def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
         told: list[wire.Verdict] = []
         for index, active in self._alarms.items():
             if index not in tripped and self._dangerous(index):
                 tripped[index] = active.verdict.signal
+        evidence = self._evidence(list(tripped))
         for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
-            evidence = self._evidence(index)
-            cause = self._cause(index, signal, evidence)
-            severity: wire.Severity = "warning"
-            if signal == "nonfinite" or evidence.get("score", 0.0) >= DANGEROUS_SCORE / 2:
-                severity = "critical"
+            found = self._look(index, signal, evidence[index])
             if alarm is not None:
                 alarm.tripped_step = step
-                if alarm.verdict.cause == "rounding":
-                    cause = "rounding"  # what a switch was founded on does not change under it
-                same = (alarm.verdict.severity, alarm.verdict.cause) == (severity, cause)
-                if same and step - alarm.verdict.step < self.config.update_steps:
+                if not found.is_news_after(alarm.verdict) and not self._is_old(alarm, step):
                     continue
-            likely, low, high = forecast(self._growth, index) if signal != "nonfinite" else (None, None, None)
-            layer, head = self.heads[index] if index != _RUN else (None, None)
-            verdict = wire.Verdict(
-                id=alarm.verdict.id if alarm else f"{'run' if layer is None else f'l{layer}h{head}'}-{step}",
-                step=step,
-                state="updated" if alarm else "raised",
-                severity=severity,
-                layer=layer,
-                head=head,
-                cause=cause,
-                signal=signal,
-                evidence=evidence,
-                forecast_steps=likely,
-                forecast_low_steps=low,
-                forecast_high_steps=high,
-                sentence="",
-            )
-            verdict = verdict.model_copy(update={"sentence": sentence(verdict)})
-            told.append(verdict)
-            self._alarms[index] = _Alarm(verdict=verdict, tripped_step=step)
+            told.append(self._verdict(index, found, step))
+            self._alarms[index] = _Alarm(verdict=told[-1], tripped_step=step)
+        for index, alarm in self._alarms.items() if judged else ():
+            signal = alarm.verdict.signal
+            if alarm.tripped_step < step and signal != "nonfinite" and self._is_old(alarm, step):
+                found = self._look(index, signal, self._evidence([index])[index])
+                alarm.verdict = self._verdict(index, found, step)  # it may have settled
+                told.append(alarm.verdict)
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
                 quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
+
+    def _is_old(self, alarm: _Alarm, step: int) -> bool:
+        return step - alarm.verdict.step >= self.config.update_steps
+
+    def _look(self, index: int, signal: str, seen: dict[str, float]) -> Found:
+        """What the evidence of a head comes to."""
+        can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
+        pushed = bool(can_round) and supported(seen, self._near.support)
+        last, lowest = self._loss[2:].tolist()
+        standing = self._alarms.get(index)
+        why = cause(
+            signal,
+            seen,
+            supported=pushed,
+            can_round=bool(can_round),
+            left_track=last - lowest > self.config.unrest * abs(lowest),
+            least_change=self.config.offset_change,
+            before=standing.verdict.cause if standing else None,
+        )
+        return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
+
+    def _verdict(self, index: int, found: Found, step: int) -> wire.Verdict:
+        layer, head = self.heads[index] if index != _RUN else (None, None)
+        standing = self._alarms.get(index)
+        ahead = Forecast()
+        if found.signal != "nonfinite":
+            near = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
+            ahead = forecast(self._growth, index, near_steps=NEAR_LIVES * step if near else 0.0)
+        before = standing.verdict if standing else None
+        return verdict(found, step=step, layer=layer, head=head, ahead=ahead, before=before)
 
     def _drifted(self, trip: tuple[int, str]) -> float:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
@@ -330,39 +345,24 @@ class Detectors:
         growth = self._growth
         return index != _RUN and growth is not None and bool(growth.end[HeadSignal.SCORE, index] >= DANGEROUS_SCORE)
 
-    def _evidence(self, index: int) -> dict[str, float]:
-        growth = self._growth
-        if index == _RUN or growth is None:
-            return {}
-        named: dict[str, Any] = {
-            name: growth.part(part, (signal, index))
+    def _evidence(self, indices: list[int]) -> dict[int, dict[str, float]]:
+        """What a verdict shows of each of these heads; of the whole run nothing."""
+        growth, found = self._growth, {index: dict[str, float]() for index in indices}
+        heads = [index for index in indices if index != _RUN]
+        if growth is None or not heads:
+            return found
+        named = {
+            name: growth.part(part, (signal, heads))
             for signal, info in SIGNALS.items()
             for name, part in info.evidence.items()
         }
-        named |= {"window_steps": growth.steps, "delta_bias_z": self._bias_z(index)}
-        return {name: float(value) for name, value in named.items() if math.isfinite(value)}
-
-    def _cause(self, index: int, signal: str, evidence: dict[str, float]) -> wire.Cause:
-        """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
-
-        Where the loss has left its track first, something else came before the scores.
-        No head fails by rounding where nothing rounds, or where its delta is exact. A delta bias that is not
-        significant is enough where the offset moved by half of what the largest score did, unless it pushes back.
-        """
-        last, lowest = self._loss[2:].tolist()
-        if ("offset" not in evidence and "score" not in evidence) or last - lowest > self.config.unrest * abs(lowest):
-            return "other"
-        if not self._rounds or index == _RUN or self._modes[index] & ROUNDING_ENDS:
-            return "score growth" if signal != "nonfinite" else "other"
-        now, before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
-        moved = abs(now - before) if abs(now) > abs(before) else 0.0  # through zero, all of the way counts
-        grown = evidence.get("score", math.inf) - evidence.get("score_before", 0.0)
-        together = moved >= grown / 2 - evidence.get("score_error", 0.0)
-        push = evidence.get("delta_bias_z", math.nan) * math.copysign(1.0, now)
-        pushed = push >= self._near.support or (together and not push <= 0)  # NaN: no bias was recorded
-        if moved >= self.config.offset_change and pushed:
-            return "rounding"
-        return "score growth" if signal != "nonfinite" else "other"
+        named |= {"window_steps": np.full(len(heads), growth.steps)}
+        named |= {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
+        for name, values in named.items():
+            for index, value in zip(heads, values.tolist(), strict=True):
+                if math.isfinite(value):
+                    found[index][name] = value
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next sample depends on; JSON-able."""

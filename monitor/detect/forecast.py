@@ -1,7 +1,7 @@
 """What growth means for a head: the steps until its scores are dangerous, and the verdict in words."""
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,41 @@ _STEEPEST: Final = 1e6
 """Factor from half to half beyond which the older half was level."""
 _EVEN: Final = 1e-9
 """Difference of that factor from 1 below which growth is a line."""
+CAME: Final = (0.14, 0.6, 1.5)
+"""The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
+the tuning runs, rounded outwards (`foreshock lab forecasts`; lab/NOTEBOOK.md has the table)."""
+NEAR_LIVES: Final = 0.5
+"""A course that ends within this part of the run's life so far is near."""
 
 
-def forecast(growth: Growth | None, index: int) -> tuple[float | None, float | None, float | None]:
-    """Steps until the largest |score| of a head reaches 512: likely, earliest, latest; None where no end shows."""
-    if growth is None:
-        return None, None, None
-    likely, low, high = forecasts(growth, np.array([index]))[:, 0].tolist()
-    return (likely, low, high) if math.isfinite(likely) else (None, None, None)
+class Forecast(NamedTuple):
+    """Steps until the largest |score| of a head reaches 512; None where nobody can say."""
+
+    likely: float | None = None
+    earliest: float | None = None
+    latest: float | None = None
+    in_sight: bool | None = None
+    """False: on its course the head levels off before"""
 
 
-def forecasts(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
-    """The same of some heads, [3, len(heads)]: inf where no end shows, NaN where no score was recorded."""
+def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecast:
+    """What is told of the course of one head.
+
+    near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
+    """
+    course = math.nan if growth is None else float(courses(growth, np.array([index]))[0])
+    if not math.isfinite(course):
+        return Forecast(in_sight=None if math.isnan(course) else False)
+    earliest, likely, latest = (part * course for part in CAME)
+    return Forecast(likely, earliest, latest if course <= near_steps else None, True)
+
+
+def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
+    """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
+    score was recorded."""
     score = growth.end[HeadSignal.SCORE, heads]
     offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
-    found = np.full((3, len(heads)), math.inf)
+    found = np.full(len(heads), math.inf)
     with np.errstate(all="ignore"):
         for signal, target in (
             (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
@@ -37,35 +57,32 @@ def forecasts(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
         ):
             of = (signal, heads)
             sign = np.copysign(1.0, growth.end[of])
-            start, middle, end = (sign * part for part in (growth.start[of], growth.middle(of), growth.end[of]))
+            start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), growth.end[of]))
             told = halves_until(target, start, middle, end, growth.jitter(of)) * (growth.steps / 2)
-            sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told[0] < found[0])
-            found[:, sooner] = told[:, sooner]
-    found[:, score >= DANGEROUS_SCORE] = 0.0
-    found[:, ~np.isfinite(score)] = math.nan
+            sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told < found)
+            found[sooner] = told[sooner]
+    found[score >= DANGEROUS_SCORE] = 0.0
+    found[~np.isfinite(score)] = math.nan
     return found
 
 
 def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, error: Floats) -> Floats:
-    """Until what grew from `start` over `middle` to `end` reaches `target`, in halves of that time: [3, ...] likely,
-    earliest and latest; inf for never.
+    """Until what grew from `start` over `middle` to `end` reaches `target`, in halves of that time; inf for never.
 
     What was gained in the newer half over what was gained in the older is the factor by which growth goes on: 1 is a
     line, less levels off, more compounds. As much of that as the `error` of each value may have made is left out. A
-    second course compounds from zero. The likely time is the later of the two: what grows evenly is not doubled, and a
-    jump is no explosion.
+    second course compounds from zero. The later of the two is told: what grows evenly is not doubled, and a jump is no
+    explosion.
     """
     newer, older = end - middle, middle - start
     apart = math.sqrt(2.0) * error
     with np.errstate(all="ignore"):
         least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
         most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
-        fastest = _compounded(target - end, newer, np.where(older > 0, newer / older, math.inf))
         going_on = _compounded(target - end, newer, np.clip(1.0, least, most))
         from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
-        likely = np.maximum(going_on, from_zero)
-        latest = np.maximum(likely, (target - end) / newer)
-    return np.stack([likely, 0.5 * np.fmin(fastest, from_zero), 1.5 * latest])
+        found: Floats = np.maximum(going_on, from_zero)
+    return found
 
 
 def _compounded(left: Floats, newer: Floats, factor: Floats) -> Floats:
@@ -97,8 +114,12 @@ def sentence(verdict: wire.Verdict) -> str:
     if verdict.forecast_steps == 0:
         ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
     elif verdict.forecast_steps is not None:
-        left = _digits(verdict.forecast_steps, 2)
-        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {left} steps."
+        steps_ahead = (verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps)
+        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in steps_ahead)
+        within = f"{earliest} to {latest}" if latest else f"{earliest} at the earliest, if it goes on"
+        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
+    elif verdict.harm_in_sight is False:
+        ahead = " No harm is in sight: on this course it levels off before."
     moved = f"{info.says}{before} {_digits(seen.get(key, math.nan), 3)}{info.unit} {steps}"
     return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
 

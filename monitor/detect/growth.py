@@ -30,7 +30,8 @@ class Growth:
     What few heads are asked for is worked out for those: `of` names a signal and its heads, as (signal, heads).
     """
 
-    start: Floats
+    _oldest: list[Floats]
+    """the blocks at the start"""
     end: Floats
     steps: float
     """between the centres of start and end"""
@@ -41,10 +42,13 @@ class Growth:
     _blocks: int
     """behind each of start, middle and end"""
 
+    def start(self, of: tuple[int, Any]) -> Floats:
+        """The mean at the start."""
+        return _mean([block[of] for block in self._oldest])
+
     def middle(self, of: tuple[int, Any]) -> Floats:
         """The mean halfway between start and end."""
-        middle: Floats = np.add.reduce([block[of] for block in self._halfway]) / len(self._halfway)
-        return middle
+        return _mean([block[of] for block in self._halfway])
 
     def jitter(self, of: tuple[int, Any]) -> Floats:
         """Standard error of each of start, middle and end."""
@@ -53,12 +57,12 @@ class Growth:
 
     def part(self, part: Part, of: tuple[int, Any]) -> Floats:
         """What a verdict shows of a signal."""
-        found: Floats = self.jitter(of) if part == "jitter" else (self.end if part == "end" else self.start)[of]
+        found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
         return found
 
     def change(self, of: tuple[int, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        moved = self.end[of] - self.start[of]
+        moved = self.end[of] - self.start(of)
         change: Floats = np.copysign(moved, moved * self.end[of])
         return change
 
@@ -110,7 +114,7 @@ class HeadPasts:
                 open_ += rows * value if known is None else np.where(known, rows * value, 0.0)
             elif info.reduction == "largest":
                 np.fmax(open_, value, out=open_)
-            elif math.isfinite(value.sum()):
+            elif is_finite(value):
                 open_[:] = value
             else:
                 np.copyto(open_, value, where=np.isfinite(value))
@@ -134,7 +138,7 @@ class HeadPasts:
             square = block - self._values[place - 1]
             square *= square
             square *= (1 - _JITTER_MEMORY) / 2
-            if math.isnan(self._jitter.sum()) or math.isnan(square.sum()):
+            if not is_finite(self._jitter) or not is_finite(square):
                 fresh, unknown = np.isnan(self._jitter), np.isnan(square)
                 first = np.where(unknown, self._jitter, square / (1 - _JITTER_MEMORY))
                 self._jitter = np.where(fresh | unknown, first, _JITTER_MEMORY * self._jitter + square)
@@ -165,16 +169,11 @@ class HeadPasts:
         part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
         oldest, newest = order[:part], order[-part:]
-        halfway = [self._values[row] for row in order[half : half + part]]
         between = float(self._steps[newest].mean() - self._steps[oldest].mean())
-        return Growth(self._mean(oldest), self._mean(newest), between, halfway, self._jitter, part)
-
-    def _mean(self, rows: npt.NDArray[np.int64]) -> Floats:
-        total: Floats = self._values[rows[0]].copy()
-        for row in rows[1:]:
-            total += self._values[row]
-        total /= len(rows)
-        return total
+        first, last, halfway = (
+            [self._values[row] for row in rows] for rows in (oldest, newest, order[half : half + part])
+        )
+        return Growth(first, _mean(last), between, halfway, self._jitter, part)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
@@ -205,6 +204,20 @@ class HeadPasts:
     _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight", "_anew")
 
 
+def _mean(blocks: Sequence[Floats]) -> Floats:
+    """Of arrays of one shape."""
+    total: Floats = blocks[0] if len(blocks) == 1 else blocks[0] + blocks[1]
+    for block in blocks[2:]:
+        total += block
+    return total / len(blocks)
+
+
+def is_finite(values: Floats) -> bool:
+    """Whether none is NaN or infinite, at the price of one pass; values whose squares overflow may be called so."""
+    flat = values.ravel()
+    return math.isfinite(flat.dot(flat))
+
+
 def array(saved: Any) -> npt.NDArray[Any]:
     """An array of a saved state."""
     return wire.Array.model_validate(saved).numpy()
@@ -218,6 +231,10 @@ def _open_of_0_1(state: dict[str, Any]) -> Floats:
 
 def lower_median(values: Floats) -> Floats:
     """Along the last axis, NaN left out; NaN where nothing is known."""
+    if not np.isnan(values.max(initial=-math.inf)):
+        place = (values.shape[-1] - 1) // 2
+        half: Floats = np.partition(values, place, axis=-1)[..., place]
+        return half
     ordered = np.sort(values, axis=-1)  # NaN last
     middle = np.maximum(np.count_nonzero(~np.isnan(values), axis=-1) - 1, 0) // 2
     median: Floats = np.take_along_axis(ordered, middle[..., None], axis=-1)[..., 0]

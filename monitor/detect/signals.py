@@ -82,7 +82,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.OFFSET: SignalInfo(
         read=lambda readings: readings.score_offset,
         reduction="mean",
-        least=lambda config, pushed, youth: np.where(pushed, config.offset_level, config.unsupported_level),
+        least=lambda config, pushed, youth: np.where(pushed, config.offset_level, config.far_offset),
         least_growth=lambda config, youth: 1.0 + youth * (config.young_growth - 1.0),
         pushed=True,
         floor=1.0,

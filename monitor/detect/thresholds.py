@@ -2,7 +2,7 @@
 
 from statistics import NormalDist
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 
 class DetectorConfig(BaseModel):
@@ -36,17 +36,20 @@ class DetectorConfig(BaseModel):
         description="chance that noise alone makes the delta bias of any head support a drift and name rounding: "
         "2.5 standard errors for 8 heads, 3.4 for 144",
     )
-    unsupported_level: float = Field(
+    far_offset: float = Field(
         default=10.0,
         gt=0,
-        description="|offset| (nats) that is far for any head: heads of one layer that drift together are no comfort",
+        validation_alias=AliasChoices("far_offset", "unsupported_level"),
+        description="|offset| (nats) that is far for any head: from here on heads of one layer that drift together are "
+        "no comfort, and a forecast may have a latest step. Its old name, unsupported_level, is still read",
     )
     offset_change: float = Field(default=1.5, gt=0, description="change of the offset (nats) over the window")
     score_level: float = Field(
         default=256.0,
         gt=0,
         description="largest |score| below which its growth is no warning; twice that at the first step where no delta "
-        "bias supports it, falling evenly until settle_steps",
+        "bias supports it, falling evenly until settle_steps. From here on a drift that the delta bias supports is "
+        "critical",
     )
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
     peer_excess: float = Field(

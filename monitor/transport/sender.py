@@ -21,6 +21,7 @@ from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import Draft
 from foreshock.monitor.transport.lesser_forms import as_0_1_0, words_of
+from foreshock.monitor.transport.outage import Outage
 from foreshock.monitor.transport.posting import Bearer, ResolvingLoop, headers_of, post
 from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
 from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
@@ -68,6 +69,7 @@ class Sender:
         self._own: Store = MemoryStore(boot, config.queue_bytes)
         self._spool: Spool | None = None
         self._bearer = Bearer(config.token, config.token_file)
+        self._outage = Outage(config.url, speaks=config.rank == 0)
         self._failures = 0
         self._too_large = 0
         self._said_status = 0
@@ -146,6 +148,8 @@ class Sender:
             await asyncio.wait({sending}, timeout=self._close_seconds * 0.8)
             sending.cancel()
             await asyncio.gather(cutting, sending, return_exceptions=True)
+        with self._guard:
+            self._outage.ended(self._stores, self.dropped)
         for store in self._stores:
             if isinstance(store, Spool):
                 with self._guard:
@@ -325,9 +329,11 @@ class Sender:
                 if status == 413 and (smaller := words_of(payload)) is not None:
                     words_only = True
                     status, retry_after, body = await post(client, smaller, headers) if smaller else (422, None, None)
-        except (TimeoutError, httpx.HTTPError, OSError):
+        except (TimeoutError, httpx.HTTPError, OSError) as error:
+            self._outage.failed(error)
             self._failures += 1
             return False
+        self._outage.answered()
         if 200 <= status < 300 and self._acknowledged(store, sequence, body):
             self._failures = self._too_large = self._said_status = 0
             if words_only:

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Row, desc, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
 from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name
 from foreshock.contract.wire import HeadRef, Switched, Verdict
@@ -155,20 +156,34 @@ async def tell_incidents(
             change = change_of(incident)
             if before is None or is_news(before, change):
                 change.grown = before is not None and not is_news(before, change, growth=False)
-                rows.append(
-                    {
-                        "run_id": run_id,
-                        "kind": "incident",
-                        "step": incident.step,
-                        "unix_seconds": now,
-                        "sentence": f"{incident.state.capitalize()}: {incident.sentence}",
-                        "outcome": incident.cause,
-                        "payload": change.model_dump_json(),
-                    }
-                )
+                rows.append(_event(run_id, now, change))
+        for was, incident in _gone_over(found).items():
+            before = await _told(connection, run_id, was)
+            if before is not None and before.state != "closed":
+                rows.append(_event(run_id, now, closed_by(before, incident)))
     if rows:
         await store.lock_log(connection)
         await connection.execute(events.insert(), rows)
+
+
+def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
+    said = {"sentence": f"{change.state.capitalize()}: {change.sentence}", "outcome": change.cause}
+    told = {"kind": "incident", "step": change.step, "unix_seconds": now, "payload": change.model_dump_json()}
+    return {"run_id": run_id, **told, **said}
+
+
+def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
+    """Causes of which nothing is told any more, and the incident that a warning of theirs went over to."""
+    present = {incident.cause for incident in found}
+    corrected = ((head.corrected_from, incident) for incident in found for head in incident.heads)
+    return {was: incident for was, incident in corrected if was is not None and was not in present}
+
+
+def closed_by(before: IncidentChange, goes_on: Incident) -> IncidentChange:
+    """The end of an incident whose cause was corrected, as the log keeps it."""
+    sentence = f"What was told as {before.cause} is told as {goes_on.cause}: its cause is corrected."
+    ends = {"state": "closed", "step": max(before.step, goes_on.step), "standing": 0, "steps_left": None}
+    return before.model_copy(update={**ends, "grown": False, "sentence": sentence})
 
 
 def change_of(incident: Incident) -> IncidentChange:

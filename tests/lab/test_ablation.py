@@ -21,7 +21,7 @@ def test_every_variant_is_a_configuration_that_differs_from_the_shipped_one() ->
 
 def test_a_row_for_each_variant_counts_tuning_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = ("as shipped", "one block is enough", "without the score")
-    deaf = {"deaf": {"offset_level": 1e8, "unsupported_level": 1e9, "score_level": 1e9, "tied_growth": 1e9}}
+    deaf = {"deaf": {"offset_level": 1e8, "far_offset": 1e9, "score_level": 1e9, "tied_growth": 1e9}}
     monkeypatch.setattr(module, "VARIANTS", {name: VARIANTS[name] for name in chosen} | deaf)
     runs = [
         record(tmp_path / "f.jsonl.gz", fails=True, split="tuning"),

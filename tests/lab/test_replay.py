@@ -27,9 +27,8 @@ def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_c
     assert (failed.layer, failed.head, failed.cause) == (0, 0, "rounding")
     assert failed.dangerous_step == 9500
     assert failed.forecast_low_steps is not None
-    assert failed.forecast_high_steps is not None
-    lead = failed.dangerous_step - failed.first_warning_step
-    assert failed.forecast_low_steps <= lead <= failed.forecast_high_steps
+    assert failed.forecast_high_steps is None  # so early nobody can say until when
+    assert [each.outcome for each in failed.forecasts if each.head == 0] == ["inside"]
     assert (control.first_warning_step, control.warnings) == (None, 0)
     assert arrested.first_warning_step == failed.first_warning_step
     assert arrested.dangerous_step is None

@@ -56,7 +56,7 @@ def test_a_supported_drift_warns_where_it_outgrows_its_peers_by_half_as_much_aga
     offsets = rng.uniform(11.0, 60.0, len(layers))
     found = near(layers, offsets, np.full(len(layers), 5.0), np.full(len(layers), 9.0))[HeadSignal.OFFSET]
     growth = grown(offsets, np.full(len(layers), 5.0))
-    factor = (np.abs(growth.end[HeadSignal.OFFSET]) + 1) / (np.abs(growth.start[HeadSignal.OFFSET]) + 1)
+    factor = (np.abs(growth.end[HeadSignal.OFFSET]) + 1) / (np.abs(growth.start((HeadSignal.OFFSET, slice(None)))) + 1)
 
     for head, layer in enumerate(layers):
         typical = [

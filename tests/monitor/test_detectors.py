@@ -61,9 +61,22 @@ def test_the_forecast_brackets_the_step_at_which_the_largest_score_reaches_512()
     for verdict in told:
         assert verdict.forecast_steps is not None
         assert verdict.forecast_low_steps is not None
-        assert verdict.forecast_high_steps is not None
-        assert verdict.forecast_low_steps <= truth - verdict.step <= verdict.forecast_high_steps
-        assert verdict.forecast_steps == pytest.approx(truth - verdict.step, rel=0.35)
+        assert verdict.forecast_low_steps <= truth - verdict.step <= (verdict.forecast_high_steps or math.inf)
+        # heads that compound mostly come sooner than their course, which this one follows to the end
+        assert verdict.forecast_steps == pytest.approx(0.6 * (truth - verdict.step), rel=0.35)
+
+
+def test_a_latest_step_is_given_once_a_supported_drift_has_gone_far_and_its_harm_is_near() -> None:
+    _, told = play(explosion, until=8500, bias=0.6)
+    truth = 2000 + 800 * math.log2((512 - 9) / 1.25 / 0.5)
+    given = [verdict.forecast_high_steps is not None for verdict in told]
+    assert given == sorted(given)
+    assert not given[0]
+    assert given[-1]
+    assert all(truth <= v.step + v.forecast_high_steps for v in told if v.forecast_high_steps is not None)
+    _, unpushed = play(explosion, until=9700)
+    assert unpushed
+    assert all(v.forecast_high_steps is None for v in unpushed)
 
 
 def test_accumulated_delta_bias_alone_never_warns() -> None:
@@ -81,7 +94,9 @@ def test_a_drift_that_no_delta_bias_pushes_is_believed_by_its_scores_alone(bias:
     _, told = play(explosion, until=9700, bias=bias)  # 512 is reached at 9750
     assert raised(pushed) == raised(told) == [HEADS[SICK]]
     assert (pushed[0].signal, told[0].signal, told[0].cause) == ("offset", "score", "score growth")
-    assert told[0].severity == "critical"
+    assert {v.severity for v in told} == {"warning"}  # nothing says that harm comes of it
+    past = play(explosion, until=10_500, bias=bias)[1]
+    assert [v.severity for v in past if v.evidence["score"] >= 512] == ["critical"]
     assert pushed[0].evidence["score"] < 30
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 

@@ -1,6 +1,7 @@
 """Forecasts of many heads at once beside the same worked out one by one, and the horizon that a warning may ask for."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from tests.monitor.courses import (
     raised,
     reading,
 )
+from tests.monitor.doubles import verdict
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.forecast import forecast, forecasts, halves_until
+from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until, sentence
 from foreshock.monitor.detect.growth import Growth
 from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
 
@@ -31,51 +33,83 @@ numbers = st.one_of(st.floats(-600.0, 600.0), st.sampled_from([0.0, 512.0, math.
 head = st.lists(numbers, min_size=3 * WIDTH, max_size=3 * WIDTH)
 
 
-def one_by_one(growth: Growth, index: int) -> tuple[float, float, float] | None:
-    """Likely, earliest and latest, as the definition has them; None where no end shows."""
+def one_by_one(growth: Growth, index: int) -> float:
+    """The steps that a head's course takes, as the definition has them."""
     score = float(growth.end[HeadSignal.SCORE, index])
     if not math.isfinite(score):
-        return None
+        return math.nan
     if score >= 512:
-        return 0.0, 0.0, 0.0
+        return 0.0
     offset = abs(float(growth.end[HeadSignal.OFFSET, index]))
     found = []
     for signal, target in ((HeadSignal.OFFSET, offset + 512 - score), (HeadSignal.SCORE, 512.0)):
         sign = math.copysign(1.0, float(growth.end[signal, index]))
-        parts = (growth.start[signal, index], growth.middle((signal, index)), growth.end[signal, index])
+        parts = (growth.start((signal, index)), growth.middle((signal, index)), growth.end[signal, index])
         start, middle, end = (sign * float(part) for part in parts)
         if not end > middle or not float(growth.sigmas((signal, index))) >= 2.0:
             continue
         error = float(growth.jitter((signal, index)))
-        likely, low, high = (float(each) for each in until(target, start, middle, end, error))
-        found.append((likely * growth.steps / 2, low * growth.steps / 2, high * growth.steps / 2))
-    return min(found, key=lambda steps: steps[0]) if found else None
+        found.append(until(target, start, middle, end, error) * growth.steps / 2)
+    return min(found, default=math.inf)
 
 
-def until(target: float, start: float, middle: float, end: float, error: float = 0.0) -> Floats:
-    """Of one head: likely, earliest and latest, in halves of the window."""
-    return halves_until(*(np.array(each) for each in (target, start, middle, end, error)))
+def until(target: float, start: float, middle: float, end: float, error: float = 0.0) -> float:
+    """Of one head, in halves of the window."""
+    return float(halves_until(*(np.array(each) for each in (target, start, middle, end, error))))
 
 
 def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
     jitter = np.full((WIDTH, len(heads)), 1e-4)
-    return Growth(values[0], values[2], 2000.0, [values[1]], jitter, 1)
+    return Growth([values[0]], values[2], 2000.0, [values[1]], jitter, 1)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
-def test_forecasts_of_many_heads_are_those_of_each(heads: list[list[float]]) -> None:
+def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -> None:
     with np.errstate(all="ignore"):
         growth = grown(heads)
-        told = forecasts(growth, np.arange(len(heads)))
-        for index in range(len(heads)):
-            expected = one_by_one(growth, index)
-            if expected is None or not math.isfinite(expected[0]):
-                assert not math.isfinite(told[0, index])
-                assert forecast(growth, index) == (None, None, None)
-            else:
-                assert told[:, index].tolist() == pytest.approx(expected, rel=1e-9)
-                assert forecast(growth, index) == pytest.approx(expected, rel=1e-9)
+        expected = [one_by_one(growth, index) for index in range(len(heads))]
+        np.testing.assert_allclose(courses(growth, np.arange(len(heads))), expected, rtol=1e-9)
+
+
+@given(st.lists(head, min_size=1, max_size=6), st.floats(0.0, 1e5))
+def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_course_is_near(
+    heads: list[list[float]], near: float
+) -> None:
+    growth = grown(heads)
+    for index, course in enumerate(courses(growth, np.arange(len(heads))).tolist()):
+        told = forecast(growth, index, near_steps=near)
+        if math.isnan(course):
+            assert told == Forecast()
+        elif math.isinf(course):
+            assert told == Forecast(in_sight=False)
+        elif course >= 0:  # a largest |score| is no less than 0
+            assert told.likely is not None
+            assert told.earliest is not None
+            assert told.in_sight is True
+            assert told.earliest <= told.likely <= course
+            assert (told.latest is not None) == (course <= near)
+            assert told.latest is None or told.latest >= course
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"forecast_steps": 3600.0, "forecast_low_steps": 900.0},
+            " in about 3,600 steps (900 at the earliest, if it goes on).",
+        ),
+        (
+            {"forecast_steps": 3600.0, "forecast_low_steps": 900.0, "forecast_high_steps": 9000.0},
+            " in about 3,600 steps (900 to 9,000).",
+        ),
+        ({"forecast_steps": 0.0, "forecast_low_steps": 0.0}, " Its largest |score| is past 512."),
+        ({"harm_in_sight": False}, " No harm is in sight: on this course it levels off before."),
+        ({}, "the cause looks like rounding."),
+    ],
+)
+def test_a_verdict_says_how_sure_its_forecast_is(fields: dict[str, Any], words: str) -> None:
+    assert sentence(verdict(1, 2).model_copy(update={"forecast_steps": None, **fields})).endswith(words)
 
 
 now = st.floats(1.0, 100.0)
@@ -88,16 +122,13 @@ far = st.floats(2.0, 500.0)
 def test_what_grows_evenly_goes_on_evenly(start: float, gained: float, far: float) -> None:
     end = start + 2 * gained
     assume(end > 0.1)
-    likely, low, high = until(far * end, start, start + gained, end)
-    assert likely == pytest.approx((far - 1) * end / gained, rel=1e-5)
-    assert low <= likely <= high
+    assert until(far * end, start, start + gained, end) == pytest.approx((far - 1) * end / gained, rel=1e-5)
 
 
 @given(end=now, doublings=st.floats(0.05, 6.0), far=far)
 def test_what_compounds_goes_on_compounding(end: float, doublings: float, far: float) -> None:
-    likely, low, high = until(far * end, end / 4**doublings, end / 2**doublings, end)
+    likely = until(far * end, end / 4**doublings, end / 2**doublings, end)
     assert likely == pytest.approx(math.log2(far) / doublings, rel=1e-6)
-    assert low <= likely <= high
 
 
 @given(level=st.floats(-50.0, -0.1), grown=now, doublings=st.floats(0.2, 6.0), far=far)
@@ -106,19 +137,17 @@ def test_what_compounds_from_below_zero_goes_on_from_there(
 ) -> None:
     start, middle, end = (level + grown / 2 ** (doublings * back) for back in (2, 1, 0))
     assume(end > 0.1)
-    likely = until(far * end, start, middle, end)[0]
+    likely = until(far * end, start, middle, end)
     assert likely == pytest.approx(math.log2((far * end - level) / grown) / doublings, rel=1e-5)
 
 
 @given(level=st.floats(0.1, 50.0), grown=now, doublings=st.floats(0.2, 6.0), far=far)
-def test_what_compounds_above_a_level_is_never_foreseen_too_early_and_the_range_holds(
+def test_what_compounds_above_a_level_is_never_foreseen_too_early(
     level: float, grown: float, doublings: float, far: float
 ) -> None:
     start, middle, end = (level + grown / 2 ** (doublings * back) for back in (2, 1, 0))
     came = math.log2((far * end - level) / grown) / doublings
-    likely, low, high = until(far * end, start, middle, end)
-    assert likely >= came * (1 - 1e-6)
-    assert low <= came <= high
+    assert until(far * end, start, middle, end) >= came * (1 - 1e-6)
 
 
 @given(start=st.floats(-20.0, 20.0), gained=st.floats(0.5, 50.0), keeps=st.floats(0.05, 0.95), far=far)
@@ -129,9 +158,9 @@ def test_what_levels_off_below_the_target_never_reaches_it_and_above_it_does_on_
     ceiling = end + gained * keeps**2 / (1 - keeps)
     assume(end > 0.1)
     never = until(ceiling + far, start, middle, end)
-    assert math.isinf(never[0])
+    assert math.isinf(never)
     part = 1 / far  # of what is left to gain
-    soon = until(end + part * (ceiling - end), start, middle, end)[0]
+    soon = until(end + part * (ceiling - end), start, middle, end)
     assert soon == pytest.approx(math.log(1 - part) / math.log(keeps), rel=1e-5)
 
 
@@ -165,25 +194,23 @@ def test_noise_within_one_standard_error_of_each_value_makes_no_compounding_of_e
     true = (start, start + gained, start + 2 * gained)
     start, middle, end = (value + 0.7 * error * each for value, each in zip(true, noise, strict=True))
     assume(end > 0.1)
-    likely = until(far * end, start, middle, end, error)[0]
+    likely = until(far * end, start, middle, end, error)
     assert likely == pytest.approx((far - 1) * end / (end - middle), rel=1e-9)
 
 
 @given(end=now, doublings=st.floats(0.5, 3.0), far=far, noise=st.tuples(*[st.floats(-1.0, 1.0)] * 3))
-def test_noise_moves_the_forecast_of_what_compounds_by_little_and_never_out_of_its_range(
+def test_noise_moves_the_forecast_of_what_compounds_by_little(
     end: float, doublings: float, far: float, noise: tuple[float, float, float]
 ) -> None:
     true = [end / 2 ** (doublings * back) for back in (2, 1, 0)]
     error = 0.005 * (end - true[0])
     start, middle, seen = (value + error * each for value, each in zip(true, noise, strict=True))
     came = math.log2(far) / doublings
-    likely, low, high = until(far * end, start, middle, seen, error)
-    assert low <= came <= high
-    assert came / 1.2 <= likely <= 1.6 * came
+    assert came / 1.2 <= until(far * end, start, middle, seen, error) <= 1.6 * came
 
 
 def test_what_came_in_one_leap_is_not_foreseen_to_leap_again() -> None:
-    level, leap = until(512.0, 4.0, 4.0, 20.0)[0], until(512.0, 4.0, 3.0, 20.0)[0]
+    level, leap = until(512.0, 4.0, 4.0, 20.0), until(512.0, 4.0, 3.0, 20.0)
     assert level >= math.log(512 / 20) / math.log(20 / 4) * (1 - 1e-9)
     assert leap >= math.log(512 / 20) / math.log(20 / 3) * (1 - 1e-9)
 

@@ -99,7 +99,7 @@ def test_growth_is_what_single_numbers_give_at_every_age_of_the_run(seed: int, u
             if found is None or wanted is None:
                 continue
             of: Any = (signal, [head])
-            told = (found.start[signal, head], found.middle(of)[0], found.end[signal, head], found.jitter(of)[0])
+            told = (found.start(of)[0], found.middle(of)[0], found.end[signal, head], found.jitter(of)[0])
             np.testing.assert_allclose((*told, found.steps), wanted, rtol=1e-9, atol=1e-9)
             seen += 1
     assert seen > 300

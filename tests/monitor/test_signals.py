@@ -43,7 +43,8 @@ def reading(step: int) -> Readings:
 
 def without_what_is_newer(verdict: dict[str, Any], known: Set[str]) -> dict[str, Any]:
     """The verdict with the evidence of those signals that there were, and no forecast, which is another one since."""
-    kept = {name: x for name, x in verdict.items() if not name.startswith("forecast") and name != "sentence"}
+    newer = ("sentence", "corrected_from", "corrected_step", "harm_in_sight")
+    kept = {name: x for name, x in verdict.items() if not name.startswith("forecast") and name not in newer}
     return {**kept, "evidence": {name: x for name, x in verdict["evidence"].items() if name in known}}
 
 

@@ -78,6 +78,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         <span class="muted">
           {incident.cause} · {incident.standing > 1 ? counted(incident) : where(first)} · since step{" "}
           {steps(incident.opened_step)}
+          {incident.corrected_from && ` · until step ${steps(incident.corrected_step!)} told as ${incident.corrected_from}`}
           {incident.times > 1 && ` · ${incident.times} times in this run`}
         </span>
         {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
@@ -260,9 +261,10 @@ function modeOf(view: Loaded, { layer, head }: IncidentHead): string {
 }
 
 /** Steps left when the head was last spoken of: about so many, and between which. */
-function forecast({ harm_step: harm, harm_first_step: low, harm_last_step: high, step }: IncidentHead): string {
-  if (harm === null) return "no forecast";
+function forecast({ harm_step: harm, harm_first_step: low, harm_last_step: high, harm_in_sight: ahead, step }: IncidentHead): string {
+  if (harm === null) return ahead === false ? "no harm in sight" : "no forecast";
   if (harm <= step) return PAST;
   const from = (at: number) => steps(roundTo2(Math.max(0, at - step)));
-  return `about ${from(harm)}${low !== null && high !== null ? ` (${from(low)} to ${from(high)})` : ""}`;
+  if (low === null) return `about ${from(harm)}`;
+  return `about ${from(harm)} (${high === null ? `not before ${from(low)}` : `${from(low)} to ${from(high)}`})`;
 }

@@ -40,9 +40,14 @@ export interface ActiveWarning {
   raised_step: number;
   /** step of the latest update */
   step: number;
+  /** the cause that it was told under before */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_step: number | null;
   forecast_steps: number | null;
   forecast_low_steps: number | null;
   forecast_high_steps: number | null;
+  /** false: on its course the head levels off before; null: no forecast */
+  harm_in_sight: boolean | null;
   evidence: Record<string, number>;
   sentence: string;
 }
@@ -219,7 +224,12 @@ export interface Incident {
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
+  /** the first warning; of a corrected incident under whatever cause that was told */
   opened_step: number;
+  /** the cause that the incident was told under before */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  /** the step at which its cause was corrected */
+  corrected_step: number | null;
   /** of its newest word */
   step: number;
   closed_step: number | null;
@@ -259,6 +269,9 @@ export interface IncidentChange {
   step: number;
   /** how often it has opened in this run */
   times: number;
+  /** the cause that it was told under before, until `corrected_step` */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
+  corrected_step: number | null;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
   steps_left: number | null;
@@ -283,7 +296,12 @@ export interface IncidentHead {
   /** the step at which that is expected */
   harm_step: number | null;
   harm_first_step: number | null;
+  /** null beside an earliest step: nobody can say until when */
   harm_last_step: number | null;
+  /** false: on its course the head levels off before; null: no forecast */
+  harm_in_sight: boolean | null;
+  /** the cause that it was told under before */
+  corrected_from: "rounding" | "score growth" | "not finite" | "other" | null;
   sentence: string;
   evidence: Record<string, number>;
 }
@@ -581,10 +599,17 @@ export interface Verdict {
   /** the signal that tripped; monitor/detect/signals.py names them */
   signal: string;
   evidence?: Record<string, number>;
+  /** the cause that this warning was told under before; null: it is the first one */
+  corrected_from?: "rounding" | "score growth" | "not finite" | "other" | null;
+  /** the step at which the cause was corrected */
+  corrected_step?: number | null;
   /** steps until the largest |score| reaches 512 */
   forecast_steps?: number | null;
   forecast_low_steps?: number | null;
+  /** null beside an earliest step: some heads on such a course settle, none can be given */
   forecast_high_steps?: number | null;
+  /** false: on its course the head levels off before; null: there is no forecast */
+  harm_in_sight?: boolean | null;
   /** the verdict in words */
   sentence: string;
 }

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from tests.loading import module_at
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,11 @@ def test_a_test_that_failed_or_is_gone_leaves_the_record(
             "test_the_table_of_models_is_what_the_record_says": second,
         }
         tests = [
-            {"test": f"tests/test_models_page.py::{name}", "execution": [["GPT-2", "eager"]], "outcome": outcome}
+            {
+                "test": f"tests/scripts/test_models_page.py::{name}",
+                "execution": [["GPT-2", "eager"]],
+                "outcome": outcome,
+            }
             for name, outcome in {**names, "test_that_is_gone": "passed"}.items()
         ]
         path = tmp_path / "record.json"
@@ -70,5 +74,5 @@ def test_a_test_that_failed_or_is_gone_leaves_the_record(
     assert "| 2 GPU |" in page.page()
     page.take_in([record("failed")])
     assert list(json.loads(page.RESULTS.read_text())["GPU"]["tests"]) == [
-        "tests/test_models_page.py::test_every_recorded_test_still_exists"
+        "tests/scripts/test_models_page.py::test_every_recorded_test_still_exists"
     ]

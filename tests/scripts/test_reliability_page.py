@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.loading import module_at
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
