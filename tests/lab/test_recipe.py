@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -63,5 +64,5 @@ def test_an_arm_changes_of_a_recipe_what_it_names_and_nothing_else(name: str) ->
         made = recipe.under(arm)
         assert isinstance(made, Recipe)
         assert replace(made, model=recipe.model) == recipe
-        wide = "float32" if arm is CONTROL else "bfloat16"
+        wide: Literal["bfloat16", "float32"] = "float32" if arm is CONTROL else "bfloat16"
         assert made.model == replace(recipe.model, attention_dtype=wide)
