@@ -69,6 +69,7 @@ check-rest: .venv/.dev
 	@$(PY) scripts/reliability_page.py --check
 	@$(BIN)/codespell $(PROSE)
 	@$(PY) scripts/check_prose.py
+	@$(PY) scripts/check_tests.py
 	@$(MAKE) --no-print-directory site
 
 format: .venv/.dev ## let the formatter write

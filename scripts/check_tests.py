@@ -17,12 +17,13 @@ ALSO: Final = {"monitor": ("faults", "zoo")}
 MODULE_LINES, TEST_LINES = 100, 400
 _PASSES: Final = "is one pass of a call or a part of one, which `tests/kernels/test_triton_attention.py` compares whole"
 WITHOUT: Final = {
+    "contract/incident_form.py": "declares what `tests/contract/test_incident.py` makes and reads",
     "contract/incident_metrics.py": "is entries of the catalogue; `tests/dashboards/test_alert_texts.py` renders them",
     **{
         f"kernels/flash_attention/{name}.py": _PASSES
         for name in ("blocks", "forward", "grad_key", "grad_query", "places", "rows")
     },
-    "kernels/flash_attention/centring.py": "is tried beside the other cures, in `tests/kernels/test_attention_cures.py`",
+    "kernels/flash_attention/centring.py": "is tried beside the other cures in `tests/kernels/test_attention_cures.py`",
     "kernels/flash_attention/launcher.py": "needs a GPU: `tests/kernels/test_triton_cuda.py`",
     "monitor/agent_settings.py": "is generated; `tests/test_package.py` compares it with the settings",
     "server/models.py": "declares answers, which `tests/server/test_fuzz.py` holds every route to",
@@ -59,7 +60,8 @@ def findings(root: Path, without: Mapping[str, str]) -> Iterator[str]:
         for path in own:
             long, listed = len((root / path).read_text().splitlines()) > MODULE_LINES, path.as_posix() in without
             if long and path.stem not in tested and not listed:
-                yield f"{path} has over {MODULE_LINES} lines and no test file of its name: tests/{part}/test_{path.name}"
+                wanted = f"tests/{part}/test_{path.name}"
+                yield f"{path} has over {MODULE_LINES} lines and no test file of its name: {wanted}"
             elif listed and (path.stem in tested or not long):
                 yield f"{path} is listed as one that needs no test file of its name, but has one or is short"
     for name, reason in without.items():

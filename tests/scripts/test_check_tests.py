@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tests.loading import module_at
 
-ROOT = Path(__file__).parents[2]
-CHECK = module_at(ROOT / "scripts" / "check_tests.py")
+CHECK = module_at(Path(__file__).parents[2] / "scripts" / "check_tests.py")
 LONG, SHORT = "x = 1\n" * 101, "x = 1\n" * 100
 
 
@@ -40,9 +39,9 @@ def found(tree: Path, listed: dict[str, str] = LISTED) -> list[str]:
     return list(CHECK.findings(tree, listed))
 
 
-def test_this_repository_has_nothing_to_be_found() -> None:
-    assert list(CHECK.findings(ROOT, CHECK.WITHOUT)) == []
-    assert len(CHECK.WITHOUT) < 20
+def test_the_list_of_those_without_is_short() -> None:
+    """Whether it is right is asked by `make check`."""
+    assert 0 < len(CHECK.WITHOUT) < 20
 
 
 def test_a_tree_in_which_all_is_named_is_quiet(tree: Path) -> None:

@@ -1,0 +1,119 @@
+"""A model of somebody else, its weights healthy or not, diagnosed by the command; and ways to write it wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tests.cli.typed import foreshock
+from torch import Tensor, nn
+from typer.testing import Result
+
+HEADS, WIDTH = 3, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.2 * self.training)
+        added: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return added
+
+
+class Tagger(nn.Module):
+    """An encoder whose embedding is its last layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(40, WIDTH), nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return hidden
+
+
+def tagger() -> tuple[nn.Module, Callable[[], Tensor]]:
+    torch.manual_seed(11)
+    model, draw = Tagger(), torch.Generator().manual_seed(12)
+
+    def loss() -> Tensor:
+        tokens = torch.randint(40, (3, 20), generator=draw)
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(tokens)
+        return F.cross_entropy(scores.float().flatten(0, 1), tokens.flip(1).flatten())
+
+    return model, loss
+
+
+def in_float32() -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, _ = tagger()
+    return model, lambda: model(torch.arange(20)[None]).square().mean()
+
+
+def weights(**changes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Healthy weights of a tagger, some of them changed; dots of their names are written as double underscores."""
+    state = {name: tensor.clone() for name, tensor in tagger()[0].state_dict().items()}
+    for name, change in changes.items():
+        state[name.replace("__", ".")] = change(state[name.replace("__", ".")])
+    return state
+
+
+def key_bias(nats: float) -> dict[str, Tensor]:
+    """Keys and queries of layer 1 head 2 share a direction by their biases: all its scores move by about `nats`."""
+    dim = WIDTH // HEADS
+    size = (nats / dim**0.5) ** 0.5
+    places = (slice(2 * dim, 3 * dim), slice(WIDTH + 2 * dim, WIDTH + 3 * dim))
+
+    def biased(bias: Tensor) -> Tensor:
+        for place in places:
+            bias[place] += size
+        return bias
+
+    return weights(blocks__1__qkv__bias=biased)
+
+
+def diagnosed(tmp_path: Path, *states: object, build: str = "tagger", more: tuple[str, ...] = ()) -> Result:
+    words = ["diagnose", f"{__name__}:{build}", "--batches", "2", *more]
+    for number, state in enumerate(states):
+        path = state if isinstance(state, Path) else tmp_path / f"state{number}.pt"
+        if not isinstance(state, Path):
+            torch.save(state, path)
+        words += ["--state", str(path)]
+    return foreshock(*words)
+
+
+def fails() -> None:
+    raise RuntimeError("the data are not mounted")
+
+
+def gives_nothing() -> None:
+    return None
+
+
+def gives_a_number() -> tuple[nn.Module, Callable[[], object]]:
+    model, loss = tagger()
+    return model, lambda: loss().item()
+
+
+def gives_many_losses() -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, _ = tagger()
+    return model, lambda: model(torch.arange(20)[None])
+
+
+def without_a_graph() -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, loss = tagger()
+    return model, torch.no_grad()(loss)
+
+
+def with_one_batch() -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, loss = tagger()
+    left = iter([loss])
+    return model, lambda: next(left)()

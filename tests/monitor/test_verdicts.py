@@ -1,0 +1,89 @@
+"""What a verdict says: why a head is warned about, how long it stands, and never more than people can read."""
+
+import numpy as np
+from tests.monitor.courses import (
+    EVERY,
+    HEADS,
+    HOWEVER_FAR,
+    SICK,
+    creep,
+    explosion,
+    healthy,
+    line,
+    noise,
+    play,
+    raised,
+    reading,
+)
+
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Floats, Slot, identity_row
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.readings import Readings
+
+
+def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
+    assert play(creep, bias=0.6, rounds=False, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
+    _, told = play(explosion, until=9700, bias=0.6, rounds=False)
+    assert raised(told) == [HEADS[SICK]]
+    assert {verdict.cause for verdict in told} == {"score growth"}
+
+
+def test_growth_after_the_loss_has_left_its_track_has_another_cause() -> None:
+    def burst(since: int) -> str:
+        detectors = Detectors(HEADS)
+        for step in range(EVERY, 5001, EVERY):
+            loss = 3.0 - 1e-4 * step + (0.5 if step > since else 0.0)
+            if told := detectors.update(reading(step, line, bias=0.6, loss=loss)):
+                return told[0].cause
+        raise AssertionError("no warning")
+
+    assert burst(since=2000) == "other"
+    assert burst(since=9999) == "rounding"
+
+
+def test_a_head_in_exact_delta_mode_is_not_said_to_fail_from_rounding() -> None:
+    exact = Detectors(HEADS, HOWEVER_FAR)
+    assert play(creep, mode=Mode.EXACT_DELTA, bias=0.6, detectors=exact)[1] == []  # its bias is not applied
+    _, told = play(explosion, until=9700, mode=Mode.EXACT_DELTA, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].cause == "score growth"
+
+
+def test_score_growth_without_a_shift_of_all_scores_is_named_so() -> None:
+    def spreading(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        score[SICK] = 20 * 2 ** (max(0, step - 2500) / 900)
+        return offset, score
+
+    _, told = play(spreading)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].signal == "score"
+    assert told[0].cause == "score growth"
+
+
+def test_a_verdict_is_latched_until_the_head_was_quiet_and_the_head_may_warn_again() -> None:
+    def stopping(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        drift = 0.04 * (max(0, min(step, 5500) - 2000) + max(0, step - 14_000))
+        offset[SICK] = drift + 0.05 * noise(step)[SICK]
+        score[SICK] += drift
+        return offset, score
+
+    detectors, told = play(stopping, until=18_000, bias=0.6)
+    states = [(v.state, v.id) for v in told if v.state != "updated"]
+    assert [state for state, _ in states] == ["raised", "cleared", "raised"]
+    assert states[0][1] == states[1][1] != states[2][1]
+    quiet = next(v for v in told if v.state == "cleared")
+    assert quiet.step >= 5500 + DetectorConfig().quiet_steps
+    assert detectors.risk[SICK] == 1.0
+
+
+def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
+    heads = [(layer, head) for layer in range(20) for head in range(20)]
+    words = np.tile(identity_row(), (len(heads), 1))
+    words[:, Slot.NONFINITE_ROWS] = 7
+    sample = Readings.from_words(step=1, since_step=0, words=words, modes=np.zeros(len(heads), dtype=np.int32))
+    told = Detectors(heads).update(sample)
+    assert 1 <= len(told) <= 17
+    assert told[0].layer == 0
