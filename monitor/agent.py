@@ -17,7 +17,7 @@ from foreshock.contract import wire
 from foreshock.contract.labels import GUARDED
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
-from foreshock.monitor.attention.standing import Standing
+from foreshock.monitor.attention.standing import Standing, pause_steps
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
 from foreshock.monitor.detect.detectors import Detecting, Detectors
@@ -66,7 +66,7 @@ class Agent:
             self._switchboard.refuses = instruments.keeper.refusal
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
-        self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched)
+        self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched, pause_steps(config))
         self._judging = Judge(self._judge)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._outbox = Outbox(self._guards)
@@ -274,6 +274,7 @@ class Agent:
                 versions=versions(),
             )
         )
+        self._outbox.tell_early(self.current_step)
 
     def _health(self) -> tuple[int, dict[str, int]]:
         return self.current_step, dict(self.faults)
@@ -292,12 +293,10 @@ class Agent:
         """Switch `heads` ((layer, head), global numbers) to `mode` before the next step, and return the event.
 
         mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
-
-        Call it between steps. Raises ValueError for a mode or a head that does not exist.
+        Call it between steps; before the first, it outlives a saved state. Raises ValueError for what does not exist.
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
-        self._begin()
-        self._outbox.tell(switched)
+        self._outbox.tell_after_start(switched, started=self._started)
         return switched
 
     def report(self) -> str:
@@ -318,7 +317,6 @@ class Agent:
 
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.
-
         Counts of steps not sampled yet are sampled first, so that no step before the checkpoint is lost.
         """
         detectors = None
@@ -375,6 +373,8 @@ class Agent:
                     self._collect_the_rest()
                     self._outbox.send_parts(every=True)
                     self._outbox.tell(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
+                elif status != "failed":
+                    self._standing.look_unstepped(self._instruments.state.cpu().numpy())
 
     def _close_sender(self) -> None:
         with self._guards["sender"]:

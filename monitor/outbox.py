@@ -24,6 +24,7 @@ class Outbox:
         self._guards = guards
         self._sinks: list[Sink] = []
         self._parts: deque[GramsDraft] = deque()
+        self._early: list[wire.Switched] = []
         self.sender: Sender | None = None
         """None without a service."""
         self._mirror: Mirror | None = None
@@ -51,6 +52,19 @@ class Outbox:
             if self._mirror is not None:
                 self._mirror.warned(event)
         self._send(event)
+
+    def tell_after_start(self, switched: wire.Switched, *, started: bool) -> None:
+        """Hand a switch over, or keep it until the run has started: before, its first step may still be set."""
+        if started:
+            self.tell(switched)
+        else:
+            self._early.append(switched)
+
+    def tell_early(self, step: int) -> None:
+        """The run starts after `step`: hand over what was switched before."""
+        for switched in self._early:
+            self.tell(switched.model_copy(update={"step": step}))
+        self._early = []
 
     def tell_draft(self, draft: Draft) -> None:
         """Hand over what the sender's thread makes an event of, or this thread, where a sink wants it now."""

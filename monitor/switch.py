@@ -33,6 +33,8 @@ class Switchboard:
         """Is told `host` whenever it may have changed."""
         self.refuses: Callable[[int, int], str | None] | None = None
         """Why the head in a row cannot be given a mode; None where it can."""
+        self._given: set[int] = set()
+        """Rows that were switched since this process's start."""
         self._answered: OrderedDict[str, None] = OrderedDict()
         self.held: set[tuple[int, int]] = set()
         """Heads that a command took a mitigation from: until a new warning is raised, no policy gives it back."""
@@ -70,6 +72,7 @@ class Switchboard:
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         if outcome == "applied":
             self.host[rows] = int(flags)
+            self._given.update(rows)
             self._write()
         return wire.Switched(
             id=self._new_id(),
@@ -148,14 +151,14 @@ class Switchboard:
         return {"modes": modes, "answered": list(self._answered), "held": [list(head) for head in sorted(self.held)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put modes and answered ids back; heads that are not here are left out.
+        """Put modes and answered ids back; heads that are not here, or were switched since, are left out.
 
         Raises ValueError for a saved mode that does not exist or that no kernel serves.
         """
         for layer, head, name in state["modes"]:
             check_served(mode := parse_mode(name))
             row = self._rows.get((layer, head))
-            if row is not None:
+            if row is not None and row not in self._given:
                 self.host[row] = int(mode)
         self._answered.update((str(command), None) for command in state["answered"])
         self.held |= {(layer, head) for layer, head in state.get("held", ())} & self._rows.keys()

@@ -11,13 +11,26 @@ from foreshock.contract.slots import Slot, Words
 from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import NOT_RUN, logger
+from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.model.table import listed
+
+_SILENT_SAMPLES: Final = 3
+
+
+def pause_steps(config: AgentConfig) -> int:
+    """For how many steps no layer may count before that is a sign that another model trains."""
+    return _SILENT_SAMPLES * max(config.probe_every_steps, config.sample_every_steps)
 
 
 class Standing:
-    """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer."""
+    """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer;
+    `pause` is for how many steps none may count without a word."""
 
-    def __init__(self, layers: Sequence[wire.Layer], keeper: Keeper | None, unwatched: int = 0) -> None:
+    def __init__(
+        self, layers: Sequence[wire.Layer], keeper: Keeper | None, unwatched: int = 0, pause: int | None = None
+    ) -> None:
+        self._pause: Final = pause
+        self._last_counted, self._silent_samples, self._told_of_silence = 0, 0, False
         self._layers: Final = tuple(layers)
         self._keeper: Final = keeper
         self._unwatched: Final = unwatched
@@ -30,6 +43,11 @@ class Standing:
     def look(self, words: Words, since_step: int, step: int) -> bool:
         """Take note of a sample's counts [N]; whether the table is due: the first one after the proofs."""
         counted = self._hits(words)
+        self._silent_samples = 0 if counted.any() else self._silent_samples + 1
+        if self._silent_samples:
+            self._warn_of_silence(step)
+        else:
+            self._last_counted, self._told_of_silence = step, False
         if self.settled and not self._silent and self._counted.all() and counted.all():
             return False  # as nearly always: every layer counts, and nothing was told that is over
         self._counted |= counted
@@ -51,6 +69,25 @@ class Standing:
     def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
         rows = words[:, Slot.ROWS] | words[:, Slot.EMPTY_ROWS] | words[:, Slot.NONFINITE_ROWS]
         return np.logical_or.reduceat(rows != 0, self._first) if self._layers else np.zeros(0, dtype=bool)
+
+    def _warn_of_silence(self, step: int) -> None:
+        """No layer counts any more; told once, when it has lasted. A training whose steps are few samples is left."""
+        long = self._pause is not None and step - self._last_counted >= self._pause
+        if self._counted.any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._told_of_silence:
+            self._told_of_silence = True
+            logger.warning(
+                "foreshock: no layer counted anything since step %d: another model trains than the one that is "
+                "watched, or no backward runs through it; attach to the model that trains",
+                self._last_counted,
+            )
+
+    def look_unstepped(self, words: Words) -> None:
+        """The agent closes and was told of no step: whoever trained the model forgot it."""
+        if self._hits(words).any():
+            logger.warning(
+                "foreshock: the model was trained, but agent.step(loss) was never called: nothing was judged, sent or "
+                "warned about; call it after every optimizer.step()"
+            )
 
     def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
         kept = np.array([self._watched(n) is not None and self._watched(n).keeps for n in range(len(self._layers))])
