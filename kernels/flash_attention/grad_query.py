@@ -8,6 +8,7 @@ from foreshock.kernels.flash_attention.blocks import (
     CENTRED_KEYS,
     LOOKED,
     ROW_CORRECTED,
+    add_rows,
     asks,
     cap_scores,
     in_registers,
@@ -15,6 +16,8 @@ from foreshock.kernels.flash_attention.blocks import (
     load_mean,
     load_seed,
     load_tile,
+    no_sums,
+    row_sums,
     store_tile,
     to_operand,
 )
@@ -37,7 +40,7 @@ def _add_keys(
     defect, where rows are corrected: P K, and the row sums of dS, of what rounding added to dS, and of P; where keys
     are centred: the row sum of dS as it is multiplied."""
     wide_floors, narrow_floors = floors
-    mixed_keys, sum_grad, sum_lost, sum_p = defect
+    mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
     q, grad_out = operands
     key, value, batch, kv_head = tensors
     log2_lse, delta, wide, narrow, _ = of_rows
@@ -71,14 +74,15 @@ def _add_keys(
             p = p * slope
         rounded = to_operand(grad_s, DTYPE)
         acc = tl.dot(rounded, k, acc)
-        if CENTRE:
-            sum_lost += tl.sum(rounded.to(tl.float32), 1)
+        if CENTRE or CORRECT:
+            sum_rounded = add_rows(sum_rounded, rounded)
         if CORRECT:
             weights = to_operand(p, DTYPE)
             mixed_keys = tl.dot(weights, k, mixed_keys)
-            sum_lost += tl.sum(rounded.to(tl.float32) - grad_s, 1)
-            sum_p += tl.sum(weights.to(tl.float32), 1)
-    return acc, (wide_floors, narrow_floors), (mixed_keys, sum_grad, sum_lost, sum_p)
+            sum_p = add_rows(sum_p, weights)
+            if SPEC.SOFTCAP:
+                sum_sloped += tl.sum(grad_s, 1)
+    return acc, (wide_floors, narrow_floors), (mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p)
 
 
 @triton.jit
@@ -106,7 +110,8 @@ def _block(
     none = tl.full((BLOCK_M, BLOCK_N // 32, 4), 8388608.0, tl.float32)
     floors = (none, none)
     nothing = tl.zeros((BLOCK_M,), tl.float32)
-    defect = (acc, nothing, nothing, nothing)
+    sums = no_sums(BLOCK_M)
+    defect = (acc, nothing, nothing, sums, sums)
     if SPEC.HAS_LEFT:
         acc, floors, defect = _add_keys(
             acc, floors, defect, operands, tensors, low, full_low, queries, of_rows, seen, chance, strides, numbers,
@@ -121,11 +126,15 @@ def _block(
         True, CORRECT, CENTRE, COUNT, STAGES, SPEC, TILE, DTYPE,
     )  # fmt: skip
     if CORRECT:
-        mixed_keys, sum_grad, sum_lost, sum_p = defect
+        mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
+        sum_rounded = row_sums(sum_rounded)
+        sum_p = row_sums(sum_p)
         sum_p = tl.where(sum_p == 0.0, 1.0, sum_p)
         sum_grad -= row_sum
         # Under a cap the sum is zero before the slope.
-        share = sum_grad + sum_lost / sum_p if SPEC.SOFTCAP else (sum_grad + sum_lost) / sum_p
+        share = (sum_rounded - row_sum) / sum_p
+        if SPEC.SOFTCAP:
+            share = sum_grad + (sum_rounded - sum_sloped) / sum_p
         acc -= share[:, None] * mixed_keys
         delta += sum_grad
         tl.store(deltas + rows + queries, delta, mask=inside)
@@ -136,7 +145,8 @@ def _block(
             tl.store(pointers, fold(-delta, column - 3).to(tl.bfloat16), mask=mask)
     if CENTRE:
         mean_keys, kv_plane = means
-        _, _, sum_rounded, _ = defect
+        _, _, _, sum_rounded, _ = defect
+        sum_rounded = row_sums(sum_rounded)
         acc -= (sum_rounded - row_sum)[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
     store_tile(grad_query, acc * scale, first, stride_g, length_q, dim, BLOCK_M, SPEC)
     if COUNT:
