@@ -1,0 +1,162 @@
+"""Where events go: to every subscriber and the sender in their order, whatever one of them does with them."""
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.monitor.doubles import verdict
+
+from foreshock.contract import wire
+from foreshock.monitor.outbox import Outbox
+
+FINISHED = wire.Finished(step=3, unix_seconds=1.0, status="completed")
+
+
+class Contained:
+    """Stands for a guard: counts what failed, and raises nothing."""
+
+    def __init__(self) -> None:
+        self.faults = 0
+
+    def run(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            self.faults += 1
+            return None
+
+
+class Queue:
+    """Stands for the sender: takes so many things before it is full."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room, self.got = room, list[Any]()
+        self.closed_after: float | None = None
+
+    def put(self, event: Any) -> None:
+        self.got.append(event)
+
+    def has_room(self) -> bool:
+        return len(self.got) < self.room
+
+    def close(self, seconds: float) -> None:
+        self.closed_after = seconds
+        time.sleep(0.01)
+
+
+class Draft:
+    """Stands for what the sender's thread makes an event of."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.built = 0
+
+    def build(self) -> wire.Finished:
+        self.built += 1
+        return FINISHED.model_copy(update={"step": self.number})
+
+
+def made(room: int = 1000) -> tuple[Any, Any, Any]:
+    guards: Any = {name: Contained() for name in ("sinks", "sender", "mirror", "tracker")}
+    box: Any = Outbox(guards)
+    box.sender = Queue(room)
+    return box, box.sender, guards
+
+
+def test_a_subscriber_that_fails_keeps_no_event_from_the_others_or_the_sender() -> None:
+    box, queue, guards = made()
+    heard: list[wire.Event] = []
+
+    def fails(_: wire.Event) -> None:
+        raise RuntimeError("not mine")
+
+    box.subscribe(fails)
+    box.subscribe(heard.append)
+    box.tell(FINISHED)
+    assert (heard, queue.got, guards["sinks"].faults) == ([FINISHED], [FINISHED], 1)
+
+
+@pytest.mark.parametrize(("state", "lines"), [("raised", 1), ("updated", 0), ("cleared", 0)])
+def test_a_warning_stands_in_the_log_once_when_it_is_raised(
+    state: Any, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    box, _, _ = made()
+    about = verdict(0, 2).model_copy(update={"state": state, "step": 70, "sentence": "It drifts."})
+    with caplog.at_level("WARNING", "foreshock"):
+        box.tell(about)
+    assert [record.getMessage() for record in caplog.records] == ["foreshock, step 70: It drifts."] * lines
+
+
+def test_a_switch_from_before_the_start_waits_for_it_and_is_told_once_with_its_step() -> None:
+    box, queue, _ = made()
+    switch = wire.Switched(
+        id="s", step=0, outcome="applied", heads=((0, 0),), before=("plain",), after=("exact_delta",), reason="set"
+    )
+    box.tell_after_start(switch, started=False)
+    assert queue.got == []
+    box.tell_early(400)
+    box.tell_early(500)
+    box.tell_after_start(switch, started=True)
+    assert [event.step for event in queue.got] == [400, 0]
+
+
+def test_a_draft_is_built_here_only_where_somebody_listens() -> None:
+    box, queue, _ = made()
+    first, second = Draft(1), Draft(2)
+    box.tell_draft(first)
+    assert (queue.got, first.built) == ([first], 0)
+    heard: list[wire.Event] = []
+    box.subscribe(heard.append)
+    box.tell_draft(second)
+    assert second.built == 1
+    assert queue.got[1:] == heard == [FINISHED.model_copy(update={"step": 2})]
+
+
+@given(
+    rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=8), room=st.integers(0, 12)
+)
+def test_parts_go_in_their_order_as_room_comes_and_none_is_lost(rounds: list[tuple[int, int]], room: int) -> None:
+    box, queue, _ = made(room)
+    told = 0
+    for parts, freed in rounds:
+        newer = [Draft(told + number) for number in range(parts)]
+        box.tell_parts(newer)
+        # those of the round before have gone, room or not; of these no more than there is room for
+        assert [part.number for part in queue.got[:told]] == list(range(told))
+        assert len(queue.got) == max(told, min(told + parts, queue.room))
+        told += parts
+        queue.room += freed
+        box.send_parts()
+        assert len(queue.got) <= max(told - parts, queue.room)
+    box.send_parts(every=True)
+    assert [part.number for part in queue.got] == list(range(told))
+
+
+def test_without_a_service_nothing_waits_and_nothing_is_ordered() -> None:
+    guards: Any = {name: Contained() for name in ("sinks", "sender")}
+    box: Any = Outbox(guards)
+    box.tell(FINISHED)
+    box.tell_parts([Draft(1)])
+    assert (box.commands(), len(box._parts)) == ([], 0)
+    box.close(1.0)
+
+
+def test_the_sender_and_the_mirror_share_the_time_to_close() -> None:
+    box, queue, _ = made()
+
+    class Mirror:
+        joined: float | None = None
+
+        def end(self) -> None:
+            assert queue.closed_after is None  # it ends while the sender sends
+
+        def join(self, seconds: float) -> None:
+            self.joined = seconds
+
+    box._mirror = mirror = Mirror()
+    box.close(2.0)
+    assert queue.closed_after == 2.0
+    assert mirror.joined is not None
+    assert mirror.joined < 2.0
