@@ -58,7 +58,10 @@ INCIDENT_METRICS: Final = (
                 ", heads: {{ . | first | value | humanize }}{{ else }}{{ end }}"
                 '{{ with printf "foreshock_incident_heads{run=%q,cause=%q} == 0" $labels.run $labels.cause | query }}'
                 ", the whole run{{ else }}{{ end }}"
-                '{{ if ne $labels.state "open" }}, {{ $labels.state }}{{ end }})',
+                '{{ if ne $labels.state "open" }}, {{ $labels.state }}{{ end }}'
+                '{{ with printf "foreshock_incident_corrected_step'
+                '{run=%q,cause=%q}" $labels.run $labels.cause | query }}'
+                ', told as {{ . | first | label "was" }} before{{ else }}{{ end }})',
                 description="All warnings of this cause are one incident; the page ranks its heads by how soon they "
                 'come to harm.{{ with printf "foreshock_incident_forecast_steps'
                 '{run=%q,cause=%q}" $labels.run $labels.cause | query }}'
@@ -87,6 +90,15 @@ INCIDENT_METRICS: Final = (
         bad="Long ago: nobody has acted on it.",
         board="overview",
         labels=("run", "cause"),
+    ),
+    Metric(
+        key="incident.corrected_step",
+        title="Incidents corrected at step",
+        help="The step at which the cause of an incident was corrected; was: the cause that it was told under before. "
+        "None where it was not.",
+        bad="Shortly ago: look again at what to do, which goes by the cause.",
+        board="overview",
+        labels=("run", "cause", "was"),
     ),
     Metric(
         key="incident.forecast",

@@ -95,7 +95,10 @@ def _overview(links: Links) -> Board:
         ),
         _row("Incidents"),
         *_grid(
-            ["incident.active", "incident.heads", "incident.opened_step", "incident.forecast", "incident.acknowledged"],
+            [
+                *("incident.active", "incident.heads", "incident.opened_step", "incident.corrected_step"),
+                *("incident.forecast", "incident.acknowledged"),
+            ],
             MANY_RUNS,
         ),
         _row("Warnings and switches"),

@@ -77,6 +77,9 @@ def cases() -> Iterator[Case]:
             yield title, failing, 2, _incident(cause, act, "open", heads)
     for cause in ("not finite", "other"):
         yield f"{failing}: {cause}, any policy, the whole run", failing, 2, _incident(cause, "none", "open", 0)
+    corrected = {_of("foreshock_incident_corrected_step", run=RUN, cause="rounding", was="score growth"): "9000x9"}
+    once = _incident("rounding", "propose", "open", 1) | corrected
+    yield f"{failing}: rounding, corrected from score growth", failing, 2, once
     for state in ("switched", "not arrested"):
         yield f"{failing}: rounding, {state}", failing, 2, _incident("rounding", "switch", state, 144)
     active, heard = _of("foreshock_run_active", run=RUN), _of("foreshock_run_last_heard_timestamp_seconds", run=RUN)

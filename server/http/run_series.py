@@ -130,6 +130,9 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
         (_NAMES["incident.opened_step"], where, float(incident.opened_step)),
         (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
     ]
+    if incident.corrected_from is not None and incident.corrected_step is not None:
+        corrected = (*where, incident.corrected_from)
+        told.append((_NAMES["incident.corrected_step"], corrected, float(incident.corrected_step)))
     if incident.steps_left is not None:
         told.append((_NAMES["incident.forecast"], where, incident.steps_left))
     return told

@@ -49,7 +49,8 @@ class Training(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        extra: list[Event] = [self.rank.started(policy="auto"), self.rank.verdict(1)]
+        warned = self.rank.verdict(1, corrected_from="score growth", corrected_step=1)  # what a board shows of it too
+        extra: list[Event] = [self.rank.started(policy="auto"), warned]
         with self.service.client(TOKENS["agent"]) as client:
             for step in range(1, 10_000):
                 batch = self.rank.batch(*extra, *self.events(step))

@@ -48,9 +48,13 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
     speaks = voice()
     [first] = speaks.hear([told(5, cause="score growth")], dict)
     assert "To do: Lower the learning rate" in first
-    lines = speaks.hear([told(5, state="updated", step=30)], dict)
-    assert any("as rounding drives them" in line for line in lines)
-    assert speaks.hear([told(5, state="updated", step=31)], dict) == []
+    corrected = told(5, state="updated", step=30, corrected_from="score growth", corrected_step=30)
+    [line] = speaks.hear([corrected], dict)
+    assert "as rounding drives them" in line
+    assert "Corrected: until step 30 this was told as score growth." in line
+    assert speaks.hear([corrected.model_copy(update={"step": 31})], dict) == []
+    [quiet] = speaks.hear([corrected.model_copy(update={"step": 90, "state": "cleared"})], dict)
+    assert "Quiet since step 90" in quiet
 
 
 def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:

@@ -1,0 +1,85 @@
+"""A cause that is corrected is no second failure: the incident goes on under another name and says so."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.contract.test_incident import of, warned
+
+from foreshock.contract.decision import CAUSES
+from foreshock.contract.incident import Acknowledged, Warned
+
+
+def corrected(head: int = 0, raised: int = 500, at: int = 3000, was: str = "score growth", **more: Any) -> Warned:
+    """A warning of rounding that was told as another cause until step `at`."""
+    step = more.pop("step", at)
+    return warned(0, head, step=step, raised=raised, corrected_from=was, corrected_step=at, **more)
+
+
+def test_the_incident_of_a_corrected_warning_goes_on_from_where_it_was_first_told() -> None:
+    [incident] = of(corrected(forecast_steps=4000.0, forecast_low_steps=1000.0))
+    assert (incident.id, incident.opened_step, incident.times) == ("rounding", 500, 1)
+    assert (incident.corrected_from, incident.corrected_step) == ("score growth", 3000)
+    assert incident.sentence == (
+        "Scores drift as rounding drives them in layer 0 head 0, since step 500. Corrected: until step 3,000 this was "
+        "told as score growth. Its largest |score| reaches 512 about step 7,000 (not before 4,000)."
+    )
+    assert "before step 500" in of(corrected(signal="nonfinite"))[0].to_do
+
+
+def test_who_acknowledged_it_under_its_first_name_still_takes_care_of_it() -> None:
+    said = Acknowledged(cause="score growth", step=700, who="ann", reason="on it", unix_seconds=5.0)
+    [incident] = of(corrected(), acknowledged=[said])
+    assert (incident.state, incident.acknowledged) == ("acknowledged", said)
+    [before] = of(corrected(raised=800), acknowledged=[said])
+    assert before.acknowledged is None
+    other = Acknowledged(cause="other", step=700, who="ann", reason="on it", unix_seconds=5.0)
+    [not_meant] = of(corrected(), acknowledged=[other])
+    assert not_meant.acknowledged is None
+
+
+def test_a_correction_into_an_incident_that_stands_only_makes_that_one_grow() -> None:
+    [alone] = of(warned(1, 1, step=2900, raised=1000))
+    [both] = of(warned(1, 1, step=2900, raised=1000), corrected())
+    assert (both.standing, both.opened_step, both.times) == (2, alone.opened_step, alone.times)
+    assert both.corrected_from is None
+    assert "Corrected" not in both.sentence
+    assert [head.corrected_from for head in both.heads] == ["score growth", None]
+
+
+def test_a_correction_long_after_such_an_incident_was_closed_opens_it_again() -> None:
+    [again] = of(warned(1, 1, step=2000, raised=1000, state="cleared"), corrected())
+    assert (again.state, again.times, again.opened_step, again.corrected_from) == ("open", 2, 500, "score growth")
+
+
+def test_heads_whose_cause_was_not_corrected_stay_where_they_were() -> None:
+    found = of(corrected(), warned(0, 1, step=900, raised=600, cause="score growth"))
+    assert [(i.id, i.standing, i.corrected_from) for i in found] == [
+        ("rounding", 1, "score growth"),
+        ("score-growth", 1, None),
+    ]
+
+
+def test_of_several_that_were_corrected_at_one_step_the_first_to_be_told_says_since_when() -> None:
+    [incident] = of(corrected(0, raised=700), corrected(1, raised=400), corrected(2, raised=100, at=3500))
+    assert (incident.opened_step, incident.corrected_step, incident.standing) == (400, 3000, 3)
+
+
+@given(
+    raised=st.integers(0, 5000),
+    later=st.integers(1, 3000),
+    was=st.sampled_from([cause for cause in CAUSES if cause != "rounding"]),
+)
+def test_a_corrected_warning_is_in_one_incident_that_opened_when_it_was_raised(
+    raised: int, later: int, was: str
+) -> None:
+    [incident] = of(corrected(raised=raised, at=raised + later, was=was))
+    assert (incident.opened_step, incident.corrected_step) == (raised, raised + later)
+    assert was in incident.sentence
+
+
+def test_a_head_that_settles_has_no_harm_in_sight_and_one_of_no_forecast_says_nothing_of_it() -> None:
+    [settles] = of(warned(harm_in_sight=False))
+    assert settles.sentence.endswith(" No harm is in sight: on its course it levels off.")
+    [unknown] = of(warned())
+    assert unknown.sentence.endswith("since step 100.")

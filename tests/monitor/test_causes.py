@@ -1,0 +1,127 @@
+"""Why a head is warned about, how grave that is, and how a cause is corrected without a second warning."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.monitor.courses import HEADS, SICK, explosion, play, raised
+from tests.monitor.doubles import verdict as told_before
+
+from foreshock.contract import wire
+from foreshock.contract.decision import cause_of
+from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.monitor.detect.forecast import Forecast
+from foreshock.monitor.detect.verdicts import Found, cause, severity, supported, verdict
+
+CAUSES: tuple[wire.Cause, ...] = ("other", "score growth", "rounding")
+SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
+values = st.none() | st.floats(-600, 600)
+evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
+    lambda found: {name: value for name, value in found.items() if value is not None}
+)
+
+
+def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
+    known: dict[str, Any] = {"supported": True, "can_round": True, "left_track": False, "least_change": 1.5}
+    return cause("offset", seen, **{**known, "before": None, **changes})
+
+
+@given(
+    seen=evidence,
+    before=st.sampled_from(CAUSES),
+    signal=st.sampled_from(["offset", "score", "nonfinite"]),
+    flags=st.tuples(*[st.booleans()] * 3),
+)
+def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
+    seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool, bool]
+) -> None:
+    pushed, can_round, left = flags
+    known: dict[str, Any] = {"supported": pushed, "can_round": can_round, "left_track": left, "least_change": 1.5}
+    found = cause(signal, seen, **known, before=None)
+    assert cause(signal, seen, **known, before=before) == max(found, before, key=CAUSES.index)
+
+
+def test_a_loss_that_leaves_its_track_first_is_the_cause_and_one_that_leaves_it_later_is_none() -> None:
+    assert why(SEEN, left_track=True) == "other"
+    assert why(SEEN, left_track=True, before="score growth") == "score growth"
+    assert why(SEEN, left_track=True, before="rounding") == "rounding"
+    assert why(SEEN, before="other") == "rounding"
+
+
+@pytest.mark.parametrize(
+    ("signal", "score", "pushed", "expected"),
+    [
+        ("offset", 255.0, True, "warning"),
+        ("offset", 256.0, True, "critical"),
+        ("score", 300.0, False, "warning"),
+        ("score", 511.0, False, "warning"),
+        ("score", 512.0, False, "critical"),
+        ("nonfinite", 3.0, False, "critical"),
+    ],
+)
+def test_it_is_critical_where_harm_comes_by_a_supported_cause_or_is_there(
+    signal: str, score: float, pushed: bool, expected: str
+) -> None:
+    assert severity(signal, {"score": score}, supported=pushed, config=DetectorConfig()) == expected
+
+
+@pytest.mark.parametrize(("offset", "bias", "expected"), [(9.0, 4.0, True), (-9.0, 4.0, False), (-9.0, -4.0, True)])
+def test_a_delta_bias_supports_a_drift_that_goes_its_way(offset: float, bias: float, expected: bool) -> None:
+    assert supported({"offset": offset, "delta_bias_z": bias}, 3.4) == expected
+    assert not supported({"offset": offset}, 3.4)
+    assert not supported({"offset": offset, "delta_bias_z": bias}, 4.1)
+
+
+def found(why: wire.Cause, signal: str = "score") -> Found:
+    return Found(signal, dict(SEEN), why == "rounding", why, "warning")
+
+
+def word(step: int, what: Found, before: wire.Verdict | None) -> wire.Verdict:
+    return verdict(what, step=step, layer=0, head=3, ahead=Forecast(), before=before)
+
+
+def test_a_corrected_warning_keeps_its_name_and_says_what_it_was_told_as() -> None:
+    first = word(100, found("score growth"), None)
+    assert (first.state, first.corrected_from, first.corrected_step) == ("raised", None, None)
+    second = word(300, found("rounding"), first)
+    assert (second.id, second.state, second.cause) == (first.id, "updated", "rounding")
+    assert (second.corrected_from, second.corrected_step) == ("score growth", 300)
+    third = word(1300, found("rounding"), second)
+    assert (third.corrected_from, third.corrected_step) == ("score growth", 300)
+    assert word(200, found("score growth"), first).corrected_from is None
+
+
+def test_what_turns_out_not_to_be_finite_goes_over_to_that_incident_and_is_told_at_once() -> None:
+    first = word(100, found("score growth"), None)
+    broken = found("score growth", "nonfinite")
+    assert broken.is_news_after(first)
+    assert not found("score growth").is_news_after(first)
+    second = word(110, broken, first)
+    assert (cause_of(second), second.corrected_from) == ("not finite", "score growth")
+
+
+def test_a_head_that_settles_is_told_again_with_no_harm_in_sight_before_it_is_quiet() -> None:
+    def settles(step: int) -> tuple[Floats, Floats]:
+        return explosion(min(step, 6000))
+
+    _, told = play(settles, until=9000, bias=0.6)
+    assert raised(told) == [HEADS[SICK]]
+    assert told[0].harm_in_sight
+    last, cleared = told[-2:]
+    assert (last.state, last.harm_in_sight, last.forecast_steps) == ("updated", False, None)
+    assert last.sentence.endswith("No harm is in sight: on this course it levels off before.")
+    assert cleared.state == "cleared"
+    assert last.step < cleared.step
+
+
+def test_the_old_name_of_a_far_offset_is_still_read() -> None:
+    assert DetectorConfig.model_validate({"unsupported_level": 7.0}).far_offset == 7.0
+    assert DetectorConfig(far_offset=8.0).model_dump()["far_offset"] == 8.0
+
+
+def test_a_verdict_of_an_agent_that_corrects_nothing_is_read_as_one_that_was_never_corrected() -> None:
+    newer = {"corrected_from", "corrected_step", "harm_in_sight"}
+    old = wire.Verdict.model_validate(told_before(0, 1).model_dump(exclude=newer))
+    assert (old.corrected_from, old.corrected_step, old.harm_in_sight) == (None, None, None)
