@@ -47,6 +47,16 @@ Storable = Annotated[str, AfterValidator(_without_nul)]
 """What people write and every store takes: PostgreSQL has no NUL."""
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is blank; the audit trail needs a word")
+    return text
+
+
+Said = Annotated[Storable, AfterValidator(_not_blank)]
+"""Who acts, and why."""
+
+
 class Response(BaseModel):
     """Base of every answer."""
 
@@ -233,8 +243,8 @@ class CommandRequest(BaseModel):
     """An order to switch heads."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
-    reason: Storable = Field(min_length=1, max_length=500)
+    who: Said = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
+    reason: Said = Field(min_length=1, max_length=500)
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
@@ -249,16 +259,16 @@ class Decision(BaseModel):
     """Approval or rejection of a proposed command, or the end of one that is under way."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=500)
+    who: Said = Field(min_length=1, max_length=128)
+    reason: Said = Field(min_length=1, max_length=500)
 
 
 class Acknowledgement(BaseModel):
     """Somebody takes care of an incident."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=500)
+    who: Said = Field(min_length=1, max_length=128)
+    reason: Said = Field(min_length=1, max_length=500)
     incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
 
 
@@ -284,7 +294,7 @@ class Description(BaseModel):
     """What people say of a run. What is left out stays as it is; what is empty is taken away."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
+    who: Said = Field(min_length=1, max_length=128)
     display_name: Annotated[Line, Field(max_length=128)] | None = None
     tags: list[Tag] | None = Field(default=None, max_length=32)
     notes: Annotated[Storable, Field(max_length=4000)] | None = None
@@ -294,8 +304,8 @@ class Undo(BaseModel):
     """An order to take a switch back."""
 
     model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=480)
+    who: Said = Field(min_length=1, max_length=128)
+    reason: Said = Field(min_length=1, max_length=480)
     dry_run: bool = False
 
 

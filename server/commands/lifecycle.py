@@ -137,7 +137,7 @@ async def run_id_of(connection: AsyncConnection, run: str) -> int:
     """The id of a run. Raises ProblemError when there is none."""
     run_id: int | None = (await connection.execute(select(runs.c.id).where(runs.c.name == run))).scalar()
     if run_id is None:
-        raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
     return run_id
 
 

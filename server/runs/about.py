@@ -25,7 +25,7 @@ async def find_run(connection: AsyncConnection, run: str) -> Row[Any]:
     """The row of a run. Raises ProblemError when there is none."""
     row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
     if row is None:
-        raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
     return row
 
 
