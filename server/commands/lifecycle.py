@@ -23,7 +23,8 @@ from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import holdings
-from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer, Verification
+from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
+from foreshock.server.requests import CommandRequest
 from foreshock.server.runs.words import heads_in_words, printable
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.server.access.problems import ProblemError
-from foreshock.server.models import Decision, Description
+from foreshock.server.requests import Decision, Description
 from foreshock.server.runs.listing import status_of, tags_of
 from foreshock.server.runs.words import printable
 from foreshock.server.store import audit

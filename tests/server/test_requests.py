@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from foreshock.server.access.problems import items
-from foreshock.server.models import Acknowledgement, CommandRequest, Decision, Description, Undo
+from foreshock.server.requests import Acknowledgement, CommandRequest, Decision, Description, Undo
 
 BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CommandRequest, {"who": "ann", "reason": "it drifts", "mode": "row_corrected"}),
