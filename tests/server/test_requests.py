@@ -33,10 +33,11 @@ def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: d
         ({"display_name": "a" * 130}, "Has 130 characters; at most 128 are allowed"),
         ({"tags": [""]}, "Has 0 characters; no fewer than 1 are allowed"),
         ({"tags": ["t" * 65]}, "Has 65 characters; at most 64 are allowed"),
+        ({"tags": ["a=b"]}, "Holds a comma or an equals sign, which no tag may: NAME=VALUE is a label"),
         ({"tags": ["t"] * 33}, "List should have at most 32 items after validation, not 33"),
     ],
 )
-def test_a_text_of_the_wrong_length_is_told_in_characters(change: dict[str, Any], message: str) -> None:
+def test_a_text_that_is_not_taken_is_told_in_words_about_a_text(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as wrong:
         Description.model_validate({"who": "ann"} | change)
     assert [item.message for item in items(wrong.value.errors())] == [message]
