@@ -51,7 +51,8 @@ def examine(url: str) -> Iterator[Finding]:
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        return Finding(f"extra [{extra}]", "absent", f"pip install 'foreshock[{extra}]' brings {', '.join(missing)}")
+        how = f"pip install '.[{extra}]' in foreshock's clone brings {', '.join(missing)}"
+        return Finding(f"extra [{extra}]", "absent", how)
     versions = [f"{module} {importlib.metadata.version(module.replace('_', '-'))}" for module in modules]
     return Finding(f"extra [{extra}]", "ok", ", ".join(versions))
 

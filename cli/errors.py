@@ -32,7 +32,8 @@ def sentence(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         extra = _EXTRAS.get(error.name.partition(".")[0])
         if extra:
-            return f"this command needs {error.name}, which is not installed: pip install 'foreshock[{extra}]'"
+            how = f"pip install '.[{extra}]' in foreshock's clone"
+            return f"this command needs {error.name}, which is not installed: {how}"
     return str(error)
 
 

@@ -65,7 +65,8 @@ INCIDENT_METRICS: Final = (
                 description="All warnings of this cause are one incident; the page ranks its heads by how soon they "
                 'come to harm.{{ with printf "foreshock_incident_forecast_steps'
                 '{run=%q,cause=%q}" $labels.run $labels.cause | query }}'
-                " The first head's largest |score| reaches 512 in about {{ . | first | value | humanize }} steps."
+                " The first head's largest |score| {{ if gt (. | first | value) 0.0 }}reaches 512 in about "
+                "{{ . | first | value | humanize }} steps{{ else }}is past 512{{ end }}."
                 "{{ else }}{{ end }}",
                 action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
                 "is rounding, switch every head. Otherwise lower the learning rate, look at the data, or resume from "

@@ -18,7 +18,10 @@ MODULE_LINES, TEST_LINES = 100, 400
 _PASSES: Final = "is one pass of a call or a part of one, which `tests/kernels/test_triton_attention.py` compares whole"
 WITHOUT: Final = {
     "contract/incident_form.py": "declares what `tests/contract/test_incident.py` makes and reads",
-    "contract/incident_metrics.py": "is entries of the catalogue; `tests/dashboards/test_alert_texts.py` renders them",
+    **{
+        f"contract/{name}_metrics.py": "is entries of the catalogue, which `tests/contract/test_catalog.py` looks at"
+        for name in ("head", "incident", "run", "service")
+    },
     **{
         f"kernels/flash_attention/{name}.py": _PASSES
         for name in ("blocks", "forward", "grad_key", "grad_query", "places", "rows")

@@ -4,23 +4,20 @@ Numbers that are not finite travel as "NaN", "Infinity" and "-Infinity"; `null` 
 are Unix seconds by the service's clock unless a field says otherwise.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
 from foreshock.contract.wire import (
-    MAX_LAYERS,
     Cause,
     HeadRef,
     Identifier,
-    ModeName,
     Outcome,
     Policy,
     Severity,
-    Step,
     Switched,
     Verdict,
 )
@@ -35,16 +32,6 @@ CommandState = Literal[
 What is pending or delivered may be cancelled: it goes to no further rank.
 """
 Number = float | None
-
-
-def _without_nul(text: str) -> str:
-    if "\x00" in text:
-        raise ValueError("holds a NUL character, which cannot be stored; leave it out")
-    return text
-
-
-Storable = Annotated[str, AfterValidator(_without_nul)]
-"""What people write and every store takes: PostgreSQL has no NUL."""
 
 
 class Response(BaseModel):
@@ -103,13 +90,6 @@ class UsageList(Response):
     """What tokens have used of what all share."""
 
     tokens: list[TokenUsage]
-
-
-class Login(BaseModel):
-    """A token in exchange for a session cookie."""
-
-    model_config = ConfigDict(extra="forbid")
-    token: str = Field(max_length=512)
 
 
 class IncidentChange(Response):
@@ -227,76 +207,6 @@ class RunDetail(RunSummary):
     agent_dropped: dict[str, int]
     agent_faults: dict[str, int]
     notes: str = Field(default="", description="what people wrote about it")
-
-
-class CommandRequest(BaseModel):
-    """An order to switch heads."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128, description="who orders it; stands in the audit trail")
-    reason: Storable = Field(min_length=1, max_length=500)
-    heads: list[HeadRef] | None = Field(
-        default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
-    )
-    mode: ModeName
-    expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
-    expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
-    expires_step: Step | None = None
-    dry_run: bool = False
-
-
-class Decision(BaseModel):
-    """Approval or rejection of a proposed command, or the end of one that is under way."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=500)
-
-
-class Acknowledgement(BaseModel):
-    """Somebody takes care of an incident."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=500)
-    incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
-
-
-def _one_line(text: str) -> str:
-    if not text.isprintable() or text != text.strip():
-        raise ValueError("holds a control character, or blanks at an end; write it on one line")
-    return text
-
-
-Line = Annotated[Storable, AfterValidator(_one_line)]
-
-
-def _tag(text: str) -> str:
-    if set(text) & set(",="):
-        raise ValueError("holds a comma or an equals sign, which no tag may: NAME=VALUE is a label")
-    return text
-
-
-Tag = Annotated[Line, Field(min_length=1, max_length=64), AfterValidator(_tag)]
-
-
-class Description(BaseModel):
-    """What people say of a run. What is left out stays as it is; what is empty is taken away."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    display_name: Annotated[Line, Field(max_length=128)] | None = None
-    tags: list[Tag] | None = Field(default=None, max_length=32)
-    notes: Annotated[Storable, Field(max_length=4000)] | None = None
-
-
-class Undo(BaseModel):
-    """An order to take a switch back."""
-
-    model_config = ConfigDict(extra="forbid")
-    who: Storable = Field(min_length=1, max_length=128)
-    reason: Storable = Field(min_length=1, max_length=480)
-    dry_run: bool = False
 
 
 class RankAnswer(Response):

@@ -62,7 +62,7 @@ def test_without_pytorch_the_names_of_the_agent_say_what_to_install(name: str) -
     check = f"import sys; sys.modules['torch'] = None; import foreshock; {name}"
     done = subprocess.run([sys.executable, "-P", "-c", check], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: foreshock's agent needs PyTorch")
-    assert "pip install 'foreshock[agent]'" in done.stderr
+    assert "pip install '.[agent]' in foreshock's clone" in done.stderr
 
 
 def test_the_keywords_that_editors_complete_are_the_settings_of_the_agent() -> None:

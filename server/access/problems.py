@@ -49,9 +49,22 @@ def problem(
 def items(errors: Sequence[Any]) -> list[ProblemItem]:
     """Up to ten of pydantic's errors, without the input that caused them."""
     return [
-        ProblemItem(where=".".join(str(part) for part in error["loc"])[:200] or "body", message=str(error["msg"])[:300])
+        ProblemItem(where=".".join(str(part) for part in error["loc"])[:200] or "body", message=_words(error)[:300])
         for error in list(errors)[:MAX_ERRORS]
     ]
+
+
+def _words(error: Any) -> str:
+    """Pydantic's sentence, but of a text behind a validator: "Value should have at most 64 items after validation"."""
+    about = error.get("ctx") or {}
+    if about.get("field_type") == "Value" and "actual_length" in about:
+        bound = f"at most {about['max_length']}" if "max_length" in about else f"no fewer than {about['min_length']}"
+        return f"Has {about['actual_length']} characters; {bound} are allowed"
+    said = str(error["msg"])
+    if error.get("type") != "value_error":
+        return said
+    said = said.removeprefix("Value error, ")
+    return said[:1].upper() + said[1:]
 
 
 def answer_to(error: Exception, path: str) -> Response:
@@ -101,6 +114,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
         found = error.errors()
-        return problem(422, f"{len(found)} field(s) of the request are wrong.", items(found))
+        count = "1 field of the request is" if len(found) == 1 else f"{len(found)} fields of the request are"
+        return problem(422, f"{count} wrong.", items(found))
 
     app.add_exception_handler(Exception, on_error)

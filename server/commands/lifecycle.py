@@ -23,7 +23,8 @@ from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import holdings
-from foreshock.server.models import CommandChange, CommandRequest, CommandState, CommandStatus, RankAnswer, Verification
+from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
+from foreshock.server.requests import CommandRequest
 from foreshock.server.runs.words import heads_in_words, printable
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
@@ -137,7 +138,7 @@ async def run_id_of(connection: AsyncConnection, run: str) -> int:
     """The id of a run. Raises ProblemError when there is none."""
     run_id: int | None = (await connection.execute(select(runs.c.id).where(runs.c.name == run))).scalar()
     if run_id is None:
-        raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
     return run_id
 
 

@@ -1,8 +1,10 @@
 """What became of a switch: some steps later the head's growth is compared with the one before it.
 
 A head is arrested when each signal that grew before the switch (its score offset, its largest score) grows afterwards
-by at most a third as much, in logarithms over as many steps. What is not arrested is said, and where a stronger
-mitigation is left, proposed: a person decides, under every policy. The agent goes on watching a head that was switched.
+by at most a third as much, in logarithms over as many steps. Below a level (3 nats, a score of 256) nothing counts as
+growth: the offset of a healthy head wanders about zero, and its scores grow as it learns. What is not arrested is said,
+and where a stronger mitigation is left, proposed: a person decides, under every policy. The agent goes on watching a
+head that was switched.
 """
 
 import math
@@ -35,6 +37,8 @@ from foreshock.server.store.schema import boots, runs
 from foreshock.server.store.schema import commands as table
 
 SIGNALS: Final = {"head.score_offset": "score offset", "head.score_max": "largest score"}
+_LEVELS: Final = {"head.score_offset": 3.0, "head.score_max": 256.0}
+"""Sizes up to which a signal may grow without a word, as the detectors' offset_level and score_level."""
 _NOTICED: Final = math.log(1.1)
 """Growth over the window below which a signal did not grow: a tenth."""
 _LEFT: Final = 1 / 3
@@ -53,11 +57,15 @@ class SignalGrowth:
     signal: str
     before: float
     after: float
+    above: bool = True
+    """whether the signal ended above the level from which its growth counts"""
 
     @property
     def arrested(self) -> bool:
-        """It grows no more, or by a third of what it did at most."""
-        return self.after <= max(_NOTICED / 5 if self.before > _NOTICED else _NOTICED, _LEFT * self.before)
+        """It grows no more, or by a third of what it did at most, or has not come far."""
+        return not self.above or self.after <= max(
+            _NOTICED / 5 if self.before > _NOTICED else _NOTICED, _LEFT * self.before
+        )
 
     def sentence(self, steps: int) -> str:
         """The growth in words."""
@@ -202,13 +210,15 @@ async def growth_of(
     found: dict[HeadRef, list[SignalGrowth]] = {}
     for curve, before, after in zip(curves, *sides, strict=True):
         if before is not None and after is not None and curve.layer is not None and curve.head is not None:
-            signal = SignalGrowth(SIGNALS[curve.metric.key], before, after)
+            key = curve.metric.key
+            signal = SignalGrowth(SIGNALS[key], before[0], after[0], above=after[1] > _LEVELS[key])
             found.setdefault((curve.layer, curve.head), []).append(signal)
     return found
 
 
-def _growth(line: Line | None) -> float | None:
-    """Logarithm of the size of the last third over that of the first; medians, so that one sample decides nothing."""
+def _growth(line: Line | None) -> tuple[float, float] | None:
+    """Logarithm of the size of the last third over that of the first, and that last size; medians, so that one sample
+    decides nothing."""
     if line is None:
         return None
     size = np.abs(np.array([value for value in line.last if value is not None and math.isfinite(value)]))
@@ -216,4 +226,4 @@ def _growth(line: Line | None) -> float | None:
         return None
     third = len(size) // 3
     early, late = np.median(size[:third]), np.median(size[-third:])
-    return float(np.log(max(late, 1e-12) / max(early, 1e-12)))
+    return float(np.log(max(late, 1e-12) / max(early, 1e-12))), float(late)

@@ -4,7 +4,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from foreshock.server.access.auth import Actor, Deleter
-from foreshock.server.models import Decision, Description, Problem, RunDetail
+from foreshock.server.models import Problem, RunDetail
+from foreshock.server.requests import Decision, Description
 from foreshock.server.runs import about
 from foreshock.server.runs.listing import run_detail
 

@@ -16,22 +16,18 @@ from foreshock.server.curves.matrix import matrix
 from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
-    Acknowledgement,
     AuditPage,
     CommandList,
-    CommandRequest,
     CommandStatus,
-    Decision,
     EventList,
     Health,
     IncidentList,
-    Login,
     Problem,
     RunDetail,
     RunList,
     Session,
-    Undo,
 )
+from foreshock.server.requests import Acknowledgement, CommandRequest, Decision, Login, Undo
 from foreshock.server.runs.about import find_run
 from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
 from foreshock.server.runs.incidents import acknowledge, incidents_of

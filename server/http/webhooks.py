@@ -28,7 +28,8 @@ from foreshock.server.access.problems import ProblemError, items
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.heads_by_rank import holdings
-from foreshock.server.models import Problem, Storable, WebhookResult
+from foreshock.server.models import Problem, WebhookResult
+from foreshock.server.requests import Storable
 from foreshock.server.runs.incidents import incidents_of
 from foreshock.server.runs.newest import described
 from foreshock.server.settings import Settings

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.server.access.problems import ProblemError
-from foreshock.server.models import Decision, Description
+from foreshock.server.requests import Decision, Description
 from foreshock.server.runs.listing import status_of, tags_of
 from foreshock.server.runs.words import printable
 from foreshock.server.store import audit
@@ -25,7 +25,7 @@ async def find_run(connection: AsyncConnection, run: str) -> Row[Any]:
     """The row of a run. Raises ProblemError when there is none."""
     row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
     if row is None:
-        raise ProblemError(404, f"There is no run {run[:128]!r}; GET /v1/runs lists them.")
+        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
     return row
 
 

@@ -23,7 +23,8 @@ if find_spec("foreshock.contract") is None:  # its folders are symbolic links in
 def _ask_for_torch() -> None:
     if find_spec("torch") is None:
         raise ModuleNotFoundError(
-            "foreshock's agent needs PyTorch, which is not installed: pip install 'foreshock[agent]'", name="torch"
+            "foreshock's agent needs PyTorch, which is not installed: pip install '.[agent]' in foreshock's clone",
+            name="torch",
         )
 
 

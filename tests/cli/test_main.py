@@ -47,7 +47,7 @@ def test_a_missing_extra_names_the_install_command() -> None:
     hide = "import sys; sys.modules['fastapi'] = None; from foreshock.cli.main import app; app(['serve'])"
     done = subprocess.run([sys.executable, "-P", "-c", hide], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "pip install 'foreshock[server]'" in done.stderr
+    assert "pip install '.[server]' in foreshock's clone" in done.stderr
 
 
 WITHOUT_AN_ANSWER = {"serve", "lab run", "lab run-set", "lab corpus", "dashboards check"}

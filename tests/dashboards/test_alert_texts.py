@@ -55,6 +55,16 @@ def test_the_warning_says_where_why_how_long_and_what_to_do(tmp_path: Path) -> N
 
 
 @pytest.mark.servers
+def test_a_head_past_the_limit_is_said_to_be_there_and_not_to_come_there_in_no_steps(tmp_path: Path) -> None:
+    of = 'run="a",cause="rounding"'
+    series = {warned("critical"): "1x5", f"foreshock_incident_forecast_steps{{{of}}}": "0x5"}
+    result = promtool(tmp_path, [annotation_test(series, {})])
+    said = result.stdout + result.stderr
+    assert "The first head's largest |score| is past 512." in said.replace("\\", "")
+    assert "in about 0 steps" not in said
+
+
+@pytest.mark.servers
 def test_no_alert_speaks_of_a_switch_that_cannot_help_or_of_steps_that_nobody_knows(tmp_path: Path) -> None:
     labels = {"cause": "not finite", "act": "none"}
     of = 'run="a",cause="not finite"'

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -79,6 +80,13 @@ def test_what_no_registry_knows_stays_as_it_is_and_is_named(registry: str, tmp_p
     assert "answers 404" in done.stderr
     assert "names no tag" in done.stderr
     assert file.read_text() == text
+
+
+def test_a_registry_that_sends_for_its_token_to_a_file_is_refused() -> None:
+    script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "pin-images"))
+    for realm in ("file:///etc/passwd", "", "ftp://host/token"):
+        with pytest.raises(ValueError, match="which is no address of the web"):
+            script["_token"](f'Bearer realm="{realm}",service="x"')
 
 
 def test_the_check_names_every_image_of_the_repository() -> None:

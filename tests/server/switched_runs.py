@@ -25,16 +25,22 @@ def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
 
 
 async def switched(
-    service: Any, policy: Policy = "approve", before: float = 1.0, after: float = 1.0, **order: Any
+    service: Any,
+    policy: Policy = "approve",
+    before: float = 1.0,
+    after: float = 1.0,
+    size: float = 4.0,
+    **order: Any,
 ) -> str:
-    """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more."""
+    """A run whose head grows at one rate, is switched at step 2000, and grows at another for 1000 steps more. Its
+    offset begins at `size` nats."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
-    await service.store(rank, *(grown(rank, step, before) for step in range(20, 2000, 20)))
+    await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)))
     command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
-    [sent] = (await service.store(rank, grown(rank, 2000, before))).commands
+    [sent] = (await service.store(rank, grown(rank, 2000, before, size))).commands
     await service.store(rank, rank.answer(sent, 2000))
-    base = np.exp((before - after) * 2)
+    base = size * np.exp((before - after) * 2)
     await service.store(rank, *(grown(rank, step, after, base) for step in range(2020, 3020, 20)))
     return command
 

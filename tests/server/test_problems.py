@@ -80,7 +80,7 @@ def test_each_way_to_fail_is_told_in_its_own_words_and_shows_nothing_of_the_insi
 def test_a_body_that_is_wrong_is_told_field_by_field_without_what_it_held() -> None:
     answer = ask(RuntimeError(), {"count": "s3cret"})
     told = read(answer)
-    assert (told.status, told.detail) == (422, "1 field(s) of the request are wrong.")
+    assert (told.status, told.detail) == (422, "1 field of the request is wrong.")
     [item] = told.errors
     assert item.where == "body.count"
     assert "integer" in item.message

@@ -50,6 +50,20 @@ def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it(
     play(story)
 
 
+@pytest.mark.parametrize(("size", "verdict"), [(0.05, "verified"), (0.3, "verified"), (4.0, "not arrested")])
+def test_a_healthy_head_that_was_switched_to_try_it_wandered_and_is_no_alarm(
+    play: Any, size: float, verdict: str
+) -> None:
+    """Its offset may be five times what it was, a few hundredths of a nat; its scores grow as it learns."""
+
+    async def story(service: Any) -> None:
+        command = await switched(service, before=0.1, after=1.6, size=size)
+        await judge(service)
+        assert (await service.get(f"/v1/commands/{command}"))["verification"] == verdict
+
+    play(story)
+
+
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
 def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(play: Any, policy: Policy) -> None:
     async def story(service: Any) -> None:

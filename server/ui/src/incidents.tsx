@@ -94,7 +94,12 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         <b>{forecast(first)}</b>
       </p>
       <p class="to-do">
-        <span class="muted">{incident.done}</span> {incident.to_do !== "Nothing." && <b>{incident.to_do}</b>}
+        <span class="muted">{incident.done}</span> {incident.to_do !== "Nothing." && (
+          <b>
+            {view.detail.status !== "active" && "The run has ended. When it is resumed: "}
+            {incident.to_do}
+          </b>
+        )}
       </p>
       <details open={!compare && incident.standing === 1 && WIDE.matches}>
         <summary>Evidence{incident.standing > 1 && ` of ${where(first)}`}</summary>
