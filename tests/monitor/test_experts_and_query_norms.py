@@ -112,7 +112,9 @@ def expected_rows(way: str, device: str, lengths: tuple[int, ...]) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_twenty_steps_are_those_without_us_as_far_as_these_repeat_and_every_layer_is_counted(kind: str, device: str) -> None:
+def test_twenty_steps_are_those_without_us_as_far_as_these_repeat_and_every_layer_is_counted(
+    kind: str, device: str
+) -> None:
     lengths = LENGTHS[device][:1]
     ways = {"keep": "plain", "auto": "proven" if device == "cuda" else "plain", "kernels": "operator"}
     expected = {way: course_of(kind, device, way, lengths) for way in dict.fromkeys(ways.values())}
