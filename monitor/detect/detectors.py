@@ -10,7 +10,7 @@ A verdict is latched until a head has been quiet for `quiet_steps`.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from foreshock.contract import wire
 from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
+from foreshock.monitor.detect.detecting import Detecting as Detecting
 from foreshock.monitor.detect.forecast import NEAR_LIVES, Forecast, forecast, who
 from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
 from foreshock.monitor.detect.readings import Readings as Readings
@@ -31,7 +32,7 @@ from foreshock.monitor.detect.signals import (
     by_name,
 )
 from foreshock.monitor.detect.thresholds import DetectorConfig as DetectorConfig
-from foreshock.monitor.detect.verdicts import Found, cause, severity, supported, verdict
+from foreshock.monitor.detect.verdicts import Found, Otherwise, cause, severity, supported, verdict
 
 
 class _Alarm(BaseModel):
@@ -43,32 +44,12 @@ class _Alarm(BaseModel):
 
 _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
+_PUSHED: Final = HeadSignal.OFFSET.name.lower()
 _ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
 _COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction != "last"]
 """What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
-
-
-class Detecting(Protocol):
-    """What the agent needs of its detectors; `Detectors` is one."""
-
-    def update(self, readings: Readings) -> list[wire.Verdict]:
-        """What one merged sample says: verdicts raised, updated or cleared."""
-
-    @property
-    def risk(self) -> Floats:
-        """How near a warning each head is, [N] in [0, 1]."""
-
-    @property
-    def pressure(self) -> Floats:
-        """How near a warning each signal of each head is, [len(SIGNALS), N], 0 or more; at 1 it warns."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Back to a saved state."""
 
 
 class Detectors:
@@ -155,7 +136,7 @@ class Detectors:
             return self._tell(tripped, readings.step, judged=judged)
 
     def _follow_rate(self, readings: Readings) -> None:
-        """When the learning rate was highest; a run that was set back has its peak yet to come."""
+        """A run that was set back has its peak yet to come."""
         if math.isnan(self._rate[2]):
             self._rate[2] = readings.since_step
         if self._rate[1] > readings.step:
@@ -275,7 +256,10 @@ class Detectors:
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
         told: list[wire.Verdict] = []
+        old = step - self.config.update_steps
+        others = Otherwise()
         for index, active in self._alarms.items():
+            others = others.after(active.verdict)
             if index not in tripped and self._dangerous(index):
                 tripped[index] = active.verdict.signal
         evidence = self._evidence(list(tripped))
@@ -283,17 +267,18 @@ class Detectors:
             alarm = self._alarms.get(index)
             if alarm is None and len(told) >= _MOST_RAISED:
                 continue
-            found = self._look(index, signal, evidence[index])
+            found = self._look(index, signal, evidence[index], step, others)
             if alarm is not None:
                 alarm.tripped_step = step
-                if not found.is_news_after(alarm.verdict) and not self._is_old(alarm, step):
+                if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
                     continue
             told.append(self._verdict(index, found, step))
             self._alarms[index] = _Alarm(verdict=told[-1], tripped_step=step)
+            others = others.after(told[-1])
         for index, alarm in self._alarms.items() if judged else ():
             signal = alarm.verdict.signal
-            if alarm.tripped_step < step and signal != "nonfinite" and self._is_old(alarm, step):
-                found = self._look(index, signal, self._evidence([index])[index])
+            if alarm.tripped_step < step and signal != "nonfinite" and alarm.verdict.step <= old:
+                found = self._look(index, signal, self._evidence([index])[index], step, others)
                 alarm.verdict = self._verdict(index, found, step)  # it may have settled
                 told.append(alarm.verdict)
         for index, active in list(self._alarms.items()):
@@ -303,23 +288,23 @@ class Detectors:
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
 
-    def _is_old(self, alarm: _Alarm, step: int) -> bool:
-        return step - alarm.verdict.step >= self.config.update_steps
-
-    def _look(self, index: int, signal: str, seen: dict[str, float]) -> Found:
+    def _look(self, index: int, signal: str, seen: dict[str, float], step: int, others: Otherwise) -> Found:
         """What the evidence of a head comes to."""
         can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
-        pushed = bool(can_round) and supported(seen, self._near.support)
+        is_shown = step >= self._ripe_from() and not others.dangerous
+        # Of heads that share one value the offset of another may have triggered, which its bias supports.
+        pushed = bool(can_round) and (signal == _PUSHED or supported(seen, self._near.support))
         last, lowest = self._loss[2:].tolist()
         standing = self._alarms.get(index)
         why = cause(
             signal,
             seen,
             supported=pushed,
-            can_round=bool(can_round),
+            can_round=bool(can_round and is_shown),
             left_track=last - lowest > self.config.unrest * abs(lowest),
             least_change=self.config.offset_change,
             before=standing.verdict.cause if standing else None,
+            first=others.first,
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
 

@@ -120,7 +120,10 @@ def sentence(verdict: wire.Verdict) -> str:
         ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
     elif verdict.harm_in_sight is False:
         ahead = " No harm is in sight: on this course it levels off before."
-    moved = f"{info.says}{before} {_digits(seen.get(key, math.nan), 3)}{info.unit} {steps}"
+    falls = bool(before) and abs(seen.get(key, math.nan)) < abs(seen[key + "_before"])
+    moved = (
+        f"{'no longer ' if falls else ''}{info.says}{before} {_digits(seen.get(key, math.nan), 3)}{info.unit} {steps}"
+    )
     return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
 
 

@@ -58,6 +58,21 @@ def verdict(
     return made.model_copy(update=told)
 
 
+class Otherwise(NamedTuple):
+    """What stands of growth that was not shown to be rounding."""
+
+    first: wire.Cause | None = None
+    """the cause of the oldest such warning"""
+    dangerous: bool = False
+    """whether one is critical"""
+
+    def after(self, told: wire.Verdict) -> "Otherwise":
+        """With one warning more."""
+        if told.cause == "rounding" or told.signal == "nonfinite":
+            return self
+        return Otherwise(self.first or told.cause, self.dangerous or told.severity == "critical")
+
+
 def supported(seen: Mapping[str, float], least: float) -> bool:
     """Whether the delta bias is `least` standard errors or more, the way that the offset has gone."""
     return _push(seen) >= least
@@ -72,16 +87,22 @@ def cause(
     left_track: bool,
     least_change: float,
     before: wire.Cause | None,
+    first: wire.Cause | None,
 ) -> wire.Cause:
-    """Rounding moves all scores of a head together, the way its delta bias pushes; a step too large spreads them.
+    """Rounding moves all scores of a head the way its delta bias pushes; a step too large spreads them.
 
     Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
-    rounding where nothing rounds, or where its delta is exact (`can_round`). A delta bias that is not significant is
-    enough where the offset moved by half of what the largest score did, unless it pushes back.
+    rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
+    dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
+    before: there it follows from the scores. Where no bias was recorded, an offset that moved by half of what the
+    largest score did is enough.
     before: the cause that a standing warning was told under. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it, and a loss that leaves its track after the scores is what they led to.
+    a switch may have been founded on it. first: that of the oldest standing warning of growth that is not rounding; a
+    noisy loss would part the heads of one failure into two.
     """
     found = _cause(signal, seen, supported, can_round, left_track, least_change)
+    if found != "rounding" and signal != "nonfinite":
+        found = first or found
     return found if before is None else max(found, before, key=_KNOWN.index)
 
 
@@ -91,13 +112,13 @@ def _cause(
     if ("offset" not in seen and "score" not in seen) or left_track:
         return "other"
     growth: wire.Cause = "score growth" if signal != "nonfinite" else "other"
-    if not can_round:
+    if not can_round or seen.get("score_before", 0.0) >= DANGEROUS_SCORE:
         return growth
     now, start = seen.get("offset", 0.0), seen.get("offset_before", 0.0)
     moved = abs(now - start) if abs(now) > abs(start) else 0.0  # through zero, all of the way counts
     grown = seen.get("score", math.inf) - seen.get("score_before", 0.0)
     together = moved >= grown / 2 - seen.get("score_error", 0.0)
-    pushed = supported or (together and not _push(seen) <= 0)  # NaN: no bias was recorded
+    pushed = supported or (together and math.isnan(_push(seen)))
     return "rounding" if moved >= least_change and pushed else growth
 
 

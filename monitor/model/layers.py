@@ -210,7 +210,7 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
     projection = _find_projection(module, heads, kv_heads, head_dim)
     if projection is None:
         return None
-    whys = ["heads are normalised"] if any(_HEAD_NORM.fullmatch(name) for name in module._modules) else []
+    whys = ["heads are normalised"] if _normalises_heads(module) else []
     holders = {rows.holder for rows in (projection.query, projection.key)} - {module}
     whys += sorted({f"{type(h).__name__} has a forward of its own" for h in holders if computes_otherwise(h)})
     if not whys:
@@ -220,7 +220,14 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
 
 _NOT_FOUND: Final = "W_Q and W_K were not found"
 _FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HEAD_NORM: Final = re.compile(r"(q|k|query|key|qk)_?(layer)?_?norm|(layer)?_?norm_?(q|k|query|key)|(q|k)_ln")
+_HEAD_NORM: Final = re.compile(r"(q|k|query|key|qk)_?(layer_?norm|norm|ln)|(layer_?norm|norm|ln)_?(q|k|query|key|qk)")
+_HEAD_NORM_FLAGS: Final = ("qk_norm", "norm_qk", "use_qk_norm", "qk_layernorm")
+
+
+def _normalises_heads(module: nn.Module) -> bool:
+    named = (child for name, child in module._modules.items() if _HEAD_NORM.fullmatch(name))
+    by_module = any(child is not None and not isinstance(child, nn.Identity) for child in named)
+    return by_module or any(getattr(module, flag, None) is True for flag in _HEAD_NORM_FLAGS)
 
 
 def why_unmeasured(module: nn.Module) -> str:

@@ -40,80 +40,18 @@ def test_what_is_printed_of_a_run_is_what_the_report_says_of_it(tmp_path: Path) 
     assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
 
 
-MONITOR = {
-    "monitor": "ours",
-    "split": "held-out",
-    "threshold": 0.123456,
-    "kind": "-",
-    "warned": 2,
-    "failures": 3,
-    "in_time": 1,
-    "median_lead_steps": None,
-    "median_lead_to_dangerous_steps": 2125.0,
-    "false_alarms": 4,
-    "healthy_steps": 12345,
-    "false_alarms_per_10k": 3.24025,
-    "upper_bound_per_10k": None,
-    "causes_right": 0,
-    "causes": 0,
-}
-
-
-def test_monitors_stand_under_their_split_and_false_alarms_of_no_healthy_step_are_not_zero() -> None:
+def test_forecasts_and_monitors_are_those_of_the_report(tmp_path: Path) -> None:
+    failing = TRACE.with_name("key-bias_fa2_batch32.jsonl.gz")
     console, out = wide()
-    scores._print_monitors([MONITOR, {**MONITOR, "split": "tuning", "healthy_steps": 0}], console)
-    held_out, tuning = out.getvalue().split("tuning runs")
-    assert held_out.startswith("held-out runs")
-    assert columns(held_out, "ours") == ["ours", "0.1235", "-", "2/3", "1/3", "-", "2125", "4", "3.24", "-", "-"]
-    assert columns(tuning, "ours")[7] == "-"
-    assert "healthy steps: 12,345" in held_out
-
-
-@pytest.mark.parametrize("group", scores._GROUPS)
-def test_incidents_are_undecided_only_where_a_run_did_not_fail(group: str) -> None:
-    console, out = wide()
-    row: dict[str, Any] = {
-        "split": "tuning",
-        "group": group,
-        "runs": 7,
-        "steps": 10**6,
-        "incidents": 3,
-        "undecided": 2,
-        "quiet_runs": 5,
-        "quiet_interval": (0.5, 0.75),
-        "false_per_500k": 1.5,
-        "at_most_per_500k": None,
-        "named": None,
-        "named_of": 0,
-        "named_interval": None,
-        "causes_right": 1,
-        "causes": 2,
-    }
-    scores._print_incidents([row], console)
-    undecided = "2" if group == "did not fail" else "-"
-    told = ["7", "1,000,000", "3", undecided, "5/7", "[50%,", "75%]", "1.5", "-", "-", "1/2"]
-    assert columns(out.getvalue(), "tuning")[-len(told) :] == told
-
-
-def test_forecasts_name_only_the_outcomes_that_there_were() -> None:
-    console, out = wide()
-    made = {"outcomes": {"inside": 3, "before it": 0, "open": 1}, "share_inside": 0.75, "decided": 4}
-    scores._print_forecasts(
-        {
-            "tuning": {**made, "share_inside_interval": (0.3, 0.9)},
-            "held-out": {
-                "outcomes": {"inside": 0},
-                "share_inside": None,
-                "share_inside_interval": None,
-                "decided": 0,
-            },
-        },
-        console,
-    )
-    assert out.getvalue().splitlines()[:2] == [
-        "forecasts, tuning: the range held in 75% [30%, 90%] of 4; 3 inside, 1 open",
-        "forecasts, held-out: the range held in - of 0; none was made",
-    ]
+    scores.score([failing, TRACE], console, report=tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    told = {each["file"].rsplit("/", 1)[-1]: each for each in report["traces"]}
+    for file, each in told.items():
+        line = columns(out.getvalue(), file.removesuffix(".jsonl.gz"))
+        assert line[3] == scores.cell(each["first_warning_step"])
+    assert told[failing.name]["first_warning_step"] is not None
+    assert "forecasts, " in out.getvalue()
+    assert "healthy steps: " in out.getvalue()
 
 
 def test_an_ablation_is_a_line_for_each_variant_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,15 +65,7 @@ def test_an_ablation_is_a_line_for_each_variant_and_a_file(tmp_path: Path, monke
     scores.ablation([TRACE], console, report=tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == told
     for each in rows:
-        assert columns(out.getvalue(), each.variant)[1:] == [
-            str(each.false_alarms),
-            str(each.false_incidents),
-            f"{each.quiet_runs}/{each.healthy_runs}",
-            f"{each.warned}/{each.failures}",
-            f"{each.in_time}/{each.failures}",
-            str(each.median_lead_steps),
-            f"{each.drifting_warned}/{each.drifting}",
-        ]
+        assert str(each.false_alarms) in columns(out.getvalue(), each.variant)
 
 
 def test_a_thinning_is_a_line_for_each_k_and_says_of_how_many_runs(

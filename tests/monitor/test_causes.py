@@ -1,19 +1,21 @@
 """Why a head is warned about, how grave that is, and how a cause is corrected without a second warning."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.monitor.courses import HEADS, SICK, explosion, play, raised
+from tests.monitor.courses import HEADS, SICK, explosion, play, raised, reading
 from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.detectors import DetectorConfig
+from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import Forecast
-from foreshock.monitor.detect.verdicts import Found, cause, severity, supported, verdict
+from foreshock.monitor.detect.verdicts import Found, Otherwise, cause, severity, supported, verdict
 
 CAUSES: tuple[wire.Cause, ...] = ("other", "score growth", "rounding")
 SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
@@ -25,7 +27,7 @@ evidence = st.fixed_dictionaries(dict.fromkeys(SEEN, values)).map(
 
 def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
     known: dict[str, Any] = {"supported": True, "can_round": True, "left_track": False, "least_change": 1.5}
-    return cause("offset", seen, **{**known, "before": None, **changes})
+    return cause("offset", seen, **{**known, "before": None, "first": None, **changes})
 
 
 @given(
@@ -39,8 +41,10 @@ def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
 ) -> None:
     pushed, can_round, left = flags
     known: dict[str, Any] = {"supported": pushed, "can_round": can_round, "left_track": left, "least_change": 1.5}
-    found = cause(signal, seen, **known, before=None)
-    assert cause(signal, seen, **known, before=before) == max(found, before, key=CAUSES.index)
+    found = cause(signal, seen, **known, before=None, first=None)
+    assert cause(signal, seen, **known, before=before, first=None) == max(found, before, key=CAUSES.index)
+    joined = cause(signal, seen, **known, before=None, first="other")
+    assert joined == (found if found == "rounding" or signal == "nonfinite" else "other")
 
 
 def test_a_loss_that_leaves_its_track_first_is_the_cause_and_one_that_leaves_it_later_is_none() -> None:
@@ -48,6 +52,35 @@ def test_a_loss_that_leaves_its_track_first_is_the_cause_and_one_that_leaves_it_
     assert why(SEEN, left_track=True, before="score growth") == "score growth"
     assert why(SEEN, left_track=True, before="rounding") == "rounding"
     assert why(SEEN, before="other") == "rounding"
+
+
+def test_rounding_is_named_where_the_bias_supports_it_and_not_by_how_scores_moved() -> None:
+    """Steps that are too large move all scores of a head too, and a bias of few samples is next to nothing."""
+    assert why(SEEN, supported=False) == "score growth"
+    assert why({**SEEN, "delta_bias_z": 0.7}, supported=False) == "score growth"
+    unrecorded = {name: value for name, value in SEEN.items() if name != "delta_bias_z"}
+    assert why(unrecorded, supported=False) == "rounding"
+    assert why({**unrecorded, "score": 90.0}, supported=False) == "score growth"
+
+
+def test_growth_from_a_score_that_was_dangerous_before_shows_no_rounding() -> None:
+    assert why({**SEEN, "score_before": 511.0, "score": 530.0}) == "rounding"
+    assert why({**SEEN, "score_before": 512.0, "score": 530.0}) == "score growth"
+    assert why({**SEEN, "score_before": 600.0, "score": 800.0}, before="rounding") == "rounding"
+
+
+def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is() -> None:
+    assert why(SEEN, supported=False, left_track=True, first="score growth") == "score growth"
+    assert why(SEEN, supported=False, first="other") == "other"
+    assert why(SEEN, first="score growth") == "rounding"
+    standing = Otherwise()
+    for told in (word(9, found("rounding"), None), word(9, found("other", "nonfinite"), None)):
+        standing = standing.after(told)
+    assert standing == Otherwise()
+    standing = standing.after(word(10, found("score growth"), None))
+    assert standing.after(word(11, found("other"), None)) == Otherwise("score growth", dangerous=False)
+    critical = word(12, found("other")._replace(severity="critical"), None)
+    assert standing.after(critical) == Otherwise("score growth", dangerous=True)
 
 
 @pytest.mark.parametrize(
@@ -125,3 +158,31 @@ def test_a_verdict_of_an_agent_that_corrects_nothing_is_read_as_one_that_was_nev
     newer = {"corrected_from", "corrected_step", "harm_in_sight"}
     old = wire.Verdict.model_validate(told_before(0, 1).model_dump(exclude=newer))
     assert (old.corrected_from, old.corrected_step, old.harm_in_sight) == (None, None, None)
+
+
+def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding_in_any_head() -> None:
+    """A learning rate that is far too high: all scores of most heads move at once, and the loss comes and goes."""
+    random = np.random.default_rng(29)
+    far = random.uniform(0.3, 1.0, len(HEADS))
+
+    def blown(step: int) -> tuple[Floats, Floats]:
+        reached = 3000 * far / (1 + math.exp((240 - step) / 25))
+        return reached, 20 + reached
+
+    detectors, told = Detectors(HEADS), []
+    for step in range(5, 1200, 5):
+        loss = 3.0 + random.uniform(0, 0.8)
+        told += detectors.update(reading(step, blown, bias=0.6, loss=loss))
+    assert len(raised(told)) > 1
+    assert len({verdict.cause for verdict in told}) == 1
+    assert all(verdict.cause != "rounding" and verdict.corrected_from is None for verdict in told)
+
+
+def test_a_score_that_fell_is_not_said_to_grow() -> None:
+    seen = {"score": 2300.0, "score_before": 4840.0, "window_steps": 106.0}
+    told = Found("score", seen, supported=False, cause="score growth", severity="critical")
+    assert (
+        "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
+    )
+    grows = told._replace(seen={**seen, "score": 5000.0})
+    assert "head 3 grows: its largest |score| went from 4,840 to 5,000" in word(250, grows, None).sentence

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,12 +57,31 @@ def test_a_weight_that_is_kept_in_integers_and_scaled_elsewhere_is_not_measured_
     assert why_unmeasured(module) == "the weight of k_proj is kept as int8 and scaled elsewhere"
 
 
-def test_a_module_that_normalises_its_heads_says_that_the_norms_are_of_the_weights_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "normalised"),
+    [
+        ("q_norm", nn.RMSNorm(DIM), True),
+        ("query_ln", nn.LayerNorm(DIM), True),
+        ("ln_k", nn.LayerNorm(DIM), True),
+        ("qk_norm", True, True),
+        ("query_ln", nn.Identity(), False),
+        ("q_norm", None, False),
+        ("qk_norm", False, False),
+        ("ln_inner", nn.LayerNorm(DIM), False),
+    ],
+)
+def test_a_module_that_normalises_its_heads_says_that_the_norms_are_of_the_weights_alone(
+    name: str, value: Any, normalised: bool
+) -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
-    module.q_norm = nn.RMSNorm(DIM)
+    if value is None:
+        module.register_module(name, None)
+    else:
+        setattr(module, name, value)
     projection = find_projection(module, HEADS, HEADS, DIM)
     assert projection is not None
-    assert projection.layout == "separate (q_proj, k_proj), norms of the weights alone: heads are normalised"
+    told = ", norms of the weights alone: heads are normalised" if normalised else ""
+    assert projection.layout == f"separate (q_proj, k_proj){told}"
 
 
 def test_a_module_without_projections_is_not_measured_and_the_others_are() -> None:

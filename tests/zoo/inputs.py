@@ -95,5 +95,9 @@ def _senses(main: str, names: list[str], config: Any, random: torch.Generator) -
         }
     if main == "past_values":
         length = number("context_length", default=32)
-        return {main: draw(ROWS, length)}
+        given = {main: draw(ROWS, length)}
+        if "past_values_padding" in names:
+            given["past_values_padding"] = (torch.arange(length) < length // 3).float().repeat(ROWS, 1)
+            given["freq"] = torch.zeros(ROWS, 1, dtype=torch.long)
+        return given
     return {main: draw(ROWS, LENGTH, 64)}

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from tests.zoo import more_libraries
 from tests.zoo.judge import Entry
+from tests.zoo.named import Named, draw, given, padding, words
 from tests.zoo.running import Case, draw_weights, without_dropout
-from torch import Tensor, nn
-
-PACKAGES: Final = ("timm", "diffusers", "torchtune", "litgpt", "x_transformers")
+from torch import nn
 
 _TIMM: Final[dict[str, dict[str, Any]]] = {
     "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4},
@@ -51,11 +51,7 @@ def entries() -> list[Entry]:
 
 def missing() -> list[str]:
     """The packages that are not installed."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
-Cases = Callable[[nn.Module], list[Case]]
-Named = tuple[str, Callable[[], nn.Module], Cases]
+    return [name for name in _ZOOS if importlib.util.find_spec(name) is None]
 
 
 def _drawn(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -69,18 +65,6 @@ def _drawn(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return drawn
 
 
-def _draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
-
-
-def _words(*shape: int) -> Tensor:
-    return torch.randint(3, 60, shape, generator=torch.Generator().manual_seed(5))
-
-
-def _given(**given: Any) -> Cases:
-    return lambda model: [Case("unpadded", given)]
-
-
 def _timm() -> list[Named]:
     import timm
 
@@ -88,7 +72,7 @@ def _timm() -> list[Named]:
         return lambda: timm.create_model(name, num_classes=7, **sizes)
 
     return [
-        (name, build(name, sizes), _given(x=_draw(2, 3, sizes.get("img_size", 64), sizes.get("img_size", 64))))
+        (name, build(name, sizes), given(x=draw(2, 3, sizes.get("img_size", 64), sizes.get("img_size", 64))))
         for name, sizes in _TIMM.items()
     ]
 
@@ -97,7 +81,7 @@ def _diffusers() -> list[Named]:
     import diffusers
 
     made: list[Named] = []
-    text = _draw(2, 6, 24)
+    text = draw(2, 6, 24)
     made.append((
         "UNet2DConditionModel",
         lambda: diffusers.UNet2DConditionModel(
@@ -105,7 +89,7 @@ def _diffusers() -> list[Named]:
             attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         ),
-        _given(sample=_draw(2, 4, 8, 8), timestep=3, encoder_hidden_states=text),
+        given(sample=draw(2, 4, 8, 8), timestep=3, encoder_hidden_states=text),
     ))  # fmt: skip
     made.append((
         "FluxTransformer2DModel",
@@ -113,7 +97,7 @@ def _diffusers() -> list[Named]:
             patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
             num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
         ),
-        _given(hidden_states=_draw(2, 16, 4), encoder_hidden_states=text, pooled_projections=_draw(2, 8),
+        given(hidden_states=draw(2, 16, 4), encoder_hidden_states=text, pooled_projections=draw(2, 8),
                timestep=torch.tensor([1.0, 0.5]), img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(6, 3)),
     ))  # fmt: skip
     made.append((
@@ -122,7 +106,7 @@ def _diffusers() -> list[Named]:
             sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
             joint_attention_dim=24, caption_projection_dim=32, pooled_projection_dim=8, out_channels=4,
         ),
-        _given(hidden_states=_draw(2, 4, 8, 8), encoder_hidden_states=text, pooled_projections=_draw(2, 8),
+        given(hidden_states=draw(2, 4, 8, 8), encoder_hidden_states=text, pooled_projections=draw(2, 8),
                timestep=torch.tensor([3, 7])),
     ))  # fmt: skip
     made.append((
@@ -131,7 +115,7 @@ def _diffusers() -> list[Named]:
             sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=4, in_channels=4,
             cross_attention_dim=32, caption_channels=24, out_channels=8, use_additional_conditions=False,
         ),
-        _given(hidden_states=_draw(2, 4, 8, 8), encoder_hidden_states=text, timestep=torch.tensor([3, 7]),
+        given(hidden_states=draw(2, 4, 8, 8), encoder_hidden_states=text, timestep=torch.tensor([3, 7]),
                added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
     ))  # fmt: skip
     made.append((
@@ -140,7 +124,7 @@ def _diffusers() -> list[Named]:
             sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=4, in_channels=4,
             out_channels=8, num_embeds_ada_norm=10, norm_num_groups=4,
         ),
-        _given(hidden_states=_draw(2, 4, 8, 8), timestep=torch.tensor([3, 7]), class_labels=torch.tensor([1, 2])),
+        given(hidden_states=draw(2, 4, 8, 8), timestep=torch.tensor([3, 7]), class_labels=torch.tensor([1, 2])),
     ))  # fmt: skip
     made.append((
         "WanTransformer3DModel",
@@ -148,7 +132,7 @@ def _diffusers() -> list[Named]:
             patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
             text_dim=24, freq_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
         ),
-        _given(hidden_states=_draw(2, 4, 2, 8, 8), timestep=torch.tensor([3, 7]), encoder_hidden_states=text),
+        given(hidden_states=draw(2, 4, 2, 8, 8), timestep=torch.tensor([3, 7]), encoder_hidden_states=text),
     ))  # fmt: skip
     return made
 
@@ -160,7 +144,7 @@ def _torchtune() -> list[Named]:
     from torchtune.models.qwen2 import qwen2
 
     sizes = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64, "max_seq_len": 32}
-    cases = _given(tokens=_words(2, 12))
+    cases = given(tokens=words(2, 12))
     return [
         ("llama3", lambda: llama3(**sizes), cases),
         ("qwen2", lambda: qwen2(intermediate_dim=96, **sizes), cases),
@@ -177,7 +161,7 @@ def _litgpt() -> list[Named]:
         sizes = {"block_size": 32, "vocab_size": 64, "padded_vocab_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64}
         return lambda: GPT(Config(**{**sizes, **changes}))
 
-    cases = _given(idx=_words(2, 12))
+    cases = given(idx=words(2, 12))
     return [
         ("GPT", build(), cases),
         ("GPT with grouped heads", build(n_query_groups=2), cases),
@@ -194,7 +178,13 @@ def _x_transformers() -> list[Named]:
             num_tokens=64, max_seq_len=32, attn_layers=kind(dim=64, depth=2, heads=4, attn_dim_head=16, **changes)
         )
 
-    cases = _given(x=_words(2, 12))
+    cases = given(x=words(2, 12))
+
+    def padded(_: nn.Module) -> list[Case]:
+        masks = {f"padded {place}": ~padding(place) for place in ("right", "left", "inside")}
+        x = words(2, 12)
+        return [Case("unpadded", {"x": x}), *(Case(name, {"x": x, "mask": m}, m) for name, m in masks.items())]
+
     return [
         ("Decoder", build(Decoder), cases),
         ("Decoder (flash)", build(Decoder, attn_flash=True), cases),
@@ -204,7 +194,17 @@ def _x_transformers() -> list[Named]:
             cases,
         ),
         ("Decoder (alibi)", build(Decoder, alibi_pos_bias=True, alibi_num_heads=2), cases),
-        ("Encoder (flash)", build(Encoder, attn_flash=True), cases),
+        ("Encoder (flash)", build(Encoder, attn_flash=True), padded),
+        ("Decoder (flash, norms of heads)", build(Decoder, attn_flash=True, attn_qk_norm=True), padded),
+        ("Decoder (flash, keys of memory)", build(Decoder, attn_flash=True, attn_num_mem_kv=3), padded),
+        (
+            "Decoder (flash, latent)",
+            build(Decoder, attn_flash=True, attn_use_latent_kv=True, attn_dim_latent_kv=16),
+            padded,
+        ),
+        ("Decoder (flash, forgetting)", build(Decoder, attn_flash=True, attn_data_dependent_alibi=True), padded),
+        ("Decoder (talking heads)", build(Decoder, attn_pre_talking_heads=True, attn_post_talking_heads=True), cases),
+        ("Decoder (sparse)", build(Decoder, attn_sparse_topk=4), cases),
     ]
 
 
@@ -214,4 +214,9 @@ _ZOOS: Final[dict[str, Callable[[], list[Named]]]] = {
     "torchtune": _torchtune,
     "litgpt": _litgpt,
     "x_transformers": _x_transformers,
+    "open_clip": more_libraries.open_clip,
+    "vit_pytorch": more_libraries.vit_pytorch,
+    "whisper": more_libraries.whisper,
+    "esm": more_libraries.esm,
+    "timesfm": more_libraries.timesfm,
 }
