@@ -373,7 +373,7 @@ class Agent:
                     self._collect_the_rest()
                     self._outbox.send_parts(every=True)
                     self._outbox.tell(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
-                elif status != "failed":
+                elif status != "failed" and not self.config.quiet:
                     self._standing.look_unstepped(self._instruments.state.cpu().numpy())
 
     def _close_sender(self) -> None:

@@ -15,6 +15,8 @@ QUIET: dict[str, Any] = {
     "probe_every_steps": 2,
 }  # fmt: skip
 
+LOUD = QUIET | {"quiet": False}
+
 
 def steps(agent: Any, model: Any, count: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,11 +84,20 @@ def test_a_training_that_never_calls_step_is_told_when_it_ends(
     forgotten: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_gpt()
-    with attach(model, **QUIET) as agent, caplog.at_level(logging.WARNING, "foreshock"):
+    with attach(model, **LOUD) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         loss = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
         if not forgotten:
             agent.step(loss)
     assert any("agent.step(loss) was never called" in r.message for r in caplog.records) == forgotten
+
+
+def test_an_agent_that_was_asked_to_be_quiet_may_be_there_for_another_purpose(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    with attach(model, **QUIET), caplog.at_level(logging.WARNING, "foreshock"):
+        train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    assert not caplog.records
 
 
 def test_a_model_that_was_never_trained_or_failed_before_its_first_step_is_no_forgotten_step(
@@ -94,9 +105,9 @@ def test_a_model_that_was_never_trained_or_failed_before_its_first_step_is_no_fo
 ) -> None:
     model = tiny_gpt()
     with caplog.at_level(logging.WARNING, "foreshock"):
-        with attach(model, **QUIET), torch.no_grad():
+        with attach(model, **LOUD), torch.no_grad():
             model(torch.zeros(1, 4, dtype=torch.long))
-        agent = attach(model, **QUIET)
+        agent = attach(model, **LOUD)
         train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
         agent.close("failed")
     assert not [r for r in caplog.records if "never called" in r.message]

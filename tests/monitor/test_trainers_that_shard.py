@@ -17,8 +17,14 @@ PROGRAMS = Path(__file__).parent
 GPUS = [("cuda", world) for world in range(1, 1 + min(2, torch.cuda.device_count()))]
 
 
-@pytest.mark.parametrize(("device", "world"), [("cpu", 2), *GPUS])
-@pytest.mark.parametrize("trainer", ["Trainer", "Accelerate", "Accelerate with DDP"])
+@pytest.mark.parametrize(
+    ("trainer", "device", "world"),
+    [
+        ("Trainer", "cpu", 2),
+        ("Accelerate", "cpu", 2),
+        *((trainer, *gpus) for trainer in ("Trainer", "Accelerate", "Accelerate with DDP") for gpus in GPUS),
+    ],
+)
 def test_a_training_that_stops_and_resumes_is_the_same_with_foreshock_to_the_last_bit(
     trainer: str, device: str, world: int, tmp_path: Path
 ) -> None:
