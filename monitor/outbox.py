@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from foreshock.contract import wire
+from foreshock.contract.decision import IncidentCause, cause_of
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.mirror import Mirror
@@ -25,6 +26,8 @@ class Outbox:
         self._sinks: list[Sink] = []
         self._parts: deque[GramsDraft] = deque()
         self._early: list[wire.Switched] = []
+        self._standing: dict[IncidentCause, set[str]] = {}
+        """Warnings that stand, by the cause of their incident."""
         self.sender: Sender | None = None
         """None without a service."""
         self._mirror: Mirror | None = None
@@ -47,11 +50,23 @@ class Outbox:
         for sink in self._sinks:
             self._guards["sinks"].run(sink, event)
         if isinstance(event, wire.Verdict):
-            if event.state == "raised":
-                logger.warning("foreshock, step %d: %s", event.step, event.sentence)
+            self._log(event)
             if self._mirror is not None:
                 self._mirror.warned(event)
         self._send(event)
+
+    def _log(self, verdict: wire.Verdict) -> None:
+        """A line of the log for the first head of a cause; nobody reads one for each of 144 that follow it."""
+        standing = self._standing.setdefault(cause_of(verdict), set())
+        for others in self._standing.values():
+            others.discard(verdict.id)
+        if verdict.state == "raised":
+            first = verdict.severity != "info" and not standing
+            logger.log(
+                logging.WARNING if first else logging.INFO, "foreshock, step %d: %s", verdict.step, verdict.sentence
+            )
+        if verdict.state != "cleared" and verdict.severity != "info":
+            standing.add(verdict.id)
 
     def tell_after_start(self, switched: wire.Switched, *, started: bool) -> None:
         """Hand a switch over, or keep it until the run has started: before, its first step may still be set."""

@@ -89,6 +89,42 @@ def test_a_warning_stands_in_the_log_once_when_it_is_raised(
     assert [record.getMessage() for record in caplog.records] == ["foreshock, step 70: It drifts."] * lines
 
 
+def test_of_144_heads_that_one_cause_reaches_the_first_is_a_warning_of_the_log_and_the_others_are_for_who_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    box, _, _ = made()
+
+    def levels(*told: wire.Verdict) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "foreshock"):
+            for each in told:
+                box.tell(each)
+        return [record.levelname for record in caplog.records]
+
+    heads = [verdict(number // 12, number % 12).model_copy(update={"id": f"w{number}"}) for number in range(144)]
+    assert levels(*heads) == ["WARNING"] + ["INFO"] * 143
+    growth = heads[0].model_copy(update={"id": "g", "cause": "score growth"})
+    assert levels(growth) == ["WARNING"], "another cause is another incident"
+    note = growth.model_copy(update={"id": "n", "severity": "info"})
+    assert levels(note) == ["INFO"]
+    cleared = [head.model_copy(update={"state": "cleared"}) for head in heads]
+    assert levels(*cleared) == []
+    assert levels(heads[7]) == ["WARNING"], "all was quiet again"
+
+
+def test_a_warning_whose_cause_is_corrected_stands_under_the_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    box, _, _ = made()
+    first = verdict(0, 2).model_copy(update={"id": "a", "cause": "score growth"})
+    box.tell(first)
+    box.tell(first.model_copy(update={"cause": "rounding", "state": "updated"}))
+    with caplog.at_level("WARNING", "foreshock"):
+        caplog.clear()
+        box.tell(verdict(0, 3).model_copy(update={"id": "b"}))
+        assert caplog.records == []
+        box.tell(verdict(0, 4).model_copy(update={"id": "c", "cause": "score growth"}))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_switch_from_before_the_start_waits_for_it_and_is_told_once_with_its_step() -> None:
     box, queue, _ = made()
     switch = wire.Switched(
