@@ -85,7 +85,7 @@ def wire_bodies(draw: st.DrawFn) -> tuple[str, bytes]:
             change(draw, batch)
         except (LookupError, TypeError, AttributeError):
             continue  # the change before it left nothing to change
-    if batch["run"] == HEALTHY:  # Hypothesis draws words that stand in the code, too
+    if batch.get("run") == HEALTHY:  # Hypothesis draws words that stand in the code, too
         batch["run"] = run
     text = json.dumps(batch)
     if draw(st.integers(1, 10)) == 10:  # a key twice: JSON's readers take the last
