@@ -145,11 +145,24 @@ class Sizes:
 def logs_as_before() -> Iterator[None]:
     """A service that is started in this process sends all logs to what standard error was then: a file that pytest
     closes, so that the next test's output would be full of logging errors."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    loggers = [logging.getLogger(name) for name in (None, "alembic", "uvicorn")]
+    root, levels = loggers[0], [logger.level for logger in loggers]
+    handlers = list(root.handlers)
+    structured = _structured()
     yield
     root.handlers = handlers
-    root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    if (structlog := sys.modules.get("structlog")) is not None and _structured() != structured:
+        structlog.reset_defaults()
+        if structured is not None:
+            structlog.configure(**structured)
+
+
+def _structured() -> dict[str, Any] | None:
+    """How structlog was set up, if anybody did; where only kernels are tested it is not even installed."""
+    structlog = sys.modules.get("structlog")
+    return structlog.get_config() if structlog is not None and structlog.is_configured() else None
 
 
 @pytest.fixture(scope="session")
