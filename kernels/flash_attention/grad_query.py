@@ -37,8 +37,8 @@ def _add_keys(
     SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [low, high) to dQ of one block of queries, what ties in them to its floors (ties.py), and to its
-    defect, where rows are corrected: P K, and the row sums of dS, of what rounding added to dS, and of P; where keys
-    are centred: the row sum of dS as it is multiplied."""
+    defect, where rows are corrected: P K, and the row sums of dS before and after the slope of a cap, and of dS and P
+    as they are multiplied; where keys are centred: the row sum of dS as it is multiplied."""
     wide_floors, narrow_floors = floors
     mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
     q, grad_out = operands

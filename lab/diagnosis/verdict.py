@@ -13,6 +13,7 @@ import torch
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.anatomy import Examined
+from foreshock.lab.diagnosis.names import some
 
 _SHIFTED_NATS: Final = 10.0
 """A head's scores lie away as a whole from here on: three times the level from which detectors look at a drift."""
@@ -22,7 +23,6 @@ high-rate blew up 0.17 to 0.81, those with the other sign of offset; healthy hea
 _LARGE_SCORE: Final = 256.0
 """As a critical warning: rounding q and k to bf16 moves such a score by half."""
 _GROWTH: Final = 1.2
-_SHOWN: Final = 3
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def judge(vitals: Sequence[Vitals], examined: dict[int, list[Examined]]) -> Verd
             "not finite",
             [
                 f"It cannot be told from {last.origin}: {len(last.bad_weights)} of its parameters hold values that are "
-                f"not finite, {_some(last.bad_weights)} among them. What made them has spread since."
+                f"not finite, {some(last.bad_weights)} among them. What made them has spread since."
             ],
             ["Give the last checkpoint whose weights are finite, and one from well before."],
         )
@@ -232,9 +232,4 @@ def _of_a_shift(shifted: Sequence[HeadState], states: Sequence[HeadState], as_ru
 
 
 def _others(heads: Sequence[HeadState], begin: str) -> str:
-    return f" {begin} {_some([str(head) for head in heads])}." if heads else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return f" {begin} {some([str(head) for head in heads])}." if heads else ""

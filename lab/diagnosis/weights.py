@@ -8,11 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from foreshock.lab.diagnosis.names import SHOWN, and_more, some
+
 _HOLDERS: Final = ("model", "state_dict", "model_state_dict", "module", "app", "weights")
 """Keys under which training loops, Lightning, DeepSpeed and torchtitan keep the weights."""
 _WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What DDP, torch.compile, FSDP and checkpointing write into names."""
-_SHOWN: Final = 3
 
 
 def load_weights(model: nn.Module, path: Path) -> list[str]:
@@ -28,15 +29,15 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     names = _named_alike(list(given), list(wanted))
     found = {names[name]: tensor for name, tensor in given.items() if name in names}
     if not any(name in found for name, _ in model.named_parameters()):
-        raise ValueError(f"{path} is of another model: {_some(given)} fit no parameter of {type(model).__name__}, "
-                         f"which has {_some(wanted)}")  # fmt: skip
+        raise ValueError(f"{path} is of another model: {some(given)} fit no parameter of {type(model).__name__}, "
+                         f"which has {some(wanted)}")  # fmt: skip
     wrong = [
         f"{name} is {list(tensor.shape)} there and {list(wanted[name].shape)} in the model"
         for name, tensor in found.items()
         if tensor.shape != wanted[name].shape
     ]
     if wrong:
-        raise ValueError(f"{path} is of another model: {'; '.join(wrong[:_SHOWN])}{_more(len(wrong))}")
+        raise ValueError(f"{path} is of another model: {'; '.join(wrong[:SHOWN])}{and_more(len(wrong))}")
     held = {tensor.data_ptr() for name, tensor in wanted.items() if name in found}
     missing = [
         name
@@ -44,13 +45,13 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
         if name not in found and tensor.data_ptr() not in held  # a tied weight is saved once
     ]
     if missing:
-        raise ValueError(f"{path} lacks {_some(missing)}, which {type(model).__name__} has; give the whole model")
+        raise ValueError(f"{path} lacks {some(missing)}, which {type(model).__name__} has; give the whole model")
     with torch.no_grad():
         for name, tensor in found.items():
             wanted[name].copy_(tensor)
     extra = [name for name in given if name not in names]
     narrow = sorted({str(x.dtype).removeprefix("torch.") for x in found.values() if _is_narrow(x)})
-    notes = [f"{path.name}: {_some(extra)} belong to no part of the model and were left out."] if extra else []
+    notes = [f"{path.name}: {some(extra)} belong to no part of the model and were left out."] if extra else []
     if narrow:
         notes.append(
             f"{path.name} keeps weights as {', '.join(narrow)}: they are examined as they stand there, without scales."
@@ -59,7 +60,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that hold NaN or infinities which no mask needs."""
+    """Names of the parameters that hold NaN or infinities. Buffers may: those of masks do."""
     return [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
 
 
@@ -148,12 +149,3 @@ def _prefixes(names: Any) -> list[str]:
 
 def _is_narrow(tensor: Tensor) -> bool:
     return tensor.element_size() == 1 and tensor.dtype != torch.bool
-
-
-def _some(names: Any) -> str:
-    shown = list(names)
-    return ", ".join(shown[:_SHOWN]) + _more(len(shown))
-
-
-def _more(count: int) -> str:
-    return f" and {count - _SHOWN} more" if count > _SHOWN else ""

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.triton_calls import DEVICE, INTERPRETED, Outputs, attend, attend_by_reference, random_inputs, scaled
+from tests.kernels.triton_calls import (
+    BY,
+    DEVICE,
+    INTERPRETED,
+    Outputs,
+    attend,
+    attend_by_reference,
+    random_inputs,
+    scaled,
+)
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
@@ -14,7 +23,6 @@ from foreshock.kernels.flash_attention import backward, forward, new_state, refe
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
 pytestmark = INTERPRETED
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
 RESULTS = ("out", "lse", "row_max", "grad_query", "grad_key", "grad_value")
 ALWAYS = (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS)
 SOMETIMES = (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS)

@@ -7,10 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from tests.kernels.triton_calls import (
+    BY,
     DEVICE,
     INTERPRETED,
-    attend,
-    attend_by_reference,
     random_inputs,
     scaled,
 )
@@ -24,9 +23,6 @@ pytestmark = INTERPRETED
 @triton.jit
 def raise_one(word, value):  # type: ignore[no-untyped-def]
     raise_maximum(word, tl.load(value))
-
-
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
 
 
 @BY

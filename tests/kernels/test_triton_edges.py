@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 from tests.kernels.triton_calls import (
-    CUDA,
+    BY,
     DEVICE,
     INTERPRETED,
     attend,
-    attend_by_reference,
     largest_error,
     random_inputs,
     scaled,
@@ -17,17 +16,7 @@ from tests.kernels.triton_calls import (
 )
 from torch import Tensor
 
-from foreshock.kernels.flash_attention import op
-
-pytestmark = INTERPRETED
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the operators take the reference; here they are to take what this suite is about."""
-    if not CUDA:
-        monkeypatch.setattr(op, "_kernels", lambda query, spec: op._triton() if spec.numerics == "kernel" else None)
+pytestmark = [*INTERPRETED, pytest.mark.usefixtures("kernels_serve_the_operators")]
 
 
 @BY

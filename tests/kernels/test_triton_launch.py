@@ -3,12 +3,10 @@
 import pytest
 import torch
 from tests.kernels.triton_calls import (
-    CUDA,
+    BY,
     DEVICE,
     INTERPRETED,
     Inputs,
-    attend,
-    attend_by_reference,
     random_inputs,
     scaled,
 )
@@ -19,15 +17,7 @@ from foreshock.kernels.flash_attention.launch import call_of
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
 from foreshock.kernels.flash_attention.spec import Arguments
 
-pytestmark = INTERPRETED
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the operators take the reference; here they are to take what this suite is about."""
-    if not CUDA:
-        monkeypatch.setattr(op, "_kernels", lambda query, spec: op._triton() if spec.numerics == "kernel" else None)
+pytestmark = [*INTERPRETED, pytest.mark.usefixtures("kernels_serve_the_operators")]
 
 
 def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from tests.kernels.triton_calls import (
+    BY,
     CUDA,
     DEVICE,
     INTERPRETED,
     Inputs,
-    attend,
-    attend_by_reference,
     random_inputs,
     scaled,
 )
@@ -16,7 +15,6 @@ from tests.kernels.triton_calls import (
 from foreshock.contract.slots import Slot
 
 pytestmark = INTERPRETED
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
 
 
 def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24 if CUDA else 8, keys: int = 56) -> Inputs:

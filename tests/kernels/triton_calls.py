@@ -140,3 +140,7 @@ def flags(*modes: Mode) -> Tensor:
 
 def largest_error(given: Tensor, exact: Tensor) -> float:
     return (given.double() - exact.double()).abs().max().item()
+
+
+BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
+"""Marks a test that runs with the kernels and with the reference."""
