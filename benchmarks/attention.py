@@ -4,14 +4,13 @@ Every contender's call is timed with device events after the cache was flushed, 
 median of its calls. Forward counts 4 B H Sq Sk D operations, half of it when causal; backward 2.5 times as many.
 """
 
-import gc
 import inspect
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreshock.benchmarks import machine
+from foreshock.benchmarks.stopwatch import PASSES, Contender, Stopwatch, passes
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.kernels.flash_attention.backward import launch_backward
@@ -35,15 +35,12 @@ from foreshock.monitor.config import AgentConfig
 TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-PASSES = tuple(_OPERATIONS)
 
 _TIMED_MODES = ("exact_delta", "stable_softmax", "row_corrected", "centred_keys", "centred_values")
 """What is told of their cost on every head."""
 
 _QUIET = int(AgentConfig.model_fields["count_every_blocks"].default)
 """Of so many blocks of rows one is looked at in a layer that is far from any warning."""
-
-Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +98,20 @@ class _Plain(torch.autograd.Function):
         return (*grads, None)
 
 
-def _foreshock(shape: Shape, mode: Mode, every: int | None = None) -> Contender:
+def foreshock(shape: Shape, mode: Mode, every: int | None = None, device: str = "cuda") -> Contender:
     """With statistics of all rows, or of one in `every` blocks of rows, as a quiet layer of a training counts them."""
-    state = new_state(shape.heads, "cuda")
-    modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device="cuda")
-    cadence = None if every is None else torch.tensor([every, 0], device="cuda")
+    state = new_state(shape.heads, device)
+    modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device=device)
+    cadence = None if every is None else torch.tensor([every, 0], device=device)
     causal = "top_left" if shape.causal else "none"
     return lambda q, k, v: flash_attention(  # type: ignore[call-overload]
         q, k, v, causal=causal, state=state, modes=modes, cadence=cadence
     )
 
 
-def _sdpa(shape: Shape, backend: SDPBackend) -> Contender:
+def sdpa(shape: Shape, backend: SDPBackend) -> Contender:
+    """PyTorch's attention by one of its backends."""
+
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(
@@ -137,117 +136,52 @@ def _flex(shape: Shape) -> Contender:
 def contenders(shape: Shape, mitigations: bool) -> dict[str, Contender]:
     """Who is timed on a shape, by the name of its column."""
     found: dict[str, Contender] = {
-        "foreshock": _foreshock(shape, Mode.PLAIN),
-        "foreshock_quiet": _foreshock(shape, Mode.PLAIN, _QUIET),
+        "foreshock": foreshock(shape, Mode.PLAIN),
+        "foreshock_quiet": foreshock(shape, Mode.PLAIN, _QUIET),
         "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
     }
     if mitigations:
-        found |= {f"foreshock_{mode}": _foreshock(shape, Mode[mode.upper()]) for mode in _TIMED_MODES}
+        found |= {f"foreshock_{mode}": foreshock(shape, Mode[mode.upper()]) for mode in _TIMED_MODES}
     return found | {
-        "sdpa_flash": _sdpa(shape, SDPBackend.FLASH_ATTENTION),
-        "sdpa_cudnn": _sdpa(shape, SDPBackend.CUDNN_ATTENTION),
+        "sdpa_flash": sdpa(shape, SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION),
         "flex": _flex(shape),
     }
 
 
-class Stopwatch:
-    """Times calls in turn, each after a write of 256 MB that empties the cache of the last one's data."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
-
-    def medians(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Milliseconds of each call: the median of its repeats."""
-        for call in calls.values():
-            for _ in range(2):
-                _prepare(call)
-                call()
-        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-        gc.collect()
-        gc.disable()  # as timeit does: a collection takes longer than any of these calls
-        for _ in range(self.repeats):
-            for name, call in calls.items():
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                _prepare(call)
-                self.flush.zero_()
-                start.record()
-                call()
-                end.record()
-                events[name].append((start, end))
-        gc.enable()
-        torch.cuda.synchronize()
-        return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
-
-
-class _Backward:
-    """The backward of a forward that `prepare` makes: one that goes through a kept graph again counts no rows."""
-
-    def __init__(self, call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> None:
-        self._call, self._tensors, self._grad = call, tensors, grad
-        self._out: Tensor | None = None
-
-    def prepare(self) -> None:
-        self._out = self._call(*self._tensors)
-
-    def __call__(self) -> object:
-        out, self._out = self._out, None
-        assert out is not None
-        return torch.autograd.grad(out, self._tensors, self._grad)
-
-
-def _prepare(call: Callable[[], object]) -> None:
-    if isinstance(call, _Backward):
-        call.prepare()
-
-
-def _passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward, backward and both of one contender on the same tensors."""
-    with torch.no_grad():
-        call(*tensors)
-
-    def forward() -> object:
-        with torch.no_grad():
-            return call(*tensors)
-
-    return {
-        "forward": forward,
-        "backward": _Backward(call, tensors, grad),
-        "both": lambda: torch.autograd.grad(call(*tensors), tensors, grad),
-    }
-
-
 def measure(shape: Shape, stopwatch: Stopwatch, mitigations: bool = True) -> list[dict[str, Any]]:
+    """The cells of one shape, one per pass, of every contender."""
+    return timed(shape, stopwatch, contenders(shape, mitigations))
+
+
+def timed(
+    shape: Shape,
+    stopwatch: Stopwatch,
+    found: Mapping[str, Contender],
+    which_passes: Iterable[str] = PASSES,
+    device: str = "cuda",
+) -> list[dict[str, Any]]:
     """The cells of one shape, one per pass. A contender that refuses the shape has None and its words on stderr."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     batch = max(1, TOKENS // shape.seq_len)
 
     def draw(heads: int) -> Tensor:
         sizes = (batch, shape.seq_len, heads, shape.head_dim)
-        tensor = torch.randn(sizes, dtype=torch.bfloat16, device="cuda", generator=generator)
+        tensor = torch.randn(sizes, dtype=torch.bfloat16, device=device, generator=generator)
         return tensor.transpose(1, 2).requires_grad_()
 
     tensors = (draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads))
     grad = draw(shape.heads).detach()
-    names, runs = [], {}
-    for name, call in contenders(shape, mitigations).items():
-        names.append(name)
+    runs = {}
+    for name, call in found.items():
         try:
-            runs[name] = _passes(call, tensors, grad)
+            runs[name] = passes(call, tensors, grad)
         except Exception as error:  # a peer's refusal is a result, not a failure of the benchmark
             print(f"{name} does not take {shape}: {error}", file=sys.stderr)
     cells = []
-    for which in PASSES:
+    for which in which_passes:
         medians = stopwatch.medians({name: run[which] for name, run in runs.items()})
-        cell: dict[str, Any] = {
-            "head_dim": shape.head_dim,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "seq_len": shape.seq_len,
-            "causal": shape.causal,
-            "pass": which,
-        }
-        cells.append(cell | {name: medians.get(name) for name in names})
+        cells.append(asdict(shape) | {"pass": which} | {name: medians.get(name) for name in found})
     return cells
 
 
@@ -283,7 +217,7 @@ def measure_varlen(head_dim: int, heads: int, stopwatch: Stopwatch) -> list[dict
     def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **causal)  # type: ignore
 
-    runs = {"foreshock": _passes(ours, tensors, grad), "torch_varlen": _passes(theirs, tensors, grad)}
+    runs = {"foreshock": passes(ours, tensors, grad), "torch_varlen": passes(theirs, tensors, grad)}
     return [
         {"head_dim": head_dim, "heads": heads, "lengths": lengths, "causal": True, "pass": which}
         | stopwatch.medians({name: run[which] for name, run in runs.items()})

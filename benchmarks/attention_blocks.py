@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from foreshock.benchmarks.attention import TOKENS, Stopwatch
+from foreshock.benchmarks.attention import TOKENS
+from foreshock.benchmarks.stopwatch import Stopwatch
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, counting, forward, grad_key, grad_query, new_state
 from foreshock.kernels.flash_attention import rows as rows_pass

@@ -22,14 +22,28 @@ def bench_attention(
         bool,
         typer.Option("--host-only", help="Only the host's time for a small call; without a GPU less the launches."),
     ] = False,
+    modes: Annotated[
+        bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
+    ] = False,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="With --modes: a file of an earlier run, whose ratios are printed in brackets.", exists=True),
+    ] = None,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
-    from foreshock.benchmarks import attention, attention_host
+    from foreshock.benchmarks import attention, attention_host, attention_modes
 
+    file = None if json is None else str(json)
+    if before is not None and not modes:
+        raise typer.BadParameter("compares runs with --modes; give --modes too", param_hint="--before")
+    if host_only and modes:
+        raise typer.BadParameter("are two measurements; give one of them", param_hint="--host-only and --modes")
     if host_only:
-        attention_host.main(None if json is None else str(json))
-        return
-    attention.main(None if json is None else str(json), repeats)
+        attention_host.main(file)
+    elif modes:
+        attention_modes.main(file, repeats, None if before is None else str(before))
+    else:
+        attention.main(file, repeats)
 
 
 @bench.command("spectral")

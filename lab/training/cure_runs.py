@@ -52,11 +52,12 @@ def _arm(mode: str) -> str:
 
 def cure_sets() -> dict[str, list[Entry]]:
     """By name: `cure-explosion` (shared-values, with the habits of others, and paper-values), `cure-twenty` (fresh
-    seeds of shared-values and the shipped policy), `cure-text` (byte pairs), `cure-deep` (byte pairs, eight layers,
-    the shipped policy) and `cure-small` (on a CPU)."""
+    seeds of shared-values and the shipped policy), `cure-text` (byte pairs), `cure-deep` (eight layers, the
+    shipped policy) and `cure-small` (on a CPU)."""
     shared, paper = find_recipe("shared-values"), find_recipe("paper-values")
     text, wide_batch, deep = (find_recipe(name) for name in ("kb256", "kb256b128", "kb512"))
     eight_layers = find_recipe("kb256deep")
+    shared_deep, paper_deep = find_recipe("shared-values-deep"), find_recipe("paper-values-deep")
     small = find_recipe("key-bias-small")
     first, fresh = (2, 7, 1, 4, 5, 3), range(8, 28)
     at_once = [f"rescued-all-{_arm(mode)}" for mode in CURES[:3]]
@@ -85,8 +86,11 @@ def cure_sets() -> dict[str, list[Entry]]:
             *_runs(text, [UNTREATED, CONTROL, *map(_arm, CURES[:3]), *at_once[:2]], (3,)),
             *_runs(deep, [UNTREATED, CONTROL, _arm(CURES[0])], (1,)),
             *_runs(text, HABITS[:-1], (2,)),
+            *_runs(wide_batch, [UNTREATED, at_once[1], CONTROL], (3,)),
         ],
         "cure-deep": [
+            *_runs(paper_deep, [PAPER, f"paper-rescued-all-{_arm(DEFAULT_MITIGATION)}", CONTROL], (1, 2, 3)),
+            *_runs(shared_deep, [UNTREATED, f"rescued-all-{_arm(DEFAULT_MITIGATION)}", CONTROL], (1, 2, 3)),
             *_runs(eight_layers, [UNTREATED, f"rescued-all-{_arm(DEFAULT_MITIGATION)}"], (1, 2, 3)),
             *_runs(eight_layers, [CONTROL], (1, 2, 3)),
         ],

@@ -41,7 +41,7 @@ def _in_turn() -> Iterator[tuple[int, str, int]]:
     queues = {
         name: [
             seed
-            for pair in zip_longest(halves["tuning"], halves["held-out"])
+            for pair in zip_longest(halves["tuning"], [*halves.get("spent", ()), *halves["held-out"]])
             for seed in pair
             if seed is not None
         ]

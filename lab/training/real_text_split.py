@@ -2,7 +2,8 @@
 
 The split is a file, by recipe and seed, that was committed before any of these runs was made: `real_text_split.json`.
 Detectors are tuned on its tuning runs alone. What is held out is scored once, at the end, by
-`foreshock lab score --held-out` (foreshock.lab.scoring.sealed).
+`foreshock lab score --held-out` (foreshock.lab.scoring.sealed). Held-out runs that were scored are "spent": from then
+on they are for tuning, and the next detectors are judged by other seeds.
 """
 
 import json
@@ -12,19 +13,20 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 Split = Literal["tuning", "held-out"]
+Half = Literal["tuning", "spent", "held-out"]
 SPLIT_FILE: Final = Path(__file__).with_name("real_text_split.json")
 
 
 @cache
-def real_text_split() -> Mapping[str, Mapping[Split, Sequence[int]]]:
+def real_text_split() -> Mapping[str, Mapping[Half, Sequence[int]]]:
     """Seeds by recipe and half."""
-    told: Mapping[str, Mapping[Split, Sequence[int]]] = json.loads(SPLIT_FILE.read_text())
+    told: Mapping[str, Mapping[Half, Sequence[int]]] = json.loads(SPLIT_FILE.read_text())
     return told
 
 
 def assigned(recipe: str, seed: Any) -> Split | None:
     """The half that the runs of a recipe and seed belong to; None for one that the file does not name."""
-    for split, seeds in real_text_split().get(recipe, {}).items():
+    for half, seeds in real_text_split().get(recipe, {}).items():
         if seed in seeds:
-            return split
+            return "held-out" if half == "held-out" else "tuning"
     return None

@@ -56,6 +56,12 @@ _PAPER_VALUES = replace(
     betas=(0.9, 0.95),
     steps=4000,
 )
+_SHARED_VALUES_DEEP = replace(
+    _SHARED_VALUES, name="shared-values-deep", summary="Eight layers.", model=replace(_SHARED_VALUES.model, layers=8)
+)
+_PAPER_VALUES_DEEP = replace(
+    _PAPER_VALUES, name="paper-values-deep", summary="Eight layers.", model=replace(_PAPER_VALUES.model, layers=8)
+)
 _SHARED_VALUES_MUON = replace(
     _SHARED_VALUES,
     name="shared-values-muon",
@@ -115,6 +121,8 @@ _ALL = (
     ),
     _SHARED_VALUES,
     _PAPER_VALUES,
+    _SHARED_VALUES_DEEP,
+    _PAPER_VALUES_DEEP,
     _SHARED_VALUES_MUON,
     _SHARED_VALUES_LARGE,
     replace(

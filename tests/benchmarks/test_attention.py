@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from foreshock.benchmarks import attention_host
-from foreshock.benchmarks.attention import PASSES, grid, main, markdown, summary
+from foreshock.benchmarks.attention import grid, main, markdown, summary
+from foreshock.benchmarks.stopwatch import PASSES
 from foreshock.kernels.flash_attention import op
 
 ROOT = Path(__file__).parents[2]

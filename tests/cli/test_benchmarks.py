@@ -7,7 +7,17 @@ import pytest
 import torch
 from tests.cli.typed import foreshock
 
-from foreshock.benchmarks import agent_step, attention, attention_host, detectors, ingest, page, service_load, spectral
+from foreshock.benchmarks import (
+    agent_step,
+    attention,
+    attention_host,
+    attention_modes,
+    detectors,
+    ingest,
+    page,
+    service_load,
+    spectral,
+)
 from foreshock.cli.benchmarks import bench
 
 F = Path("f.json")
@@ -19,6 +29,8 @@ F = Path("f.json")
         ("attention --json f.json --repeats 4", attention, ("f.json", 4), {}),
         ("attention", attention, (None, 15), {}),
         ("attention --host-only --json f.json", attention_host, ("f.json",), {}),
+        ("attention --modes --json f.json --repeats 7", attention_modes, ("f.json", 7, None), {}),
+        (f"attention --modes --before {__file__}", attention_modes, (None, 15, __file__), {}),
         ("spectral --repeats 3", spectral, (None, 3), {}),
         ("detectors --json f.json", detectors, (F,), {}),
         ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b"), {}),
@@ -44,16 +56,26 @@ def test_every_benchmark_is_listed_with_a_sentence() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks run, for minutes")
-@pytest.mark.parametrize("name", ["attention", "spectral", "agent"])
-def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["attention", "attention --modes", "spectral", "agent"])
+def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
-    done = foreshock("bench", name, "--json", str(file))
+    done = foreshock("bench", *words.split(), "--json", str(file))
     assert done.exit_code == 1
     assert "needs a CUDA GPU" in done.output + done.stderr
     assert "Traceback" not in done.output + done.stderr
     assert not file.exists()
 
 
-@pytest.mark.parametrize("words", [("attention", "--repeats", "1"), ("ingest", "--seconds", "0"), ("pages",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("attention", "--repeats", "1"),
+        ("attention", "--before", __file__),
+        ("attention", "--modes", "--before", "none.json"),
+        ("attention", "--modes", "--host-only"),
+        ("ingest", "--seconds", "0"),
+        ("pages",),
+    ],
+)
 def test_a_number_that_measures_nothing_and_a_name_that_is_none_are_refused(words: tuple[str, ...]) -> None:
     assert foreshock("bench", *words).exit_code == 2

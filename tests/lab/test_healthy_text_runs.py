@@ -9,6 +9,7 @@ import pytest
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.score import score_traces
 from foreshock.lab.scoring.sealed import sealed
+from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
@@ -26,9 +27,15 @@ def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_an
     seals = [json.loads(path.read_text())["runs"] for path in sorted(folder.glob("held-out*.json"))]
     runs = {name: told for seal in seals for name, told in seal.items()}
     assert len(runs) == sum(map(len, seals))
-    held_out = sealed(sorted(folder.glob("*.gz")))
-    assert runs == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in held_out}
-    assert held_out
+    assert runs
+    assert runs == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in runs}
+    assert {path.name for path in sealed(sorted(folder.glob("*.gz")))} <= set(runs)
+    spent = {
+        f"{recipe}_untreated_seed{seed}.jsonl.gz"
+        for recipe, halves in real_text_split().items()
+        for seed in halves.get("spent", ())
+    }
+    assert spent <= set(runs)  # what detectors may be tuned on now was scored first
 
 
 @pytest.mark.full
