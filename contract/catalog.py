@@ -12,7 +12,7 @@ from foreshock.contract.head_metrics import HEAD_METRICS
 from foreshock.contract.metric import Alert
 from foreshock.contract.run_metrics import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS, RUN_METRICS, SILENT_SECONDS
 from foreshock.contract.service_metrics import SERVICE_METRICS
-from foreshock.contract.slots import Floats, ReadOnce, Words
+from foreshock.contract.slots import Floats, Words
 
 __all__ = [
     "BY_KEY",
@@ -34,7 +34,7 @@ METRICS: Final = (*HEAD_METRICS, *RUN_METRICS, *SERVICE_METRICS)
 BY_KEY: Final = {metric.key: metric for metric in METRICS}
 
 
-def read(key: str, words: Words | ReadOnce) -> Floats:
+def read(key: str, words: Words) -> Floats:
     """A counted metric of each head, [...], from state words [..., SLOT_COUNT]; NaN where nothing was counted.
 
     The one place where a statistic becomes a number: agent, laboratory and service read it here. Raises ValueError for

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from foreshock.contract.slots import Floats, ReadOnce, Slot, Words, looked_at, slot_values
+from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 
 Board = Literal["overview", "run", "heads", "service"]
 Kind = Literal["gauge", "counter"]
@@ -45,7 +45,7 @@ class Alert:
 class HeadReading:
     """How a head's value is read: from its state words, or from a named array of the sample."""
 
-    read: Callable[[Words | ReadOnce], Floats] | None = None
+    read: Callable[[Words], Floats] | None = None
     field: Literal["query_norm", "key_norm", "query_key_norm", "risk", "modes"] | None = None
     now_and_then: bool = False
     """Not in every sample: the newest known value is shown."""
@@ -142,7 +142,7 @@ def standardised(total: Slot, squares: Slot) -> HeadReading:
 def value(slot: Slot) -> HeadReading:
     """A slot as it is, NaN for the maximum of nothing."""
 
-    def read(words: Words | ReadOnce) -> Floats:
+    def read(words: Words) -> Floats:
         values = slot_values(words, slot)
         if values.min(initial=np.inf) > -np.inf:
             return values
@@ -151,7 +151,7 @@ def value(slot: Slot) -> HeadReading:
     return HeadReading(read=read)
 
 
-def ratio(part: Floats, whole: Floats) -> Floats:
+def ratio(part: Floats | Words, whole: Floats) -> Floats:
     """part / whole, NaN where nothing was counted."""
     if whole.min(initial=np.inf) > 0:  # a division that leaves nothing out takes a third of the time
         return part / whole

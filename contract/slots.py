@@ -143,43 +143,14 @@ def merge_words(states: Sequence[Words]) -> Words:
     return merged
 
 
-class ReadOnce:
-    """State words [..., SLOT_COUNT] of which several statistics are read: every slot becomes float64 once.
-
-    What it hands out is shared: read it, and write into none of it.
-    """
-
-    def __init__(self, words: Words) -> None:
-        self._words = words
-        self._columns: list[Floats | None] = [None] * SLOT_COUNT
-        self._looked_at: Floats | None = None
-
-    def column(self, slot: Slot) -> Floats:
-        """One statistic of every head, [...]."""
-        found = self._columns[slot]
-        if found is None:
-            found = self._columns[slot] = slot_values(self._words, slot)
-        return found
-
-    def looked_at(self) -> Floats:
-        """As the function of that name."""
-        if self._looked_at is None:
-            self._looked_at = self.column(Slot.ROWS) - self.column(Slot.SKIPPED_ROWS)
-        return self._looked_at
-
-
-def looked_at(words: Words | ReadOnce) -> Floats:
+def looked_at(words: Words) -> Floats:
     """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
     # An older version skipped none, and so its rows need no other rule: they hold 0 there.
-    if isinstance(words, ReadOnce):
-        return words.looked_at()
     return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
-def slot_values(words: Words | ReadOnce, slot: Slot) -> npt.NDArray[np.float64]:
+def slot_values(words: Words, slot: Slot) -> npt.NDArray[np.float64]:
     """One statistic of every head as float64, [...]: counts converted, float slots by their bits."""
-    if isinstance(words, ReadOnce):
-        return words.column(slot)
     column = words[..., slot]
     if _IS_COUNT[slot]:
         return column.astype(np.float64)  # one pass, converting as it gathers

@@ -103,13 +103,13 @@ def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
 
 
 def _largest_score(trace: Trace) -> Signal | None:
-    return _largest_of([(r.step, np.fmax(r.row_max_abs, r.score_max)) for r in readings(trace)])
+    return _largest_of([(r.step, r.largest_score) for r in readings(trace)])
 
 
 def _score_beside_peers(trace: Trace) -> Signal | None:
     rows = []
     for reading in readings(trace):
-        scores = np.fmax(reading.row_max_abs, reading.score_max)
+        scores = reading.largest_score
         rows.append((reading.step, scores / np.nanmedian(scores) if np.isfinite(scores).any() else None))
     return _largest_of(rows)
 

@@ -83,8 +83,7 @@ def _courses(trace: Trace) -> tuple[Mapping[HeadRef, int], Mapping[HeadRef, list
     switches: dict[HeadRef, list[int]] = {}
     before = None
     for reading in readings(trace):
-        score = np.fmax(reading.row_max_abs, reading.score_max)
-        for index in np.flatnonzero(score >= DANGEROUS_SCORE).tolist():
+        for index in np.flatnonzero(reading.largest_score >= DANGEROUS_SCORE).tolist():
             reached.setdefault(trace.heads[index], reading.step)
         if before is not None:
             for index in np.flatnonzero(reading.modes != before.modes).tolist():

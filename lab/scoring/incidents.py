@@ -98,9 +98,8 @@ def failing_head(trace: Trace, harm_step: int | None) -> HeadRef | None:
     first sample of the harm. None where the trace does not tell its heads apart, or nothing was recorded."""
     last: Floats | None = None
     for reading in readings(trace):
-        score = np.fmax(reading.row_max_abs, reading.score_max)
-        if (score >= DANGEROUS_SCORE).any():
-            return _one(trace.heads, score)
+        if (reading.largest_score >= DANGEROUS_SCORE).any():
+            return _one(trace.heads, reading.largest_score)
         if harm_step is not None and last is None and reading.step >= harm_step:
             last = np.abs(reading.score_offset)
     return None if last is None else _one(trace.heads, last)

@@ -224,7 +224,7 @@ def _dangerous_step(trace: Trace, verdict: wire.Verdict | None) -> int | None:
     named = verdict is not None and verdict.layer is not None and verdict.head is not None
     rows = [trace.heads.index((verdict.layer, verdict.head))] if named else slice(None)  # type: ignore[union-attr,arg-type]
     for reading in readings(trace):
-        if (np.fmax(reading.row_max_abs, reading.score_max)[rows] >= DANGEROUS_SCORE).any():
+        if (reading.largest_score[rows] >= DANGEROUS_SCORE).any():
             return reading.step
     return None
 

@@ -174,7 +174,7 @@ class Detectors:
         if not whole or (not overflowed and not readings.nonfinite_rows.max(initial=0.0) <= 0):
             broken = np.zeros(len(self.heads), dtype=bool) if overflowed else readings.nonfinite_rows > 0
             if not whole:  # the largest of no rows is -inf
-                broken |= np.isinf(readings.score_offset) | (readings.row_max_abs == np.inf)
+                broken |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
             tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
         for value in (readings.loss, None if overflowed else readings.grad_norm):
             if value is not None and not math.isfinite(value):

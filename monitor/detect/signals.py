@@ -94,7 +94,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
         unit=" nats",
     ),
     HeadSignal.SCORE: SignalInfo(
-        read=lambda readings: np.fmax(readings.row_max_abs, readings.score_max),
+        read=lambda readings: readings.largest_score,
         reduction="largest",
         least=lambda config, pushed, youth: np.where(pushed, config.score_level, config.score_level * (1.0 + youth)),
         least_growth=lambda config, youth: 1.0,
@@ -105,7 +105,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
         says="grows: its largest |score| went from",
     ),
     HeadSignal.TIES: SignalInfo(
-        read=lambda readings: np.fmax(readings.tied_rows_bf16, readings.tied_rows_one),
+        read=lambda readings: readings.tied_rows,
         reduction="mean",
         least=lambda config, pushed, youth: config.tied_share,
         least_growth=lambda config, youth: config.tied_growth,

@@ -9,7 +9,7 @@ import numpy as np
 from tests.lab.short_traces import sample, started
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Slot, identity_row
+from foreshock.contract.slots import Slot, identity_row, slot_values
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 
@@ -42,8 +42,10 @@ def test_what_is_written_is_read_back_to_four_digits_with_short_samples_merged(t
     assert [(each.since_step, each.step) for each in seen] == [(4000, 4100), (4100, 4200)]
     assert seen[0].rows.tolist() == [200, 200]
     np.testing.assert_allclose(seen[0].score_offset, 1.5, rtol=1e-4)
-    np.testing.assert_allclose(seen[0].row_max_abs, 3.0, rtol=1e-4)
-    assert seen[0].score_max.tolist() == [-1.0, 2.0]
+    np.testing.assert_allclose(seen[0].largest_score, 3.0, rtol=1e-4)
+    recorded = trace.samples[0].words()
+    assert recorded is not None
+    assert slot_values(recorded, Slot.SCORE_MAX).tolist() == [-1.0, 2.0]
     np.testing.assert_array_equal(np.isnan(seen[0].delta_bias_sum), [False, True])
     assert trace.samples[0].modes == modes
     assert trace.steps.step.tolist() == list(range(4001, 4201))
@@ -62,7 +64,7 @@ def test_a_young_run_is_recorded_in_finer_samples_and_slots_that_are_the_same_on
             writer(sample(step, step - 10, words))
     trace = read_trace(path)
     assert [each.step for each in trace.samples] == list(range(10, 201, 10))
-    assert next(readings(trace)).score_max.tolist() == [7.0, 7.0]
+    assert next(readings(trace)).largest_score.tolist() == [7.0, 7.0]
     with gzip.open(path, "rt") as file:
         assert '"score_max":"row_max_abs"' in file.read()
 
@@ -74,4 +76,4 @@ def test_heads_that_counted_no_row_are_written_and_read(tmp_path: Path) -> None:
         writer(sample(10, 0, np.tile(identity_row(), (2, 1))))
     seen = next(readings(read_trace(path)))
     assert seen.rows.tolist() == [0.0, 0.0]
-    assert np.isnan(seen.row_max_abs).all()
+    assert np.isnan(seen.largest_score).all()

@@ -64,7 +64,7 @@ def runs(draw: st.DrawFn) -> list[Readings]:
     return told
 
 
-ARRAYS = ("score_offset", "row_max_abs", "score_max", "tied_rows_bf16", "tied_rows_one", "delta_bias_sum", "query_norm")
+ARRAYS = ("score_offset", "largest_score", "tied_rows", "delta_bias_sum", "query_norm")
 
 
 @settings(max_examples=12, deadline=None)

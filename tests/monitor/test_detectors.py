@@ -195,13 +195,13 @@ def test_ties_that_leave_their_own_past_warn_and_stay_warned_when_they_fall_agai
     for step in range(EVERY, 9001, EVERY):
         ties = np.full(N, 0.02)
         ties[SICK] = 0.02 + 0.9 * min(1.0, max(0.0, (step - 5000) / 2000)) if step < 8000 else 0.05
-        told += detectors.update(reading(step, tied_rows_bf16=ties))
+        told += detectors.update(reading(step, tied_rows=ties))
     assert [(v.signal, v.layer, v.head) for v in told if v.state == "raised"] == [("ties", 0, 2)]
     assert [v.state for v in told if v.state == "cleared"] == []
 
 
 @pytest.mark.parametrize(
-    "field", ["score_offset", "row_max_abs", "query_norm", "tied_rows_bf16", "delta_bias_sum", "rows"]
+    "field", ["score_offset", "largest_score", "query_norm", "tied_rows", "delta_bias_sum", "rows"]
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_field_that_was_not_recorded_silences_its_signal_and_nothing_else(field: str, value: float) -> None:
@@ -223,7 +223,7 @@ def test_a_head_whose_offset_is_unknown_is_still_warned_about_by_its_scores_and_
     told_by_score, told_by_ties = [], []
     for step in range(EVERY, 9701, EVERY):
         told_by_score += by_score.update(reading(step, explosion, score_offset=unknown))
-        known = {"score_max": unknown, "row_max_abs": unknown, "tied_rows_bf16": tied(step)}
+        known = {"largest_score": unknown, "tied_rows": tied(step)}
         told_by_ties += by_ties.update(reading(step, explosion, score_offset=unknown, **_fields(known)))
     assert raised(told_by_score) == raised(told_by_ties) == [HEADS[SICK]]
 

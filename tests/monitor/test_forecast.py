@@ -245,7 +245,7 @@ def test_ties_and_norms_wait_for_no_forecast_since_none_is_made_of_them() -> Non
 
     detectors, told = Detectors(HEADS, DetectorConfig(horizon_lives=1e-6)), []
     for step in range(EVERY, 6001, EVERY):
-        told += detectors.update(reading(step, healthy, tied_rows_bf16=tied(step)))
+        told += detectors.update(reading(step, healthy, tied_rows=tied(step)))
     assert [(v.signal, v.layer, v.head) for v in told if v.state == "raised"] == [("ties", *HEADS[SICK])]
 
 

@@ -27,16 +27,14 @@ def reading(step: int) -> Readings:
         step=step,
         since_step=step - 4,
         rows=np.full(3, 64.0),
-        row_max_abs=10 + grown * 3 + random.normal(size=3),
-        score_max=np.full(3, 5.0),
+        largest_score=10 + grown * 3 + random.normal(size=3),
         nonfinite_rows=np.zeros(3),
         query_norm=np.full(3, 2.0) + step / 1000 if step % 40 == 0 else None,
         modes=np.zeros(3, np.int32),
         loss=3.0 - step / 1000,
         learning_rate=1e-3,
         score_offset=grown + 0.05 * random.normal(size=3),
-        tied_rows_bf16=np.full(3, 0.1),
-        tied_rows_one=np.full(3, 0.02),
+        tied_rows=np.full(3, 0.1),
         delta_bias_sum=grown + random.normal(size=3),
     )
 
