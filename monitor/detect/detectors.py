@@ -203,7 +203,8 @@ class Detectors:
         if readings.loss is not None and math.isfinite(readings.loss):
             steps = max(readings.step - readings.since_step, 1)
             self._loss[:2] += readings.loss * steps, steps
-        return self._history.add(readings.step, readings.since_step, rows, values, whole=whole)
+        rate = readings.learning_rate
+        return self._history.add(readings.step, readings.since_step, rows, values, whole=whole, learning_rate=rate)
 
     def _close_loss(self) -> None:
         total, steps, last, lowest = self._loss
@@ -293,7 +294,7 @@ class Detectors:
         can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
         is_shown = step >= self._ripe_from() and not others.dangerous
         # Of heads that share one value the offset of another may have triggered, which its bias supports.
-        pushed = bool(can_round) and (signal == _PUSHED or supported(seen, self._near.support))
+        pushed = bool(can_round) and (signal == _PUSHED or self._supported(seen))
         last, lowest = self._loss[2:].tolist()
         standing = self._alarms.get(index)
         why = cause(
@@ -307,6 +308,9 @@ class Detectors:
             first=others.first,
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
+
+    def _supported(self, seen: dict[str, float]) -> bool:
+        return supported(seen, self._near.support, self.config.shared_part)
 
     def _verdict(self, index: int, found: Found, step: int) -> wire.Verdict:
         layer, head = self.heads[index] if index != _RUN else (None, None)

@@ -14,7 +14,7 @@ from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, HeadSigna
 _STEEPEST: Final = 1e6
 """Factor from half to half beyond which the older half was level."""
 _EVEN: Final = 1e-9
-"""Difference of that factor from 1 below which growth is a line."""
+"""Difference from 1 below which that factor makes a line, and a power of the step an exponential."""
 CAME: Final = (0.14, 0.6, 1.5)
 """The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
 the tuning runs, rounded outwards (`foreshock lab forecasts`; lab/NOTEBOOK.md has the table)."""
@@ -46,7 +46,7 @@ def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecas
 
 def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
-    score was recorded."""
+    score was recorded. Each step takes them as far as its learning rate, which goes on falling as it does."""
     score = growth.end[HeadSignal.SCORE, heads]
     offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
     found = np.full(len(heads), math.inf)
@@ -58,12 +58,54 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
             of = (signal, heads)
             sign = np.copysign(1.0, growth.end[of])
             start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), growth.end[of]))
-            told = halves_until(target, start, middle, end, growth.jitter(of)) * (growth.steps / 2)
+            start, middle, half = _at_todays_rate(start, middle, end, growth)
+            told = halves_until(target, start, middle, end, growth.jitter(of)) * half
             sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told < found)
             found[sooner] = told[sooner]
+        found = _while_rate_falls(found, growth)
     found[score >= DANGEROUS_SCORE] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found
+
+
+def _at_todays_rate(start: Floats, middle: Floats, end: Floats, growth: Growth) -> tuple[Floats, Floats, float]:
+    """Where start and middle would lie, and how many steps apart, had the learning rate been today's all the time.
+
+    Weights move in proportion to the rate, so that steps at a higher one count for more.
+    """
+    half = growth.steps / 2
+    if growth.rate_fall == 0.0:
+        return start, middle, half
+    newer = -float(_sum_of_rates(np.array(-half), growth))
+    older = -float(_sum_of_rates(np.array(-2 * half), growth)) - newer
+    even = (newer + older) / 2
+    moved = end - (end - middle) * (even / newer)
+    return moved - (middle - start) * (even / older), moved, even
+
+
+def _sum_of_rates(steps: Floats, growth: Growth) -> Floats:
+    """Of the next steps (negative: of the last), today's rate being 1, while it falls by the same power of the step."""
+    power, age = growth.rate_fall, growth.step
+    if abs(power - 1.0) < _EVEN:
+        return age * np.log1p(steps / age)
+    found: Floats = age * ((1.0 + steps / age) ** (1.0 - power) - 1.0) / (1.0 - power)
+    return found
+
+
+def _while_rate_falls(steps: Floats, growth: Growth) -> Floats:
+    """In how many steps a learning rate that goes on falling takes heads as far as today's would in `steps`.
+
+    It is expected to fall by the same power of the step as over the window: an inverse square root goes on for ever,
+    what falls steeply ends, and a cosine or a line is given more than it gives.
+    """
+    power, age = growth.rate_fall, growth.step
+    if power == 0.0:
+        return steps
+    if abs(power - 1.0) < _EVEN:
+        return age * np.expm1(steps / age)
+    left = np.maximum(1.0 + (1.0 - power) * steps / age, 0.0)  # 0: it ends before
+    stretched: Floats = age * (left ** (1.0 / (1.0 - power)) - 1.0)
+    return stretched
 
 
 def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, error: Floats) -> Floats:

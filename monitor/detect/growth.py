@@ -19,6 +19,8 @@ _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
 """A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
+_ENDED: Final = 1e-9
+"""A learning rate that fell to this part, or to nothing, moves nothing any more."""
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
@@ -41,6 +43,10 @@ class Growth:
     """square of the standard error of a block"""
     _blocks: int
     """behind each of start, middle and end"""
+    step: int = 0
+    """at which the window ends"""
+    rate_fall: float = 0.0
+    """the learning rate falls by this power of the step; 0 where it does not fall, or is not known"""
 
     def start(self, of: tuple[int, Any]) -> Floats:
         """The mean at the start."""
@@ -80,6 +86,7 @@ class HeadPasts:
         self._block_steps = block_steps
         self._values = np.full((blocks, len(SIGNALS), heads), np.nan)
         self._steps = np.zeros(blocks, dtype=np.int64)
+        self._rates = np.full(blocks, np.nan)
         self.closed = 0
         """Blocks closed in all."""
         self._jitter = np.full((len(SIGNALS), heads), np.nan)
@@ -99,7 +106,16 @@ class HeadPasts:
         self._open[rows] = np.where(np.isin(_OF_SCORES, _MEANS), 0.0, np.nan)[:, None]
         self._weight[rows] = 0.0
 
-    def add(self, step: int, since_step: int, rows: Floats, values: Sequence[Floats | None], *, whole: bool) -> bool:
+    def add(
+        self,
+        step: int,
+        since_step: int,
+        rows: Floats,
+        values: Sequence[Floats | None],
+        *,
+        whole: bool,
+        learning_rate: float | None = None,
+    ) -> bool:
         """Add one sample, every signal [N] or None where it was not measured, by its reduction; true closes a block.
 
         rows [N]: the weights of means. whole: no value is NaN, and every head counted rows. A head that recorded no
@@ -121,6 +137,7 @@ class HeadPasts:
         self._open_steps += step - since_step
         if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
+        self._rates[self.closed % len(self._rates)] = math.nan if learning_rate is None else learning_rate
         self._close(step)
         return True
 
@@ -173,7 +190,8 @@ class HeadPasts:
         first, last, halfway = (
             [self._values[row] for row in rows] for rows in (oldest, newest, order[half : half + part])
         )
-        return Growth(first, _mean(last), between, halfway, self._jitter, part)
+        fall = _power(self._steps[oldest], self._rates[oldest], self._steps[newest], self._rates[newest])
+        return Growth(first, _mean(last), between, halfway, self._jitter, part, self.last_step, fall)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
@@ -185,8 +203,8 @@ class HeadPasts:
         names = state.get("signals")
         for name in self._ARRAYS:
             own = getattr(self, name)
-            if name == "_anew" and name not in state:  # saved by an older version
-                own[:] = 0.0
+            if name in self._LATER and name not in state:  # saved by an older version
+                own[:] = self._LATER[name]
                 continue
             saved = _open_of_0_1(state) if name == "_open" and names is None else array(state[name])
             if name == "_weight" and saved.ndim == 1:  # it was one for all signals
@@ -201,7 +219,17 @@ class HeadPasts:
             setattr(self, name, saved)
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
-    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight", "_anew")
+    _ARRAYS = ("_values", "_steps", "_rates", "_jitter", "_open", "_weight", "_anew")
+    _LATER: Final = {"_anew": 0.0, "_rates": math.nan}
+    """What an older version did not save, and what it then is."""
+
+
+def _power(old_steps: Floats, old_rates: Floats, steps: Floats, rates: Floats) -> float:
+    """By which power of the step a learning rate fell from the old blocks to the new ones, 0 or more."""
+    before, now = float(old_rates.mean()), float(rates.mean())
+    if not 0 <= now < before:  # it rises, stays, or is not known
+        return 0.0
+    return math.log(before / max(now, _ENDED * before)) / math.log(float(steps.mean() / old_steps.mean()))
 
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
