@@ -62,9 +62,7 @@ class Growth:
 
     def change(self, of: tuple[int, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        moved = self.end[of] - self.start(of)
-        change: Floats = np.copysign(moved, moved * self.end[of])
-        return change
+        return away(self.start(of), self.end[of])
 
     def sigmas(self, of: tuple[int, Any]) -> Floats:
         """The change in units of its standard error."""
@@ -159,19 +157,18 @@ class HeadPasts:
 
     def growth(self, window_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
-        held = min(self.closed, len(self._steps))
-        order = (self.closed - held + np.arange(held)) % len(self._steps)
-        steps = self._steps[order]
-        order = order[steps > steps[-1] - window_steps] if held else order
+        steps, size, since = self._steps.tolist(), len(self._steps), self.last_step - window_steps
+        held = [place % size for place in range(max(self.closed - size, 0), self.closed)]
+        order = [place for place in held if steps[place] > since]
         count = len(order)
-        if count < 4 or self._steps[order[-1]] - self._steps[order[0]] < 0.75 * window_steps:
+        if count < 4 or steps[order[-1]] - steps[order[0]] < 0.75 * window_steps:
             return None
         part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
         oldest, newest = order[:part], order[-part:]
-        between = float(self._steps[newest].mean() - self._steps[oldest].mean())
+        between = sum(steps[place] for place in newest) / part - sum(steps[place] for place in oldest) / part
         first, last, halfway = (
-            [self._values[row] for row in rows] for rows in (oldest, newest, order[half : half + part])
+            [self._values[place] for place in places] for places in (oldest, newest, order[half : half + part])
         )
         return Growth(first, _mean(last), between, halfway, self._jitter, part)
 
@@ -206,10 +203,18 @@ class HeadPasts:
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
     """Of arrays of one shape."""
-    total: Floats = blocks[0] if len(blocks) == 1 else blocks[0] + blocks[1]
+    total: Floats = blocks[0] + blocks[1] if len(blocks) > 1 else blocks[0].copy()
     for block in blocks[2:]:
         total += block
-    return total / len(blocks)
+    total /= len(blocks)
+    return total
+
+
+def away(start: Floats, end: Floats) -> Floats:
+    """From start to end, positive where the magnitude grew."""
+    moved = end - start
+    change: Floats = np.copysign(moved, moved * end)
+    return change
 
 
 def is_finite(values: Floats) -> bool:
