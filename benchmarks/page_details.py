@@ -13,6 +13,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.wire import Ack, Event, Finished, Switched
 from foreshock.server.testing import FakeRank
 
@@ -55,13 +56,14 @@ def fill(client: httpx.Client, run: str, who: str, reason: str) -> None:
         for layer, head in HEADS[1:]
     ]
     first = rank.verdict(60, *HEADS[0], forecast_steps=900.0)
-    _send(client, rank, rank.started(policy="approve"), *(rank.sample(step) for step in range(1, 61)), first, *others)
+    started = rank.started(policy="approve", mitigation=DEFAULT_MITIGATION)
+    _send(client, rank, started, *(rank.sample(step) for step in range(1, 61)), first, *others)
     _order(client, run, who, reason, heads=[[1, 3]])
     ordered = _send(client, rank, rank.sample(61)).commands
     _send(client, rank, *(rank.answer(command, 61) for command in ordered))
     _send(client, rank, Switched(
         id="proposal", step=62, verdict=first.id, outcome="proposed", heads=HEADS, before=("plain",) * len(HEADS),
-        after=("row_corrected",) * len(HEADS), reason=reason))  # fmt: skip
+        after=(DEFAULT_MITIGATION,) * len(HEADS), reason=reason))  # fmt: skip
     _order(client, run, who, reason, heads=[[2, 1]])
     said = {"who": who, "display_name": run, "tags": ["keep", "seed study"], "notes": reason}
     client.post(f"/v1/runs/{run}/describe", json=said).raise_for_status()
@@ -126,7 +128,7 @@ def _until(what: str, look: Callable[[], T]) -> T:
 
 
 def _order(client: httpx.Client, run: str, who: str, reason: str, heads: list[list[int]]) -> None:
-    order = {"who": who, "reason": reason, "heads": heads, "mode": "row_corrected"}
+    order = {"who": who, "reason": reason, "heads": heads, "mode": DEFAULT_MITIGATION}
     client.post(f"/v1/runs/{run}/commands", json=order).raise_for_status()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
+from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Array, Event, Sample
 from foreshock.server.testing import FakeRank
@@ -29,7 +30,7 @@ class LongRun:
 
     def events(self, rank: FakeRank) -> Iterator[Event]:
         """Everything that the run's one rank has to say."""
-        yield rank.started(0, "observe")
+        yield rank.started(0, "observe", DEFAULT_MITIGATION)
         size = 1.0 + np.linspace(0.0, 1.0, rank.count)
         drifting = self.heads // 2
         base = rank.words(0)

@@ -77,10 +77,16 @@ class FakeRank:
             run=self.run, rank=self.rank, boot=self.boot, sequence=self.sequence, events=events, revision=self.revision
         )
 
-    def started(self, step: int = 0, policy: Policy = "auto") -> Started:
+    def started(self, step: int = 0, policy: Policy = "auto", mitigation: str = "exact_delta") -> Started:
         """The first event of the boot."""
         return Started(
-            step=step, unix_seconds=1.0, layers=self.layers, policy=policy, numerics="kernel", labels={"model": "gpt"}
+            step=step,
+            unix_seconds=1.0,
+            layers=self.layers,
+            policy=policy,
+            numerics="kernel",
+            mitigation=mitigation,
+            labels={"model": "gpt"},
         )
 
     def words(self, step: int) -> Words:

@@ -134,7 +134,7 @@ def _unknown_to(batch: Batch, row: Row[Any]) -> Switched:
         heads=(),
         before=(),
         after=(),
-        reason=f"the agent of rank {batch.rank} is of version 0.1.0 and does not know {row.mode[:64]}; update it",
+        reason=f"the agent of rank {batch.rank} is a first build and does not know {row.mode[:64]}; update it",
     )
 
 

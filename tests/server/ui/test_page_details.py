@@ -10,6 +10,7 @@ from tests.server.ui.test_fleet import axe, barriers, themed
 from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
 
 from foreshock.benchmarks.page_details import DETAILS, fill, open_details
+from foreshock.contract.modes import DEFAULT_MITIGATION
 
 pytestmark = [pytest.mark.servers, pytest.mark.full]
 __all__ = ["axe", "themed"]
@@ -23,6 +24,14 @@ def run(service: Service) -> str:
     with httpx.Client(base_url=service.url, timeout=60, trust_env=False) as client:
         fill(client, LONG, WHO, REASON)
     return LONG
+
+
+def test_what_is_advised_proposed_and_ordered_is_the_same_mode(service: Service, run: str) -> None:
+    with httpx.Client(base_url=service.url, timeout=60, trust_env=False) as client:
+        orders = client.get(f"/v1/runs/{run}/commands").json()["commands"]
+        incidents = client.get(f"/v1/runs/{run}/incidents").json()["incidents"]
+    assert {order["mode"] for order in orders} == {DEFAULT_MITIGATION}
+    assert [incident["to_do"] for incident in incidents] == [f"Approve the switch to {DEFAULT_MITIGATION}."]
 
 
 @pytest.mark.parametrize("width", [1440, 390])
