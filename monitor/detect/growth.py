@@ -27,7 +27,7 @@ _LONGEST_PART: Final = 4
 class Growth:
     """How every signal of every head moved over a window, [len(SIGNALS), N]; NaN where it was not recorded.
 
-    What few heads are asked for is worked out for those: `of` names a signal and its heads, as (signal, heads).
+    What few heads are asked for is worked out for those: `of` names signals and their heads, as (signal, heads).
     """
 
     _oldest: list[Floats]
@@ -42,29 +42,29 @@ class Growth:
     _blocks: int
     """behind each of start, middle and end"""
 
-    def start(self, of: tuple[int, Any]) -> Floats:
+    def start(self, of: tuple[Any, Any]) -> Floats:
         """The mean at the start."""
         return _mean([block[of] for block in self._oldest])
 
-    def middle(self, of: tuple[int, Any]) -> Floats:
+    def middle(self, of: tuple[Any, Any]) -> Floats:
         """The mean halfway between start and end."""
         return _mean([block[of] for block in self._halfway])
 
-    def jitter(self, of: tuple[int, Any]) -> Floats:
+    def jitter(self, of: tuple[Any, Any]) -> Floats:
         """Standard error of each of start, middle and end."""
         error: Floats = np.sqrt(self._jitter[of] / self._blocks)
         return error
 
-    def part(self, part: Part, of: tuple[int, Any]) -> Floats:
+    def part(self, part: Part, of: tuple[Any, Any]) -> Floats:
         """What a verdict shows of a signal."""
         found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
         return found
 
-    def change(self, of: tuple[int, Any]) -> Floats:
+    def change(self, of: tuple[Any, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
         return away(self.start(of), self.end[of])
 
-    def sigmas(self, of: tuple[int, Any]) -> Floats:
+    def sigmas(self, of: tuple[Any, Any]) -> Floats:
         """The change in units of its standard error."""
         sigmas: Floats = self.change(of) / (np.sqrt(2.0) * self.jitter(of))
         return sigmas
