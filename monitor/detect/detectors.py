@@ -9,7 +9,7 @@ A verdict is latched until a head has been quiet for `quiet_steps`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.detecting import Detecting as Detecting
-from foreshock.monitor.detect.forecast import NEAR_LIVES, Forecast, forecast, who
+from foreshock.monitor.detect.forecast import NEAR_LIVES, courses, forecast, who
 from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.signals import (
@@ -255,32 +255,36 @@ class Detectors:
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
-        told: list[wire.Verdict] = []
+        if not tripped and not self._alarms:
+            return []
         old = step - self.config.update_steps
         others = Otherwise()
-        for index, active in self._alarms.items():
+        for active in self._alarms.values():
             others = others.after(active.verdict)
-            if index not in tripped and self._dangerous(index):
-                tripped[index] = active.verdict.signal
+        for index in self._dangerous():
+            tripped.setdefault(index, self._alarms[index].verdict.signal)
         evidence = self._evidence(list(tripped))
+        news: dict[int, Found] = {}
         for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
             alarm = self._alarms.get(index)
-            if alarm is None and len(told) >= _MOST_RAISED:
+            if alarm is None and len(news) >= _MOST_RAISED:
                 continue
             found = self._look(index, signal, evidence[index], step, others)
             if alarm is not None:
                 alarm.tripped_step = step
                 if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
                     continue
-            told.append(self._verdict(index, found, step))
-            self._alarms[index] = _Alarm(verdict=told[-1], tripped_step=step)
-            others = others.after(told[-1])
-        for index, alarm in self._alarms.items() if judged else ():
-            signal = alarm.verdict.signal
-            if alarm.tripped_step < step and signal != "nonfinite" and alarm.verdict.step <= old:
-                found = self._look(index, signal, self._evidence([index])[index], step, others)
-                alarm.verdict = self._verdict(index, found, step)  # it may have settled
-                told.append(alarm.verdict)
+            news[index] = found
+            others = others.after(found)
+        if judged:  # what no longer triggers may have settled
+            still = {i: alarm.verdict for i, alarm in self._alarms.items() if alarm.tripped_step < step}
+            still = {i: told for i, told in still.items() if told.signal != "nonfinite" and told.step <= old}
+            evidence = self._evidence(list(still))
+            news |= {i: self._look(i, told.signal, evidence[i], step, others) for i, told in still.items()}
+        told = self._verdicts(news, step)
+        for index, made in zip(news, told, strict=True):
+            tripped_step = step if index in tripped else self._alarms[index].tripped_step
+            self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
@@ -308,15 +312,21 @@ class Detectors:
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
 
-    def _verdict(self, index: int, found: Found, step: int) -> wire.Verdict:
-        layer, head = self.heads[index] if index != _RUN else (None, None)
-        standing = self._alarms.get(index)
-        ahead = Forecast()
-        if found.signal != "nonfinite":
-            near = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
-            ahead = forecast(self._growth, index, near_steps=NEAR_LIVES * step if near else 0.0)
-        before = standing.verdict if standing else None
-        return verdict(found, step=step, layer=layer, head=head, ahead=ahead, before=before)
+    def _verdicts(self, news: Mapping[int, Found], step: int) -> list[wire.Verdict]:
+        """What is told of heads of which there is news."""
+        grown = [index for index, found in news.items() if found.signal != "nonfinite"]
+        ahead: dict[int, float] = {}
+        if grown and self._growth is not None:
+            ahead = dict(zip(grown, courses(self._growth, np.array(grown)).tolist(), strict=True))
+        told = []
+        for index, found in news.items():
+            layer, head = self.heads[index] if index != _RUN else (None, None)
+            far = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
+            course = forecast(ahead.get(index, math.nan), near_steps=NEAR_LIVES * step if far else 0.0)
+            standing = self._alarms.get(index)
+            before = standing.verdict if standing else None
+            told.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
+        return told
 
     def _drifted(self, trip: tuple[int, str]) -> float:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
@@ -325,10 +335,13 @@ class Detectors:
         drift = abs(float(self._growth.end[HeadSignal.OFFSET, trip[0]]))
         return 0.0 if math.isnan(drift) else drift
 
-    def _dangerous(self, index: int) -> bool:
-        """A head above the dangerous score is not quiet, whichever way it moves."""
-        growth = self._growth
-        return index != _RUN and growth is not None and bool(growth.end[HeadSignal.SCORE, index] >= DANGEROUS_SCORE)
+    def _dangerous(self) -> list[int]:
+        """The heads under a verdict that are above the dangerous score: none is quiet, whichever way it moves."""
+        heads = [index for index in self._alarms if index != _RUN]
+        if self._growth is None or not heads:
+            return []
+        scores = self._growth.end[HeadSignal.SCORE, heads].tolist()
+        return [index for index, score in zip(heads, scores, strict=True) if score >= DANGEROUS_SCORE]
 
     def _evidence(self, indices: list[int]) -> dict[int, dict[str, float]]:
         """What a verdict shows of each of these heads; of the whole run nothing."""
