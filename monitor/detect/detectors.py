@@ -83,6 +83,8 @@ class Detectors:
         self._overflow = np.array([np.nan])
         """step of the first sample of those in a row whose gradients alone overflowed"""
         self._growth: Growth | None = None
+        self._dangerous: frozenset[int] = frozenset()
+        """heads above the dangerous score: none is quiet, whichever way it moves"""
 
     @property
     def pressure(self) -> Floats:
@@ -130,9 +132,9 @@ class Detectors:
             tripped = self._nonfinite(readings, whole)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
-                growth = self._growth = self._measure()
-                if growth is not None:
-                    tripped = {**self._judge(growth, readings.step), **tripped}
+                self._measure()
+                if self._growth is not None:
+                    tripped = {**self._judge(self._growth, readings.step), **tripped}
             return self._tell(tripped, readings.step, judged=judged)
 
     def _follow_rate(self, readings: Readings) -> None:
@@ -212,9 +214,11 @@ class Detectors:
             lowest = np.fmin(lowest, last)
         self._loss[:] = 0.0, 0.0, last, lowest
 
-    def _measure(self) -> Growth | None:
+    def _measure(self) -> None:
         """Growth over the second half of the run's life so far."""
-        return self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
+        growth = self._growth = self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
+        dangerous = () if growth is None else np.flatnonzero(growth.end[HeadSignal.SCORE] >= DANGEROUS_SCORE).tolist()
+        self._dangerous = frozenset(dangerous)
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
@@ -255,14 +259,26 @@ class Detectors:
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
-        if not tripped and not self._alarms:
-            return []
+        standing = {i: alarm.verdict.signal for i, alarm in self._alarms.items() if i in self._dangerous}
+        tripped = tripped | {i: signal for i, signal in standing.items() if i not in tripped}
+        news = self._news(tripped, step, judged=judged) if tripped or judged else {}
+        told = self._verdicts(news, step)
+        for index, made in zip(news, told, strict=True):
+            tripped_step = step if index in tripped else self._alarms[index].tripped_step
+            self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
+        for index, active in list(self._alarms.items()):
+            if step - active.tripped_step >= self.config.quiet_steps:
+                del self._alarms[index]
+                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
+                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+        return told
+
+    def _news(self, tripped: Mapping[int, str], step: int, *, judged: bool) -> dict[int, Found]:
+        """What is to be told, by head, in this order."""
         old = step - self.config.update_steps
         others = Otherwise()
         for active in self._alarms.values():
             others = others.after(active.verdict)
-        for index in self._dangerous():
-            tripped.setdefault(index, self._alarms[index].verdict.signal)
         evidence = self._evidence(list(tripped))
         news: dict[int, Found] = {}
         for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
@@ -281,16 +297,7 @@ class Detectors:
             still = {i: told for i, told in still.items() if told.signal != "nonfinite" and told.step <= old}
             evidence = self._evidence(list(still))
             news |= {i: self._look(i, told.signal, evidence[i], step, others) for i, told in still.items()}
-        told = self._verdicts(news, step)
-        for index, made in zip(news, told, strict=True):
-            tripped_step = step if index in tripped else self._alarms[index].tripped_step
-            self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
-        for index, active in list(self._alarms.items()):
-            if step - active.tripped_step >= self.config.quiet_steps:
-                del self._alarms[index]
-                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
-                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
-        return told
+        return news
 
     def _look(self, index: int, signal: str, seen: dict[str, float], step: int, others: Otherwise) -> Found:
         """What the evidence of a head comes to."""
@@ -335,28 +342,14 @@ class Detectors:
         drift = abs(float(self._growth.end[HeadSignal.OFFSET, trip[0]]))
         return 0.0 if math.isnan(drift) else drift
 
-    def _dangerous(self) -> list[int]:
-        """The heads under a verdict that are above the dangerous score: none is quiet, whichever way it moves."""
-        heads = [index for index in self._alarms if index != _RUN]
-        if self._growth is None or not heads:
-            return []
-        scores = self._growth.end[HeadSignal.SCORE, heads].tolist()
-        return [index for index, score in zip(heads, scores, strict=True) if score >= DANGEROUS_SCORE]
-
     def _evidence(self, indices: list[int]) -> dict[int, dict[str, float]]:
         """What a verdict shows of each of these heads; of the whole run nothing."""
         growth, found = self._growth, {index: dict[str, float]() for index in indices}
         heads = [index for index in indices if index != _RUN]
         if growth is None or not heads:
             return found
-        named = {
-            name: growth.part(part, (signal, heads))
-            for signal, info in SIGNALS.items()
-            for name, part in info.evidence.items()
-        }
-        named |= {"window_steps": np.full(len(heads), growth.steps)}
-        named |= {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
-        for name, values in named.items():
+        pushed = {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
+        for name, values in (growth.evidence(heads) | pushed).items():
             for index, value in zip(heads, values.tolist(), strict=True):
                 if math.isfinite(value):
                     found[index][name] = value
@@ -392,7 +385,7 @@ class Detectors:
             setattr(self, name, saved)
         self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
         self._step = int(state["step"])
-        self._growth = self._measure()
+        self._measure()
 
     _OF_SIGNALS = ("_recent", "_pressure")
     _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes", "_overflow")

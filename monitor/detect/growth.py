@@ -55,8 +55,13 @@ class Growth:
         error: Floats = np.sqrt(self._jitter[of] / self._blocks)
         return error
 
-    def part(self, part: Part, of: tuple[Any, Any]) -> Floats:
-        """What a verdict shows of a signal."""
+    def evidence(self, heads: Sequence[int]) -> dict[str, Floats]:
+        """What verdicts show of these heads, by name, [len(heads)]."""
+        parts = [(name, part, signal) for signal, info in SIGNALS.items() for name, part in info.evidence.items()]
+        named = {name: self._part(part, (signal, heads)) for name, part, signal in parts}
+        return named | {"window_steps": np.full(len(heads), self.steps)}
+
+    def _part(self, part: Part, of: tuple[Any, Any]) -> Floats:
         found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
         return found
 
