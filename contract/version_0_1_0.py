@@ -1,7 +1,9 @@
 """Messages as version 0.1.0 reads them: it refuses whatever it does not know, and cannot be told otherwise any more.
 
-A service answers an agent of 0.1.0 so; an agent sends so what a service has refused. Later versions skip what they do
-not know (wire.Message), and need nothing of this.
+0.1.0 stands here, and wherever else in the code one build differs from another, for the first builds: those up to
+commit ea6e79e, whose batches carry no `revision`. Nothing is released yet, and later builds call themselves 0.1.0 too;
+what people read therefore says "first build". A service answers an agent of one so; an agent sends so what a service
+has refused. Later builds skip what they do not know (wire.Message), and need nothing of this.
 """
 
 import json

@@ -321,7 +321,9 @@ class Batch(Message):
     """What the agent posts to /v1/batches. Written whole or not at all."""
 
     wire: Literal[1] = 1
-    revision: int = Field(default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as 0.1.0 does")
+    revision: int = Field(
+        default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as the first builds do"
+    )
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
     boot: Identifier = Field(description="new at every process start of a rank")

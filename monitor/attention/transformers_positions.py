@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 
 _NAME: Final = "_preprocess_mask_arguments"
+_POSITIONS: Final = "position_ids"
 _ARGUMENTS: Final = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
 _function: Final[Any] = getattr(masking_utils, _NAME, None)
 _original: Final[Any] = (
@@ -52,14 +53,14 @@ def _preprocess(
     return _original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
 
 
-def _hook(index: int | None) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+def _hook(names: tuple[str, ...]) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+    # Found by name: of a model compiled whole this hook is traced by itself, and under dynamic=True a place among the
+    # arguments would be a symbol, whose comparison makes a graph of its own.
     def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             return
-        given = kwargs.get("position_ids")
-        if given is None and index is not None and len(args) > index:
-            given = args[index]
-        _counting.config = module.config if given is None and index is not None else None
+        given = dict(zip(names, args, strict=False)).get(_POSITIONS, kwargs.get(_POSITIONS))
+        _counting.config = module.config if given is None and _POSITIONS in names else None
 
     return note
 
@@ -75,9 +76,8 @@ def watch_positions(root: nn.Module) -> Callable[[], None]:
         return lambda: None
     handles, stay_clean = [], []
     for model in (m for m in root.modules() if isinstance(m, PreTrainedModel)):
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
-        index = names.index("position_ids") if "position_ids" in names else None
-        handles.append(model.register_forward_pre_hook(_hook(index), with_kwargs=True))
+        names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        handles.append(model.register_forward_pre_hook(_hook(names), with_kwargs=True))
         handles.append(model.register_forward_hook(_forget, always_call=True))
         stay_clean.append(leave_no_trace_in_copies(model))
     _counting.users += 1

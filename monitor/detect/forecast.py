@@ -32,12 +32,11 @@ class Forecast(NamedTuple):
     """False: on its course the head levels off before"""
 
 
-def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecast:
-    """What is told of the course of one head.
+def forecast(course: float, *, near_steps: float) -> Forecast:
+    """What is told of a head whose course takes so many steps: inf if it levels off before, NaN if nobody can say.
 
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
-    course = math.nan if growth is None else float(courses(growth, np.array([index]))[0])
     if not math.isfinite(course):
         return Forecast(in_sight=None if math.isnan(course) else False)
     earliest, likely, latest = (part * course for part in CAME)
@@ -47,49 +46,54 @@ def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecas
 def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
     score was recorded. Each step takes them as far as its learning rate, which goes on falling as it does."""
-    score = growth.end[HeadSignal.SCORE, heads]
-    offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
-    found = np.full(len(heads), math.inf)
+    of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
+    reached, error = growth.end[of], growth.jitter(of)
+    offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
+    target = np.full(reached.shape, DANGEROUS_SCORE)
+    target[0] = offset + DANGEROUS_SCORE - score
     with np.errstate(all="ignore"):
-        for signal, target in (
-            (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
-            (HeadSignal.SCORE, np.full(len(heads), DANGEROUS_SCORE)),
-        ):
-            of = (signal, heads)
-            sign = np.copysign(1.0, growth.end[of])
-            start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), growth.end[of]))
-            start, middle, half = _at_todays_rate(start, middle, end, growth)
-            told = halves_until(target, start, middle, end, growth.jitter(of)) * half
-            sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told < found)
-            found[sooner] = told[sooner]
-        found = _while_rate_falls(found, growth)
+        sign = np.copysign(1.0, reached)
+        start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
+        told = halves_until(target, *_at_todays_rate(start, middle, end, growth), error) * _half(growth)
+        told = _while_rate_falls(told, growth)
+        goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)
+    found: Floats = np.where(goes_on, told, math.inf).min(axis=0)  # the sooner of the two
     found[score >= DANGEROUS_SCORE] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found
 
 
-def _at_todays_rate(start: Floats, middle: Floats, end: Floats, growth: Growth) -> tuple[Floats, Floats, float]:
-    """Where start and middle would lie, and how many steps apart, had the learning rate been today's all the time.
+def _at_todays_rate(start: Floats, middle: Floats, end: Floats, growth: Growth) -> tuple[Floats, Floats, Floats]:
+    """Where start, middle and end would lie, evenly apart, had the learning rate been today's all the time.
 
     Weights move in proportion to the rate, so that steps at a higher one count for more.
     """
-    half = growth.steps / 2
     if growth.rate_fall == 0.0:
-        return start, middle, half
-    newer = -float(_sum_of_rates(np.array(-half), growth))
-    older = -float(_sum_of_rates(np.array(-2 * half), growth)) - newer
+        return start, middle, end
+    older, newer = _halves(growth)
     even = (newer + older) / 2
     moved = end - (end - middle) * (even / newer)
-    return moved - (middle - start) * (even / older), moved, even
+    return moved - (middle - start) * (even / older), moved, end
 
 
-def _sum_of_rates(steps: Floats, growth: Growth) -> Floats:
+def _half(growth: Growth) -> float:
+    """The steps between these: of both halves of the window the mean."""
+    return growth.steps / 2 if growth.rate_fall == 0.0 else sum(_halves(growth)) / 2
+
+
+def _halves(growth: Growth) -> tuple[float, float]:
+    """Sums of the learning rates of the older and the newer half of the window, today's being 1."""
+    newer, both = (-_sum_of_rates(-part * growth.steps, growth) for part in (0.5, 1.0))
+    return both - newer, newer
+
+
+def _sum_of_rates(steps: float, growth: Growth) -> float:
     """Of the next steps (negative: of the last), today's rate being 1, while it falls by the same power of the step."""
-    power, age = growth.rate_fall, growth.step
+    power, share = growth.rate_fall, steps / growth.step
     if abs(power - 1.0) < _EVEN:
-        return age * np.log1p(steps / age)
-    found: Floats = age * ((1.0 + steps / age) ** (1.0 - power) - 1.0) / (1.0 - power)
-    return found
+        return growth.step * math.log1p(share)
+    summed: float = growth.step * ((1.0 + share) ** (1.0 - power) - 1.0) / (1.0 - power)
+    return summed
 
 
 def _while_rate_falls(steps: Floats, growth: Growth) -> Floats:

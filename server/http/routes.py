@@ -154,8 +154,8 @@ async def get_events(
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first. Kinds that came after 0.1.0 (incident, acknowledged, described) are told to
-    those who name them."""
+    """What happened in a run, newest first. Kinds that the first builds do not know (incident, acknowledged,
+    described) are told to those who name them."""
     async with _store(request).read() as connection:
         await commands.run_id_of(connection, run)
         kinds = tuple(kind) or KINDS_OF_0_1_0

@@ -214,7 +214,7 @@ def under(schedule: str, pace: float, steps: int, *, told: bool) -> tuple[int | 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pace", [1.8, 2.6])
-def test_a_head_that_reaches_512_under_a_falling_rate_is_warned_about_in_the_first_third_of_its_life_if_not_as_soon_as_without_the_rate(
+def test_a_head_that_reaches_512_under_a_falling_rate_is_warned_about_as_soon_or_in_the_first_third_of_its_life(
     schedule: str, pace: float
 ) -> None:
     warned, dangerous = under(schedule, pace, 20_000, told=True)

@@ -112,3 +112,32 @@ def test_a_model_that_is_compiled_whole_and_counts_its_own_positions_is_served_b
         agent.step(1.0)
     counted = [slot_values(sample.words(), Slot.ROWS).tolist() for sample in listener.of(wire.Sample)]
     assert counted == [[12] * 8]  # a probe counts five
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        pytest.param((), {"input_ids": X}, id="by name"),
+        pytest.param((), {"input_ids": X, "position_ids": PACKED}, id="packed, by name", marks=pytest.mark.full),
+        pytest.param((X, None, PACKED), {}, id="packed, by place", marks=pytest.mark.full),
+    ],
+)
+def test_a_model_compiled_whole_for_lengths_that_change_has_the_graphs_and_positions_it_has_without_us(
+    args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    # Hooks of the outermost model are traced one by one, and a number in them would be a symbol, in a graph of its own.
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    student = tiny("Llama", **DECODER | {"num_hidden_layers": 1}, use_cache=False)
+    run: Any = torch.compile(student, backend=backend, dynamic=True)
+    with torch.no_grad():
+        expected, without_us = run(*args, **named).logits, len(graphs)
+        graphs.clear()
+        torch._dynamo.reset()
+        with attach(student, attention="kernels", **QUIET):
+            torch.testing.assert_close(run(*args, **named).logits, expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == without_us

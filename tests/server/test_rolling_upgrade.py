@@ -93,7 +93,7 @@ def test_an_old_agent_is_never_ordered_what_it_cannot_read(play: Any, monkeypatc
         await service.store(ranks[1], ranks[1].answer(command, 2))
         status = await service.get(f"/v1/commands/{ordered}")
         assert [rank["outcome"] for rank in status["ranks"]] == ["refused", "applied"]
-        assert "version 0.1.0" in status["ranks"][0]["reason"]
+        assert "is a first build and does not know" in status["ranks"][0]["reason"]
         assert status["state"] == "refused"
 
     play(story)
