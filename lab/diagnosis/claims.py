@@ -18,8 +18,9 @@ import torch
 
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
-from foreshock.lab.diagnosis.anatomy import Examined, HeadAnatomy, head_anatomy
+from foreshock.lab.diagnosis.anatomy import Examined
 from foreshock.lab.diagnosis.examination import checkpoint_run, examine_patient, lab_patient
+from foreshock.lab.diagnosis.head_anatomy import HeadAnatomy, head_anatomy
 from foreshock.lab.recording.history import History, recorded
 from foreshock.lab.recording.trace import read_trace
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from foreshock.contract.slots import Floats
 from foreshock.kernels.flash_attention.spec import Numerics
-from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine, head_anatomy
+from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine
+from foreshock.lab.diagnosis.head_anatomy import head_anatomy
 from foreshock.lab.diagnosis.own_code import made_by, told
 from foreshock.lab.diagnosis.verdict import Verdict, Vitals
 from foreshock.lab.diagnosis.weights import load_weights, not_finite, read

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from foreshock.lab.diagnosis.anatomy import Examined, cosines_of
+from foreshock.lab.diagnosis.anatomy import Examined
+from foreshock.lab.diagnosis.head_anatomy import cosines_of
 from foreshock.lab.recording.history import History
 
 _ERROR, _COURSE = "#d55e00", "#0072b2"

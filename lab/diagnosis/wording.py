@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
-from foreshock.lab.diagnosis.anatomy import HeadAnatomy
+from foreshock.lab.diagnosis.head_anatomy import HeadAnatomy
 from foreshock.lab.diagnosis.verdict import Verdict
 
 _SURE: Final = 3.0

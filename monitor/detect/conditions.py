@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.forecast import courses
-from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
+from foreshock.monitor.detect.growth import Growth, away, lower_median, median_of_others
 from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
@@ -58,13 +58,11 @@ class Nearness:
                 found[level < info.judged_early_from] = 0.0
             if not any_at_least(found, _WORTH_A_LOOK):
                 continue
-            factor = level + info.floor
-            start = np.abs(growth.start((signal, slice(None))))
-            start += info.floor
-            factor /= start
+            start = growth.start((signal, slice(None)))
+            factor = (level + info.floor) / (np.abs(start) + info.floor)
             np.minimum(found, factor if least_growth == 1.0 else factor / least_growth, out=found)
             if info.least_change is not None:
-                np.minimum(found, growth.change((signal, slice(None))) / info.least_change(config), out=found)
+                np.minimum(found, away(start, growth.end[signal]) / info.least_change(config), out=found)
             if info.pushed:
                 np.minimum(found, np.where(pushed, math.inf, _UNPUSHED), out=found)
             likely = np.flatnonzero(found >= _WORTH_A_LOOK)

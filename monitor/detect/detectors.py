@@ -9,7 +9,7 @@ A verdict is latched until a head has been quiet for `quiet_steps`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.detecting import Detecting as Detecting
-from foreshock.monitor.detect.forecast import NEAR_LIVES, Forecast, forecast, who
+from foreshock.monitor.detect.forecast import NEAR_LIVES, courses, forecast, who
 from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
 from foreshock.monitor.detect.readings import Readings as Readings
 from foreshock.monitor.detect.signals import (
@@ -83,6 +83,8 @@ class Detectors:
         self._overflow = np.array([np.nan])
         """step of the first sample of those in a row whose gradients alone overflowed"""
         self._growth: Growth | None = None
+        self._dangerous: frozenset[int] = frozenset()
+        """heads above the dangerous score: none is quiet, whichever way it moves"""
 
     @property
     def pressure(self) -> Floats:
@@ -130,9 +132,9 @@ class Detectors:
             tripped = self._nonfinite(readings, whole)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
-                growth = self._growth = self._measure()
-                if growth is not None:
-                    tripped = {**self._judge(growth, readings.step), **tripped}
+                self._measure()
+                if self._growth is not None:
+                    tripped = {**self._judge(self._growth, readings.step), **tripped}
             return self._tell(tripped, readings.step, judged=judged)
 
     def _follow_rate(self, readings: Readings) -> None:
@@ -212,9 +214,11 @@ class Detectors:
             lowest = np.fmin(lowest, last)
         self._loss[:] = 0.0, 0.0, last, lowest
 
-    def _measure(self) -> Growth | None:
+    def _measure(self) -> None:
         """Growth over the second half of the run's life so far."""
-        return self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
+        growth = self._growth = self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
+        dangerous = () if growth is None else np.flatnonzero(growth.end[HeadSignal.SCORE] >= DANGEROUS_SCORE).tolist()
+        self._dangerous = frozenset(dangerous)
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
@@ -255,38 +259,45 @@ class Detectors:
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
-        told: list[wire.Verdict] = []
-        old = step - self.config.update_steps
-        others = Otherwise()
-        for index, active in self._alarms.items():
-            others = others.after(active.verdict)
-            if index not in tripped and self._dangerous(index):
-                tripped[index] = active.verdict.signal
-        evidence = self._evidence(list(tripped))
-        for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
-            alarm = self._alarms.get(index)
-            if alarm is None and len(told) >= _MOST_RAISED:
-                continue
-            found = self._look(index, signal, evidence[index], step, others)
-            if alarm is not None:
-                alarm.tripped_step = step
-                if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
-                    continue
-            told.append(self._verdict(index, found, step))
-            self._alarms[index] = _Alarm(verdict=told[-1], tripped_step=step)
-            others = others.after(told[-1])
-        for index, alarm in self._alarms.items() if judged else ():
-            signal = alarm.verdict.signal
-            if alarm.tripped_step < step and signal != "nonfinite" and alarm.verdict.step <= old:
-                found = self._look(index, signal, self._evidence([index])[index], step, others)
-                alarm.verdict = self._verdict(index, found, step)  # it may have settled
-                told.append(alarm.verdict)
+        standing = {i: alarm.verdict.signal for i, alarm in self._alarms.items() if i in self._dangerous}
+        tripped = tripped | {i: signal for i, signal in standing.items() if i not in tripped}
+        news = self._news(tripped, step, judged=judged) if tripped or judged else {}
+        told = self._verdicts(news, step)
+        for index, made in zip(news, told, strict=True):
+            tripped_step = step if index in tripped else self._alarms[index].tripped_step
+            self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
         for index, active in list(self._alarms.items()):
             if step - active.tripped_step >= self.config.quiet_steps:
                 del self._alarms[index]
                 quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
                 told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
         return told
+
+    def _news(self, tripped: Mapping[int, str], step: int, *, judged: bool) -> dict[int, Found]:
+        """What is to be told, by head, in this order."""
+        old = step - self.config.update_steps
+        others = Otherwise()
+        for active in self._alarms.values():
+            others = others.after(active.verdict)
+        evidence = self._evidence(list(tripped))
+        news: dict[int, Found] = {}
+        for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
+            alarm = self._alarms.get(index)
+            if alarm is None and len(news) >= _MOST_RAISED:
+                continue
+            found = self._look(index, signal, evidence[index], step, others)
+            if alarm is not None:
+                alarm.tripped_step = step
+                if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
+                    continue
+            news[index] = found
+            others = others.after(found)
+        if judged:  # what no longer triggers may have settled
+            still = {i: alarm.verdict for i, alarm in self._alarms.items() if alarm.tripped_step < step}
+            still = {i: told for i, told in still.items() if told.signal != "nonfinite" and told.step <= old}
+            evidence = self._evidence(list(still))
+            news |= {i: self._look(i, told.signal, evidence[i], step, others) for i, told in still.items()}
+        return news
 
     def _look(self, index: int, signal: str, seen: dict[str, float], step: int, others: Otherwise) -> Found:
         """What the evidence of a head comes to."""
@@ -308,15 +319,21 @@ class Detectors:
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
 
-    def _verdict(self, index: int, found: Found, step: int) -> wire.Verdict:
-        layer, head = self.heads[index] if index != _RUN else (None, None)
-        standing = self._alarms.get(index)
-        ahead = Forecast()
-        if found.signal != "nonfinite":
-            near = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
-            ahead = forecast(self._growth, index, near_steps=NEAR_LIVES * step if near else 0.0)
-        before = standing.verdict if standing else None
-        return verdict(found, step=step, layer=layer, head=head, ahead=ahead, before=before)
+    def _verdicts(self, news: Mapping[int, Found], step: int) -> list[wire.Verdict]:
+        """What is told of heads of which there is news."""
+        grown = [index for index, found in news.items() if found.signal != "nonfinite"]
+        ahead: dict[int, float] = {}
+        if grown and self._growth is not None:
+            ahead = dict(zip(grown, courses(self._growth, np.array(grown)).tolist(), strict=True))
+        told = []
+        for index, found in news.items():
+            layer, head = self.heads[index] if index != _RUN else (None, None)
+            far = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
+            course = forecast(ahead.get(index, math.nan), near_steps=NEAR_LIVES * step if far else 0.0)
+            standing = self._alarms.get(index)
+            before = standing.verdict if standing else None
+            told.append(verdict(found, step=step, layer=layer, head=head, ahead=course, before=before))
+        return told
 
     def _drifted(self, trip: tuple[int, str]) -> float:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
@@ -325,25 +342,14 @@ class Detectors:
         drift = abs(float(self._growth.end[HeadSignal.OFFSET, trip[0]]))
         return 0.0 if math.isnan(drift) else drift
 
-    def _dangerous(self, index: int) -> bool:
-        """A head above the dangerous score is not quiet, whichever way it moves."""
-        growth = self._growth
-        return index != _RUN and growth is not None and bool(growth.end[HeadSignal.SCORE, index] >= DANGEROUS_SCORE)
-
     def _evidence(self, indices: list[int]) -> dict[int, dict[str, float]]:
         """What a verdict shows of each of these heads; of the whole run nothing."""
         growth, found = self._growth, {index: dict[str, float]() for index in indices}
         heads = [index for index in indices if index != _RUN]
         if growth is None or not heads:
             return found
-        named = {
-            name: growth.part(part, (signal, heads))
-            for signal, info in SIGNALS.items()
-            for name, part in info.evidence.items()
-        }
-        named |= {"window_steps": np.full(len(heads), growth.steps)}
-        named |= {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
-        for name, values in named.items():
+        pushed = {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
+        for name, values in (growth.evidence(heads) | pushed).items():
             for index, value in zip(heads, values.tolist(), strict=True):
                 if math.isfinite(value):
                     found[index][name] = value
@@ -379,7 +385,7 @@ class Detectors:
             setattr(self, name, saved)
         self._alarms = {int(index): _Alarm.model_validate(alarm) for index, alarm in state["alarms"].items()}
         self._step = int(state["step"])
-        self._growth = self._measure()
+        self._measure()
 
     _OF_SIGNALS = ("_recent", "_pressure")
     _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes", "_overflow")

@@ -32,12 +32,11 @@ class Forecast(NamedTuple):
     """False: on its course the head levels off before"""
 
 
-def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecast:
-    """What is told of the course of one head.
+def forecast(course: float, *, near_steps: float) -> Forecast:
+    """What is told of a head whose course takes so many steps: inf if it levels off before, NaN if nobody can say.
 
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
-    course = math.nan if growth is None else float(courses(growth, np.array([index]))[0])
     if not math.isfinite(course):
         return Forecast(in_sight=None if math.isnan(course) else False)
     earliest, likely, latest = (part * course for part in CAME)
@@ -47,20 +46,17 @@ def forecast(growth: Growth | None, index: int, *, near_steps: float) -> Forecas
 def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
     score was recorded."""
-    score = growth.end[HeadSignal.SCORE, heads]
-    offset = np.abs(growth.end[HeadSignal.OFFSET, heads])  # which moves the score as far as it moves itself
-    found = np.full(len(heads), math.inf)
+    of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
+    reached, error = growth.end[of], growth.jitter(of)
+    offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
+    target = np.full(reached.shape, DANGEROUS_SCORE)
+    target[0] = offset + DANGEROUS_SCORE - score
     with np.errstate(all="ignore"):
-        for signal, target in (
-            (HeadSignal.OFFSET, offset + DANGEROUS_SCORE - score),
-            (HeadSignal.SCORE, np.full(len(heads), DANGEROUS_SCORE)),
-        ):
-            of = (signal, heads)
-            sign = np.copysign(1.0, growth.end[of])
-            start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), growth.end[of]))
-            told = halves_until(target, start, middle, end, growth.jitter(of)) * (growth.steps / 2)
-            sooner = (end > middle) & (growth.sigmas(of) >= 2.0) & (told < found)
-            found[sooner] = told[sooner]
+        sign = np.copysign(1.0, reached)
+        start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
+        told = halves_until(target, start, middle, end, error) * (growth.steps / 2)
+        goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)
+    found: Floats = np.where(goes_on, told, math.inf).min(axis=0)  # the sooner of the two
     found[score >= DANGEROUS_SCORE] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found

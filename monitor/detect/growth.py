@@ -27,7 +27,7 @@ _LONGEST_PART: Final = 4
 class Growth:
     """How every signal of every head moved over a window, [len(SIGNALS), N]; NaN where it was not recorded.
 
-    What few heads are asked for is worked out for those: `of` names a signal and its heads, as (signal, heads).
+    What few heads are asked for is worked out for those: `of` names signals and their heads, as (signal, heads).
     """
 
     _oldest: list[Floats]
@@ -42,31 +42,34 @@ class Growth:
     _blocks: int
     """behind each of start, middle and end"""
 
-    def start(self, of: tuple[int, Any]) -> Floats:
+    def start(self, of: tuple[Any, Any]) -> Floats:
         """The mean at the start."""
         return _mean([block[of] for block in self._oldest])
 
-    def middle(self, of: tuple[int, Any]) -> Floats:
+    def middle(self, of: tuple[Any, Any]) -> Floats:
         """The mean halfway between start and end."""
         return _mean([block[of] for block in self._halfway])
 
-    def jitter(self, of: tuple[int, Any]) -> Floats:
+    def jitter(self, of: tuple[Any, Any]) -> Floats:
         """Standard error of each of start, middle and end."""
         error: Floats = np.sqrt(self._jitter[of] / self._blocks)
         return error
 
-    def part(self, part: Part, of: tuple[int, Any]) -> Floats:
-        """What a verdict shows of a signal."""
+    def evidence(self, heads: Sequence[int]) -> dict[str, Floats]:
+        """What verdicts show of these heads, by name, [len(heads)]."""
+        parts = [(name, part, signal) for signal, info in SIGNALS.items() for name, part in info.evidence.items()]
+        named = {name: self._part(part, (signal, heads)) for name, part, signal in parts}
+        return named | {"window_steps": np.full(len(heads), self.steps)}
+
+    def _part(self, part: Part, of: tuple[Any, Any]) -> Floats:
         found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
         return found
 
-    def change(self, of: tuple[int, Any]) -> Floats:
+    def change(self, of: tuple[Any, Any]) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        moved = self.end[of] - self.start(of)
-        change: Floats = np.copysign(moved, moved * self.end[of])
-        return change
+        return away(self.start(of), self.end[of])
 
-    def sigmas(self, of: tuple[int, Any]) -> Floats:
+    def sigmas(self, of: tuple[Any, Any]) -> Floats:
         """The change in units of its standard error."""
         sigmas: Floats = self.change(of) / (np.sqrt(2.0) * self.jitter(of))
         return sigmas
@@ -159,19 +162,18 @@ class HeadPasts:
 
     def growth(self, window_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
-        held = min(self.closed, len(self._steps))
-        order = (self.closed - held + np.arange(held)) % len(self._steps)
-        steps = self._steps[order]
-        order = order[steps > steps[-1] - window_steps] if held else order
+        steps, size, since = self._steps.tolist(), len(self._steps), self.last_step - window_steps
+        held = [place % size for place in range(max(self.closed - size, 0), self.closed)]
+        order = [place for place in held if steps[place] > since]
         count = len(order)
-        if count < 4 or self._steps[order[-1]] - self._steps[order[0]] < 0.75 * window_steps:
+        if count < 4 or steps[order[-1]] - steps[order[0]] < 0.75 * window_steps:
             return None
         part = min(max(1, count // 6), _LONGEST_PART)
         half = (count - part) // 2
         oldest, newest = order[:part], order[-part:]
-        between = float(self._steps[newest].mean() - self._steps[oldest].mean())
+        between = sum(steps[place] for place in newest) / part - sum(steps[place] for place in oldest) / part
         first, last, halfway = (
-            [self._values[row] for row in rows] for rows in (oldest, newest, order[half : half + part])
+            [self._values[place] for place in places] for places in (oldest, newest, order[half : half + part])
         )
         return Growth(first, _mean(last), between, halfway, self._jitter, part)
 
@@ -206,10 +208,18 @@ class HeadPasts:
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
     """Of arrays of one shape."""
-    total: Floats = blocks[0] if len(blocks) == 1 else blocks[0] + blocks[1]
+    total: Floats = blocks[0] + blocks[1] if len(blocks) > 1 else blocks[0].copy()
     for block in blocks[2:]:
         total += block
-    return total / len(blocks)
+    total /= len(blocks)
+    return total
+
+
+def away(start: Floats, end: Floats) -> Floats:
+    """From start to end, positive where the magnitude grew."""
+    moved = end - start
+    change: Floats = np.copysign(moved, moved * end)
+    return change
 
 
 def is_finite(values: Floats) -> bool:

@@ -66,7 +66,7 @@ class Otherwise(NamedTuple):
     dangerous: bool = False
     """whether one is critical"""
 
-    def after(self, told: wire.Verdict) -> "Otherwise":
+    def after(self, told: wire.Verdict | Found) -> "Otherwise":
         """With one warning more."""
         if told.cause == "rounding" or told.signal == "nonfinite":
             return self

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
-from foreshock.server.commands.heads_by_rank import Holding, holdings
-from foreshock.server.commands.lifecycle import OPEN, tell, tracks_of
+from foreshock.server.commands.heads_by_rank import Holding, concerned, holdings
+from foreshock.server.commands.lifecycle import OPEN, heads_of, tell, tracks_of
 from foreshock.server.commands.local_switches import gathered, pass_on
 from foreshock.server.models import CommandState
 from foreshock.server.runs.words import heads_in_words
@@ -43,14 +43,8 @@ Orders = dict[tuple[str, int, str], tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
 
 
-def _concerned(row: Row[Any], ranks: dict[int, Holding]) -> set[int]:
-    """The ranks that have to answer a command."""
-    heads = None if row.heads is None else {(layer, head) for layer, head in row.heads}
-    return {
-        rank
-        for rank, holding in ranks.items()
-        if not holding.finished and (heads is None or not holding.known or holding.heads & heads)
-    }
+def _concerned(row: Row[Any], ranks: Mapping[int, Holding]) -> set[int]:
+    return concerned(heads_of(row), ranks)
 
 
 async def exchange(
@@ -110,7 +104,7 @@ def _as_wire(row: Row[Any]) -> Command | None:
     try:
         return Command(
             id=row.id,
-            heads=None if row.heads is None else tuple((layer, head) for layer, head in row.heads),
+            heads=heads_of(row),
             mode=row.mode,
             expect=row.expect,
             reason=row.reason,
@@ -233,12 +227,10 @@ async def _settle(
 
 
 def _unanswered(row: Row[Any], silent: set[int]) -> str:
-    heads = None if row.heads is None else [(layer, head) for layer, head in row.heads]
     some = ", ".join(map(str, sorted(silent)[:16])) + (" and more" if len(silent) > 16 else "")
     who = "rank" if len(silent) == 1 else "ranks"
-    return (
-        f"Command to switch {heads_in_words(heads)} to {row.mode} is expired; no answer from {who} {some}: {row.reason}"
-    )
+    named = heads_in_words(heads_of(row))
+    return f"Command to switch {named} to {row.mode} is expired; no answer from {who} {some}: {row.reason}"
 
 
 async def expire(store: Store, connection: AsyncConnection) -> None:

@@ -1,7 +1,7 @@
 """Which rank holds which heads: the newest process start of each rank says."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,8 @@ from sqlalchemy import Row, Select, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import HeadRef
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.runs.words import heads_in_words
 from foreshock.server.store import process_starts
 from foreshock.server.store.schema import boots, topologies
 from foreshock.server.store.topology import heads_of_layers
@@ -22,6 +24,21 @@ class Holding:
     heads: frozenset[HeadRef]
     known: bool
     finished: bool
+
+
+def concerned(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> set[int]:
+    """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
+    asked = None if heads is None else set(heads)
+    return {
+        rank
+        for rank, holding in ranks.items()
+        if not holding.finished and (asked is None or not holding.known or holding.heads & asked)
+    }
+
+
+def nobody_left(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> bool:
+    """Whether it is known that no rank is left to carry out an order for these heads, or for every one."""
+    return bool(ranks) and not concerned(heads, ranks)
 
 
 async def holdings(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, dict[int, Holding]]:
@@ -41,3 +58,26 @@ async def holdings(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[
             row.boot, frozenset(heads.get(row.topology, ())), row.topology is not None, row.finished_status is not None
         )
     return held
+
+
+def check_heads(run: str, heads: Sequence[HeadRef], ranks: Mapping[int, Holding]) -> None:
+    """Raises ProblemError for an order of no heads, or of heads that no rank ever held."""
+    if not heads:
+        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
+    held: set[HeadRef] = set()
+    for holding in ranks.values():
+        held |= holding.heads
+    unknown = [ref for ref in heads if ref not in held]
+    if held and unknown:
+        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
+
+
+def check_somebody_is_left(run: str, heads: Sequence[HeadRef] | None, ranks: Mapping[int, Holding]) -> None:
+    """Raises ProblemError for an order that nobody can carry out: it would stand until it expires, and people wait."""
+    if not nobody_left(heads, ranks):
+        return
+    named = heads_in_words(heads)
+    who = f"Run {run} has ended, and nobody is left to switch {named}"
+    if not all(holding.finished for holding in ranks.values()):
+        who = f"Every rank of run {run} that holds {named} has ended, and nobody is left to switch it"
+    raise ProblemError(409, f"{who}. Order it again when the run is resumed.")

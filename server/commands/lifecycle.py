@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
-from foreshock.server.commands.heads_by_rank import holdings
+from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, holdings
 from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
 from foreshock.server.requests import CommandRequest
 from foreshock.server.runs.words import heads_in_words, printable
@@ -114,8 +114,10 @@ async def create_from_request(
             raise ProblemError(409, "This Idempotency-Key was used for another command; take a new key.")
         if old is not None:
             return old.id, False
+    ranks = (await holdings(connection, [run_id])).get(run_id, {})
     if request.heads is not None:
-        await _check_heads(connection, run_id, run, request.heads)
+        check_heads(run, request.heads, ranks)
+    check_somebody_is_left(run, request.heads, ranks)
     order = Order(
         run_id=run_id,
         run=run,
@@ -142,17 +144,6 @@ async def run_id_of(connection: AsyncConnection, run: str) -> int:
     return run_id
 
 
-async def _check_heads(connection: AsyncConnection, run_id: int, run: str, heads: Sequence[HeadRef]) -> None:
-    if not heads:
-        raise ProblemError(422, "heads is empty; name at least one [layer, head], or give null for every head.")
-    held: set[HeadRef] = set()
-    for holding in (await holdings(connection, [run_id])).get(run_id, {}).values():
-        held |= holding.heads
-    unknown = [ref for ref in heads if ref not in held]
-    if held and unknown:
-        raise ProblemError(422, f"Run {run} has no {heads_in_words(unknown)}.")
-
-
 async def decide(
     store: Store, connection: AsyncConnection, command_id: str, approve: bool, who: str, reason: str, expiry: float
 ) -> None:
@@ -163,6 +154,8 @@ async def decide(
     state: CommandState = "pending" if approve else "rejected"
     values: dict[str, Any] = {"state": state}
     if approve:
+        ranks = (await holdings(connection, [row.run_id])).get(row.run_id, {})
+        check_somebody_is_left(row.run, heads_of(row), ranks)
         values["expires"] = time.time() + expiry
     await connection.execute(update(commands).where(commands.c.id == command_id).values(values))
     await tell(store, connection, row, row.run, state, who, {"reason": reason, "decided": True})
@@ -214,6 +207,8 @@ async def undo(
             409,
             f"The mode before command {command_id} was {strange[0]}, which this service cannot order.",
         )
+    ranks = (await holdings(connection, [row.run_id])).get(row.run_id, {})
+    check_somebody_is_left(row.run, sorted(former), ranks)
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
         by_mode[before].append(ref)
@@ -237,6 +232,11 @@ async def undo(
         )
         for mode, heads in sorted(by_mode.items())
     ]
+
+
+def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
+    """The heads that a command names; None where it is for every head."""
+    return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
 
 
 async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, str]:

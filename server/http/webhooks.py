@@ -27,7 +27,7 @@ from foreshock.server.access.auth import Actor
 from foreshock.server.access.problems import ProblemError, items
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
-from foreshock.server.commands.heads_by_rank import holdings
+from foreshock.server.commands.heads_by_rank import holdings, nobody_left
 from foreshock.server.models import Problem, WebhookResult
 from foreshock.server.requests import Storable
 from foreshock.server.runs.incidents import incidents_of
@@ -234,7 +234,8 @@ async def _switch(
     """Order or propose the switch that the incident calls for, of the heads that lack it within the run's scope."""
     said = described(await _boots(connection, run_id))
     mode, scope = said.get("mitigation", DEFAULT_MITIGATION), said.get("switch_scope") or "head"
-    held = {ref for h in (await holdings(connection, [run_id])).get(run_id, {}).values() for ref in h.heads}
+    ranks = (await holdings(connection, [run_id])).get(run_id, {})
+    held = {ref for holding in ranks.values() for ref in holding.heads}
     named = _ref_of(alert)
     loose = {(head.layer, head.head) for head in incident.heads if head.state == "unswitched"}
     asked = loose if named is None else loose & {named}
@@ -249,6 +250,8 @@ async def _switch(
 
     if not asked:
         return await note("webhook observed", "its heads are switched")
+    if nobody_left(refs, ranks):
+        return await note("webhook refused", "every rank that holds these heads has ended")
     if why := await refusal(settings, connection, run_id, refs, mode):
         return await note("webhook refused", why)
     order = commands.Order(

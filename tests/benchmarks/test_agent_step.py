@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreshock.benchmarks.agent_step import SHAPES, Bench, Shape, UnwatchedAttention, markdown, measure
+from foreshock.benchmarks.agent_models import SHAPES, Shape, UnwatchedAttention
+from foreshock.benchmarks.agent_step import Bench, markdown, measure
 
 TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
 

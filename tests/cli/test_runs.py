@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.cli.typed import foreshock
 
-from foreshock.contract.wire import Outcome
+from foreshock.contract.wire import Finished, Outcome
 from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
 
 
@@ -79,6 +79,15 @@ def test_a_switch_without_an_answer_says_that_the_order_stands(service: LiveServ
     done = foreshock("switch", "run-1", *order, "--url", service.url)
     assert done.exit_code == 3
     assert "The order stands" in done.output
+
+
+def test_an_order_to_a_run_that_has_ended_is_refused_at_once_and_nobody_waits(service: LiveService) -> None:
+    rank = FakeRank(run="run-ended")
+    service.post(rank.batch(rank.started(), rank.sample(1), Finished(step=1, unix_seconds=1.0, status="completed")))
+    order = ["--mode", "plain", "--layer", "0", "--reason", "too late", "--wait", "3600"]
+    done = foreshock("switch", "run-ended", *order, "--url", service.url)
+    assert done.exit_code == 1
+    assert "Run run-ended has ended, and nobody is left to switch layer 0 head 0" in " ".join(done.stderr.split())
 
 
 LONG = "sweep/2026-11-22/" + "a-very-long-name-" * 6 + "seed-8"

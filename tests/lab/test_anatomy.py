@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.statistics import new_state
-from foreshock.lab.diagnosis.anatomy import examine, head_anatomy
+from foreshock.lab.diagnosis.anatomy import examine
+from foreshock.lab.diagnosis.head_anatomy import head_anatomy
 
 
 def test_the_gradient_of_the_query_weight_is_taken_apart_as_training_made_it() -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from foreshock.cli.main import app
-from foreshock.lab.diagnosis.anatomy import Examined, examine, head_anatomy
+from foreshock.lab.diagnosis.anatomy import Examined, examine
 from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient, try_removal
+from foreshock.lab.diagnosis.head_anatomy import head_anatomy
 from foreshock.lab.diagnosis.wording import Trial, explain
 from foreshock.lab.recording.history import live, recorded
 from foreshock.lab.training.arm import CONTROL, UNTREATED

@@ -77,8 +77,8 @@ def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_
     heads: list[list[float]], near: float
 ) -> None:
     growth = grown(heads)
-    for index, course in enumerate(courses(growth, np.arange(len(heads))).tolist()):
-        told = forecast(growth, index, near_steps=near)
+    for course in courses(growth, np.arange(len(heads))).tolist():
+        told = forecast(course, near_steps=near)
         if math.isnan(course):
             assert told == Forecast()
         elif math.isinf(course):

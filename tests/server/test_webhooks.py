@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreshock.contract.wire import Policy
+from foreshock.contract.wire import Finished, Policy
 from foreshock.server.testing import FakeRank
 
 SECRET = "the-secret-of-grafana-0001"
@@ -67,6 +67,20 @@ def test_an_alert_acts_once_however_often_it_is_delivered(play: Any) -> None:
         assert results == ["ordered", "duplicate", "duplicate"]
         assert await alert(service, delivery("resolved")) == "ignored"
         assert len((await service.get("/v1/runs/run-1/commands"))["commands"]) == 1
+
+    play(story)
+
+
+@pytest.mark.promise("S9")
+@pytest.mark.parametrize("policy", ["auto", "approve"])
+def test_no_alert_orders_a_switch_of_a_run_that_has_ended(play: Any, policy: Policy) -> None:
+    async def story(service: Any) -> None:
+        rank = await start(service, policy)
+        await service.store(rank, Finished(step=2, unix_seconds=2.0, status="failed"))
+        body = delivery()
+        answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
+        assert answer.json()["results"] == ["refused: every rank that holds these heads has ended"]
+        assert (await service.get("/v1/runs/run-1/commands"))["commands"] == []
 
     play(story)
 
