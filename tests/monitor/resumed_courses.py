@@ -54,7 +54,7 @@ class Course:
     def __init__(self, way: str) -> None:
         self.way = way
         self.told: dict[str, Any] = {"words": [], "intervals": [], "losses": [], "reports": []}
-        self._since_start = 0
+        self._since_start, self._proving = 0, False
         self._agent: Agent | None = None
         self._listener = Listener()
         self._report = ""
@@ -75,8 +75,7 @@ class Course:
             ours = F.scaled_dot_product_attention
 
             def now(*args: Any, **kwargs: Any) -> Tensor:
-                proving = self.way == "proven" and self._since_start < PROVING
-                return (pytorchs if proving else ours)(*args, **kwargs)
+                return (pytorchs if self._proving else ours)(*args, **kwargs)
 
             vars(F)["scaled_dot_product_attention"] = now
             yield
@@ -84,6 +83,7 @@ class Course:
     def begins(self, agent: Agent | None, trained: nn.Module) -> None:
         """A process start, before its first step."""
         self._since_start, self._agent, self._listener = 0, agent, Listener()
+        self._proving = self.way == "proven"
         self.told["sharded"] = any(isinstance(p, DTensor) for p in trained.parameters())
         if agent is not None:
             agent.subscribe(self._listener)
@@ -91,6 +91,8 @@ class Course:
     def stepped(self) -> None:
         """An optimizer step is done."""
         self._since_start += 1
+        # a flag: torch.compile would make a graph for each number of steps
+        self._proving = self._proving and self._since_start < PROVING
         if self._agent is not None:
             self._report = self._agent.report()
 

@@ -221,14 +221,17 @@ def test_lengths_that_change_under_compile_break_no_graph_and_make_few(
     assert made == early, "torch.compile made graphs in later steps"
     assert made <= without_us * (2 if served and way == "auto" else 1)  # layers move to the kernels once
     assert rows_of(got) == {expected_rows(way if served else "keep", device, lengths)}
-    if device == "cpu" and not served:
-        assert apart(got, plain) == 0
+    # What serves is what it is compared with: other attention rounds otherwise, and a token then goes to other experts.
+    serves = "plain" if not served else "operator" if way == "kernels" else "proven"
+    if device == "cpu":  # where compiling changes no bit
+        assert apart(got, course_of(kind, device, serves, lengths)) == 0
         return
+    expected = plain if serves == "plain" else course(serves)[0]
     # Inductor fuses, and so rounds, what surrounds the attention as it likes: as far from eager as it is without us.
     eager = course_of(kind, device, "plain", lengths)
     own = np.abs(np.subtract(plain.told["losses"], eager.told["losses"])).max()
     rounding = torch.finfo(torch.bfloat16).eps * max(plain.told["losses"])
-    assert np.abs(np.subtract(got.told["losses"], plain.told["losses"])).max() <= 4 * own + rounding
+    assert np.abs(np.subtract(got.told["losses"], expected.told["losses"])).max() <= 4 * own + rounding
 
 
 def output_and_gradients(trained: Any, running: Any, ids: Tensor) -> dict[str, Tensor]:
