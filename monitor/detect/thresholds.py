@@ -53,8 +53,8 @@ class DetectorConfig(BaseModel):
     score_level: float = Field(
         default=256.0,
         gt=0,
-        description="largest |score| below which its growth is no warning; twice that where the scores of the head do "
-        "not move together and, where no delta bias supports it, at the first step, falling evenly until settle_steps. "
+        description="largest |score| below which its growth is no warning; twice that for a head that sharpens. For a "
+        "drift that no delta bias supports it is twice that at the first step, and falls evenly until settle_steps. "
         "From here on a drift that the delta bias supports is critical",
     )
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
