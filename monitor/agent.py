@@ -64,6 +64,7 @@ class Agent:
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
             self._switchboard.refuses = instruments.keeper.refusal
+            self._switchboard.idle = instruments.keeper.idle
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched, pause_steps(config))
@@ -293,7 +294,8 @@ class Agent:
         """Switch `heads` ((layer, head), global numbers) to `mode` before the next step, and return the event.
 
         mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
-        Call it between steps; before the first, it outlives a saved state. Raises ValueError for what does not exist.
+        Call it between steps; before the first, it outlives a saved state. Raises ValueError for what does not exist,
+        and for heads whose own attention stays whatever their mode; of every head that is watched those are left out.
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
         self._outbox.tell_after_start(switched, started=self._started)

@@ -5,7 +5,7 @@ against this process's own heads, modes, clock and step.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,8 @@ class Switchboard:
         """Is told `host` whenever it may have changed."""
         self.refuses: Callable[[int, int], str | None] | None = None
         """Why the head in a row cannot be given a mode; None where it can."""
+        self.idle: Callable[[int], str | None] | None = None
+        """Why no mode would change what the head in a row computes; None where one would."""
         self._given: set[int] = set()
         """Rows that were switched since this process's start."""
         self._answered: OrderedDict[str, None] = OrderedDict()
@@ -57,7 +59,7 @@ class Switchboard:
         """Give `heads` this mode; only outcome "applied" changes anything.
 
         Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
-        that head as its attention is called.
+        that head as its attention is called. Of every head those are left out that no mode would change.
         """
         wanted = list(heads)
         changes = outcome not in ("refused", "expired")
@@ -66,8 +68,9 @@ class Switchboard:
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
-        if changes and (why := next(iter(self.refusals(wanted, flags).values()), None)) is not None:
-            raise ValueError(why)
+        if changes:
+            wanted, left_out = self._takers(wanted, flags)
+            reason = reason + left_out
         rows = [self._rows[head] for head in wanted]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         if outcome == "applied":
@@ -87,11 +90,26 @@ class Switchboard:
         )
 
     def refusals(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
-        """The heads here that cannot be given `mode`, each with a sentence."""
-        if self.refuses is None:
-            return {}
-        told = {head: self.refuses(self._rows[head], mode) for head in heads if head in self._rows}
-        return {head: f"layer {head[0]} head {head[1]}: {why}" for head, why in told.items() if why is not None}
+        """The heads here that cannot be given `mode`, or that it would not change, each with a sentence."""
+        here = [head for head in heads if head in self._rows]
+        refused = {} if self.refuses is None else {head: self.refuses(self._rows[head], mode) for head in here}
+        return self._idle(here, mode) | _sentences(refused)
+
+    def _idle(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
+        return (
+            {} if self.idle is None or not mode else _sentences({head: self.idle(self._rows[head]) for head in heads})
+        )
+
+    def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
+        """The heads that an order switches, and what is said of others. An order for every head leaves those out that
+        no mode would change; else, and where none is left, they refuse it. Raises ValueError."""
+        idle = self._idle(heads, mode)
+        every = set(heads) == self._rows.keys()
+        takers = [head for head in heads if head not in idle] if every and len(idle) < len(self._rows) else heads
+        if (why := next(iter(self.refusals(takers, mode).values()), None)) is not None:
+            raise ValueError(why)
+        left_out = f" ({len(idle)} heads are left out: {next(iter(idle.values()))})" if len(takers) < len(heads) else ""
+        return takers, left_out
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
         """Carry out a command at the step boundary after `step`. None when this id was answered before."""
@@ -104,11 +122,12 @@ class Switchboard:
         # ranks hold different heads; a command for a layer speaks to those who have it
         mine = [head for head in heads if head in self._rows]
         outcome, reason = self._judge(command, mine, step, unix_seconds)
+        switched = self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
         if outcome == "applied":
-            for head in mine:
-                taken = int(self.host[self._rows[head]]) & ~int(parse_mode(command.mode))
+            for head, before in zip(switched.heads, switched.before, strict=True):
+                taken = parse_mode(before) & ~parse_mode(command.mode)
                 (self.held.add if taken else self.held.discard)(head)
-        return self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
+        return switched
 
     def _judge(
         self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
@@ -124,10 +143,9 @@ class Switchboard:
         try:
             check_served(wanted := parse_mode(command.mode))
             expected = None if command.expect is None else int(parse_mode(command.expect))
+            self._takers(mine, wanted)
         except ValueError as error:
             return "refused", str(error)
-        if refused := self.refusals(mine, wanted):
-            return "refused", next(iter(refused.values()))
         if expected is not None:
             other = [head for head in mine if self.host[self._rows[head]] != expected]
             if other:
@@ -163,3 +181,9 @@ class Switchboard:
         self._answered.update((str(command), None) for command in state["answered"])
         self.held |= {(layer, head) for layer, head in state.get("held", ())} & self._rows.keys()
         self._write()
+
+
+def _sentences(told: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:
+    return {
+        (layer, head): f"layer {layer} head {head}: {why}" for (layer, head), why in told.items() if why is not None
+    }

@@ -68,6 +68,8 @@ def scaled_dot_product_attention(
             return served
     if why is not None:
         layer.keep_call(why)
+    elif layer.keeps:
+        layer.note_service(None)
     out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return layer.probed(
         out,

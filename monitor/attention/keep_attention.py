@@ -1,5 +1,6 @@
 """Who serves each layer: its own attention, of which a sample is measured, or our kernels, from when on and why."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -116,15 +117,28 @@ class Keeper:
 
     def refusal(self, row: int, mode: int) -> str | None:
         """Why the layer that holds head `row` of all cannot be given `mode`, as its calls are; None where it can."""
-        for layer in self.layers:
-            if row < layer.state.shape[0]:
-                return layer.refusal(mode)
-            row -= layer.state.shape[0]
-        return None
+        index = self._layer_of(row)
+        return None if index is None else self.layers[index].refusal(mode)
+
+    def idle(self, row: int) -> str | None:
+        """Why no mode would change what the layer that holds head `row` computes; None where one would."""
+        index = self._layer_of(row)
+        return None if index is None else self._idle(index)
+
+    def _layer_of(self, row: int) -> int | None:
+        ends = itertools.accumulate(layer.state.shape[0] for layer in self.layers)
+        return next((index for index, end in enumerate(ends) if row < end), None)
+
+    def _idle(self, index: int) -> str | None:
+        proof = self.proofs[index] if self.proofs else None
+        if proof is not None and proof.reason is not None:
+            return f"its own attention stays: {proof.reason}; a switch would change nothing"
+        return self.layers[index].idle
 
     def refused_mitigation(self) -> list[str]:
         """What a switch would meet, in lines: the run's own mitigation, where a layer cannot have it."""
-        whys = [layer.refusal(parse_mode(self._mitigation)) for layer in self.layers]
+        mode = parse_mode(self._mitigation)
+        whys = [layer.refusal(mode) or self._idle(index) for index, layer in enumerate(self.layers)]
         return [
             f"mitigation {self._mitigation} will be refused in {count} of {len(whys)} layers: {why}"
             for why, count in Counter(whys).items()

@@ -67,7 +67,7 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
             return attention(*args, **kwargs)
         query, key, value = args[1:4]
         mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
-        flash = not layer.keeps and name.startswith("flash_attention")
+        flash = name.startswith("flash_attention")
         served = _served(layer, module, query, key, value, mask, kwargs, len(args) > 5) if flash else None
         if served is not None:
             return served.transpose(1, 2).contiguous(), None
@@ -75,8 +75,9 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         result = attention(*args, **kwargs)
         if was_intercepted():  # as a call of PyTorch's
             return result
-        if not layer.keeps and name == "eager":
-            layer.keep_call("its attention is eager, which stays; set_attn_implementation('sdpa') lets kernels serve")
+        if not flash:
+            reason = f"its attention is {name}, which stays; set_attn_implementation('sdpa') lets kernels serve"
+            layer.keep_call(reason)
         out, *rest = result
         if (why := _unknown(mask, kwargs, len(args) > 5)) is not None:
             layer.leave_alone(why)
@@ -159,6 +160,9 @@ def _served(
         why = layer.problem(query, key, value, dropout or 0.0)
     if why is not None:
         layer.keep_call(why)
+        return None
+    if layer.keeps:
+        layer.note_service(None)
         return None
     causal = _is_causal(module, query, is_causal)
     return layer.attend(

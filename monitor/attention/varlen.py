@@ -74,5 +74,7 @@ def _watched(
             return served[0].transpose(0, 1)
     if why is not None:
         layer.keep_call(why)
+    elif layer.keeps:
+        layer.note_service(None)
     out = cast(Tensor, own()).transpose(0, 1)[None]
     return layer.probed(out, query, key, value, **scores, cu_seqlens=cu_seqlens)[0].transpose(0, 1)

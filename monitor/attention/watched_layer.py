@@ -76,6 +76,10 @@ class WatchedLayer:
         """Our kernels may serve dropout, whose masks they draw for themselves."""
         self.softcap = self.dropout_p = 0.0
         """Of the last call that trained."""
+        self.servable = False
+        """Our kernels could serve, or did serve, a call that trained."""
+        self.never_served: str | None = None
+        """Why they could not serve the last call that trained and stayed with its own attention."""
         self.kept: Counter[str] = Counter()
         """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
@@ -111,8 +115,29 @@ class WatchedLayer:
         if self.unserved[reason] == 1:
             logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
+    def note_service(self, problem: str | None) -> None:
+        """Take note of whether our kernels could serve a call, or why not: no mode changes what they never serve."""
+        if not torch.is_grad_enabled():
+            return
+        if problem is None:
+            self.servable = True
+        elif torch.compiler.is_compiling():
+            self.never_served = (
+                "the kernels do not serve it as it is compiled"  # a sentence of shapes has no place here
+            )
+        else:
+            self.never_served = problem
+
+    @property
+    def idle(self) -> str | None:
+        """Why no mode would change what this layer computes, as its calls have been; None where one would."""
+        if self.servable or self.never_served is None:
+            return None
+        return f"its own attention stays in every call: {self.never_served}; a switch would change nothing"
+
     def keep_call(self, reason: str) -> None:
         """Count a call that our kernels do not serve, and say so once."""
+        self.note_service(reason)
         if torch.compiler.is_compiling():
             return
         self.kept[reason] += 1
@@ -165,11 +190,13 @@ class WatchedLayer:
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes, "cadence": self.cadence}
         if torch.compiler.is_compiling():
+            self.note_service(None)
             return cast(Tensor, flash_attention(query, key, value, **options))
         self.rounds = numerics not in _EXACT
         try:
             out = cast(Tensor, flash_attention(query, key, value, **options))
             self._meets(out)
+            self.note_service(None)
             return out
         except Exception as refused:
             if self.strict and not isinstance(refused, ValueError):
