@@ -29,6 +29,8 @@ class Readings:
     modes: npt.NDArray[np.int32]
     loss: float | None = None
     grad_norm: float | None = None
+    suspect_step: int | None = None
+    """the first step whose update may have broken the weights, where the single losses show it"""
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
@@ -46,6 +48,7 @@ class Readings:
         query_key_norm: Floats | None = None,
         loss: float | None = None,
         grad_norm: float | None = None,
+        suspect_step: int | None = None,
         learning_rate: float | None = None,
         rounds: bool = True,
     ) -> "Readings":
@@ -77,6 +80,7 @@ class Readings:
             modes=modes,
             loss=loss,
             grad_norm=grad_norm,
+            suspect_step=suspect_step,
             learning_rate=learning_rate,
             rounds=rounds,
         )
