@@ -268,7 +268,7 @@ def test_a_run_that_stays_broken_is_told_to_go_back_to_before_it_broke_and_not_t
     detectors, _ = play(until=3000)
     rows = np.zeros(N)
     rows[SICK] = 3
-    broken = {"loss": math.nan, "nonfinite_rows": rows}
+    broken: dict[str, Any] = {"loss": math.nan, "nonfinite_rows": rows}
     told = detectors.update(reading(3050, suspect_step=3017, **broken))
     for step in range(3100, 6000, EVERY):
         told += detectors.update(reading(step, suspect_step=step - EVERY, **broken))
@@ -297,10 +297,11 @@ def test_gradients_that_overflow_for_long_are_suspected_from_the_first_of_them_o
 
 def test_what_was_broken_is_still_known_after_a_resume() -> None:
     first, second = Detectors(HEADS), Detectors(HEADS)
-    broken = {"loss": math.nan}
-    first.update(reading(EVERY, suspect_step=7, **broken))
+    first.update(reading(EVERY, suspect_step=7, loss=math.nan))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    told = [v for step in range(100, 1300, EVERY) for v in second.update(reading(step, suspect_step=step, **broken))]
+    told = [
+        v for step in range(100, 1300, EVERY) for v in second.update(reading(step, suspect_step=step, loss=math.nan))
+    ]
     assert [verdict.evidence["suspect_step"] for verdict in told] == [7]
 
 

@@ -53,10 +53,11 @@ def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_tha
         for step in range(1, 41):
             optimizer.zero_grad()
             loss = next_token_loss(model(batch(step)), batch(step))
-            loss.backward()
+            torch.autograd.backward(loss)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if norms else None
-            if step == poisoned:
-                next(model.parameters()).grad.fill_(math.nan)  # what the backward of a broken kernel would leave
+            gradient = next(model.parameters()).grad
+            if step == poisoned and gradient is not None:
+                gradient.fill_(math.nan)  # what the backward of a broken kernel would leave
             optimizer.step()
             agent.step(loss, norm)
             if all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
