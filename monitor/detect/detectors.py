@@ -23,8 +23,9 @@ from foreshock.monitor.detect.broken import RUN, SIGNAL, Broken
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.detecting import Detecting as Detecting
 from foreshock.monitor.detect.forecast import NEAR_LIVES, courses, forecast, who
-from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
+from foreshock.monitor.detect.growth import Growth, HeadPasts, array
 from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.readings import is_finite
 from foreshock.monitor.detect.signals import (
     DANGEROUS_SCORE,
     SIGNAL_NAMES,
@@ -45,8 +46,6 @@ class _Alarm(BaseModel):
 
 _PUSHED: Final = HeadSignal.OFFSET.name.lower()
 _ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
-_COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction != "last"]
-"""What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -118,15 +117,14 @@ class Detectors:
             anew = self._measured_anew(readings) if (any_changed := bool(changed.any())) else changed
             self._weigh_bias(readings, changed if any_changed else None)
             values = [info.read(readings) for info in SIGNALS.values()]
+            whole = readings.whole
             if any_changed and anew.any():  # this sample may hold scores of both kinds
+                whole = False
                 self._history.restart(anew)
                 values = [
                     np.where(anew, np.nan, value) if value is not None and info.of_scores else value
                     for value, info in zip(values, SIGNALS.values(), strict=True)
                 ]
-            counted = [values[signal] for signal in _COUNTED]
-            whole = all(each is not None and is_finite(each) for each in counted)
-            whole = whole and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._broken.update(readings, whole, most=_MOST_RAISED)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
