@@ -21,6 +21,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "without the noise of a block": {"noise_multiple": 0.0},
     "one block is enough": {"persist_blocks": 1},
     "without the delta bias": {"support_chance": 1e-300},
+    "heads that sharpen too": {"shared_part": 0.0},
     "a score of 128 is enough": {"score_level": 128.0},
     "without the score": {"score_level": _NEVER},
     "without ties": {"tied_growth": _NEVER},

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.forecast import courses
 from foreshock.monitor.detect.growth import Growth, away, lower_median, median_of_others
-from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
+from foreshock.monitor.detect.signals import SIGNALS, Drifting, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _WORTH_A_LOOK: Final = 0.6
@@ -49,9 +49,9 @@ class Nearness:
         config = self._config
         near = np.empty_like(growth.end) if out is None else out
         youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
-        pushed = push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support
+        heads = self._drifting(growth, push)
         for signal, info in SIGNALS.items():
-            least_level, least_growth = info.least(config, pushed, youth), info.least_growth(config, youth)
+            least_level, least_growth = info.least(config, heads, youth), info.least_growth(config, youth)
             level = np.abs(growth.end[signal])
             found = np.divide(level, least_level, out=near[signal])
             if not ripe:
@@ -64,7 +64,7 @@ class Nearness:
             if info.least_change is not None:
                 np.minimum(found, away(start, growth.end[signal]) / info.least_change(config), out=found)
             if info.pushed:
-                np.minimum(found, np.where(pushed, math.inf, _UNPUSHED), out=found)
+                np.minimum(found, np.where(heads.pushed, math.inf, _UNPUSHED), out=found)
             likely = np.flatnonzero(found >= _WORTH_A_LOOK)
             if len(likely):
                 found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
@@ -73,6 +73,13 @@ class Nearness:
             np.nan_to_num(near, copy=False, nan=0.0)
         self._bring_into_sight(near, growth, step)
         return near
+
+    def _drifting(self, growth: Growth, push: Floats) -> Drifting:
+        """How heads move. What grows in the scores of a head and not in their mean is a head that sharpens."""
+        score, everyone = HeadSignal.SCORE, slice(None)
+        grown = growth.end[score] - growth.start((score, everyone)) - growth.jitter((score, everyone))
+        together = ~(growth.change((HeadSignal.OFFSET, everyone)) < self._config.shared_part * grown)
+        return Drifting(together, together & (push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support))
 
     def _bring_into_sight(self, near: Floats, growth: Growth, step: int) -> None:
         """Neither offset nor score of a head is nearer than its harm, which has to come within some times the run's

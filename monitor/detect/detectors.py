@@ -22,8 +22,9 @@ from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.detecting import Detecting as Detecting
 from foreshock.monitor.detect.forecast import NEAR_LIVES, courses, forecast, who
-from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
+from foreshock.monitor.detect.growth import Growth, HeadPasts, array
 from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.readings import is_finite
 from foreshock.monitor.detect.signals import (
     DANGEROUS_SCORE,
     SIGNAL_NAMES,
@@ -46,8 +47,6 @@ _RUN: Final = -1
 """Index of the alarm that speaks of the whole run."""
 _PUSHED: Final = HeadSignal.OFFSET.name.lower()
 _ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
-_COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction != "last"]
-"""What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -120,15 +119,14 @@ class Detectors:
             anew = self._measured_anew(readings) if (any_changed := bool(changed.any())) else changed
             self._weigh_bias(readings, changed if any_changed else None)
             values = [info.read(readings) for info in SIGNALS.values()]
+            whole = readings.whole
             if any_changed and anew.any():  # this sample may hold scores of both kinds
+                whole = False
                 self._history.restart(anew)
                 values = [
                     np.where(anew, np.nan, value) if value is not None and info.of_scores else value
                     for value, info in zip(values, SIGNALS.values(), strict=True)
                 ]
-            counted = [values[signal] for signal in _COUNTED]
-            whole = all(each is not None and is_finite(each) for each in counted)
-            whole = whole and bool(readings.rows.min(initial=1.0) > 0)
             tripped = self._nonfinite(readings, whole)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
@@ -205,7 +203,8 @@ class Detectors:
         if readings.loss is not None and math.isfinite(readings.loss):
             steps = max(readings.step - readings.since_step, 1)
             self._loss[:2] += readings.loss * steps, steps
-        return self._history.add(readings.step, readings.since_step, rows, values, whole=whole)
+        rate = readings.learning_rate
+        return self._history.add(readings.step, readings.since_step, rows, values, whole=whole, learning_rate=rate)
 
     def _close_loss(self) -> None:
         total, steps, last, lowest = self._loss
@@ -304,7 +303,7 @@ class Detectors:
         can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
         is_shown = step >= self._ripe_from() and not others.dangerous
         # Of heads that share one value the offset of another may have triggered, which its bias supports.
-        pushed = bool(can_round) and (signal == _PUSHED or supported(seen, self._near.support))
+        pushed = bool(can_round) and (signal == _PUSHED or self._supported(seen))
         last, lowest = self._loss[2:].tolist()
         standing = self._alarms.get(index)
         why = cause(
@@ -318,6 +317,9 @@ class Detectors:
             first=others.first,
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
+
+    def _supported(self, seen: dict[str, float]) -> bool:
+        return supported(seen, self._near.support, self.config.shared_part)
 
     def _verdicts(self, news: Mapping[int, Found], step: int) -> list[wire.Verdict]:
         """What is told of heads of which there is news."""

@@ -14,7 +14,7 @@ from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, HeadSigna
 _STEEPEST: Final = 1e6
 """Factor from half to half beyond which the older half was level."""
 _EVEN: Final = 1e-9
-"""Difference of that factor from 1 below which growth is a line."""
+"""Difference from 1 below which that factor makes a line, and a power of the step an exponential."""
 CAME: Final = (0.14, 0.6, 1.5)
 """The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
 the tuning runs, rounded outwards (`foreshock lab forecasts`; lab/NOTEBOOK.md has the table)."""
@@ -45,7 +45,7 @@ def forecast(course: float, *, near_steps: float) -> Forecast:
 
 def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
-    score was recorded."""
+    score was recorded. Each step takes them as far as its learning rate, which goes on falling as it does."""
     of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
     reached, error = growth.end[of], growth.jitter(of)
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
@@ -54,12 +54,62 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
     with np.errstate(all="ignore"):
         sign = np.copysign(1.0, reached)
         start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
-        told = halves_until(target, start, middle, end, error) * (growth.steps / 2)
+        told = halves_until(target, *_at_todays_rate(start, middle, end, growth), error) * _half(growth)
+        told = _while_rate_falls(told, growth)
         goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)
     found: Floats = np.where(goes_on, told, math.inf).min(axis=0)  # the sooner of the two
     found[score >= DANGEROUS_SCORE] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found
+
+
+def _at_todays_rate(start: Floats, middle: Floats, end: Floats, growth: Growth) -> tuple[Floats, Floats, Floats]:
+    """Where start, middle and end would lie, evenly apart, had the learning rate been today's all the time.
+
+    Weights move in proportion to the rate, so that steps at a higher one count for more.
+    """
+    if growth.rate_fall == 0.0:
+        return start, middle, end
+    older, newer = _halves(growth)
+    even = (newer + older) / 2
+    moved = end - (end - middle) * (even / newer)
+    return moved - (middle - start) * (even / older), moved, end
+
+
+def _half(growth: Growth) -> float:
+    """The steps between these: of both halves of the window the mean."""
+    return growth.steps / 2 if growth.rate_fall == 0.0 else sum(_halves(growth)) / 2
+
+
+def _halves(growth: Growth) -> tuple[float, float]:
+    """Sums of the learning rates of the older and the newer half of the window, today's being 1."""
+    newer, both = (-_sum_of_rates(-part * growth.steps, growth) for part in (0.5, 1.0))
+    return both - newer, newer
+
+
+def _sum_of_rates(steps: float, growth: Growth) -> float:
+    """Of the next steps (negative: of the last), today's rate being 1, while it falls by the same power of the step."""
+    power, share = growth.rate_fall, steps / growth.step
+    if abs(power - 1.0) < _EVEN:
+        return growth.step * math.log1p(share)
+    summed: float = growth.step * ((1.0 + share) ** (1.0 - power) - 1.0) / (1.0 - power)
+    return summed
+
+
+def _while_rate_falls(steps: Floats, growth: Growth) -> Floats:
+    """In how many steps a learning rate that goes on falling takes heads as far as today's would in `steps`.
+
+    It is expected to fall by the same power of the step as over the window: an inverse square root goes on for ever,
+    what falls steeply ends, and a cosine or a line is given more than it gives.
+    """
+    power, age = growth.rate_fall, growth.step
+    if power == 0.0:
+        return steps
+    if abs(power - 1.0) < _EVEN:
+        return age * np.expm1(steps / age)
+    left = np.maximum(1.0 + (1.0 - power) * steps / age, 0.0)  # 0: it ends before
+    stretched: Floats = age * (left ** (1.0 / (1.0 - power)) - 1.0)
+    return stretched
 
 
 def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, error: Floats) -> Floats:

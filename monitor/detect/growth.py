@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.readings import is_finite
 from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_name
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
@@ -19,6 +20,8 @@ _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
 _BLOCKS_OF_A_LIFE: Final = 40
 """A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
+_ENDED: Final = 1e-9
+"""A learning rate that fell to this part, or to nothing, moves nothing any more."""
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 
@@ -41,6 +44,10 @@ class Growth:
     """square of the standard error of a block"""
     _blocks: int
     """behind each of start, middle and end"""
+    step: int = 0
+    """at which the window ends"""
+    rate_fall: float = 0.0
+    """the learning rate falls by this power of the step; 0 where it does not fall, or is not known"""
 
     def start(self, of: tuple[Any, Any]) -> Floats:
         """The mean at the start."""
@@ -83,6 +90,7 @@ class HeadPasts:
         self._block_steps = block_steps
         self._values = np.full((blocks, len(SIGNALS), heads), np.nan)
         self._steps = np.zeros(blocks, dtype=np.int64)
+        self._rates = np.full(blocks, np.nan)
         self.closed = 0
         """Blocks closed in all."""
         self._jitter = np.full((len(SIGNALS), heads), np.nan)
@@ -102,7 +110,16 @@ class HeadPasts:
         self._open[rows] = np.where(np.isin(_OF_SCORES, _MEANS), 0.0, np.nan)[:, None]
         self._weight[rows] = 0.0
 
-    def add(self, step: int, since_step: int, rows: Floats, values: Sequence[Floats | None], *, whole: bool) -> bool:
+    def add(
+        self,
+        step: int,
+        since_step: int,
+        rows: Floats,
+        values: Sequence[Floats | None],
+        *,
+        whole: bool,
+        learning_rate: float | None = None,
+    ) -> bool:
         """Add one sample, every signal [N] or None where it was not measured, by its reduction; true closes a block.
 
         rows [N]: the weights of means. whole: no value is NaN, and every head counted rows. A head that recorded no
@@ -124,6 +141,7 @@ class HeadPasts:
         self._open_steps += step - since_step
         if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
             return False
+        self._rates[self.closed % len(self._rates)] = math.nan if learning_rate is None else learning_rate
         self._close(step)
         return True
 
@@ -175,7 +193,16 @@ class HeadPasts:
         first, last, halfway = (
             [self._values[place] for place in places] for places in (oldest, newest, order[half : half + part])
         )
-        return Growth(first, _mean(last), between, halfway, self._jitter, part)
+        fall = self._rate_fall(oldest, newest)
+        return Growth(first, _mean(last), between, halfway, self._jitter, part, self.last_step, fall)
+
+    def _rate_fall(self, oldest: list[int], newest: list[int]) -> float:
+        """By which power of the step the learning rate fell between these blocks, 0 or more."""
+        before, now = (float(self._rates[places].mean()) for places in (oldest, newest))
+        if not 0 <= now < before:  # it rises, stays, or is not known
+            return 0.0
+        older, newer = (float(self._steps[places].mean()) for places in (oldest, newest))
+        return math.log(before / max(now, _ENDED * before)) / math.log(newer / older)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, exact to the bit."""
@@ -187,8 +214,8 @@ class HeadPasts:
         names = state.get("signals")
         for name in self._ARRAYS:
             own = getattr(self, name)
-            if name == "_anew" and name not in state:  # saved by an older version
-                own[:] = 0.0
+            if name in self._LATER and name not in state:  # saved by an older version
+                own[:] = self._LATER[name]
                 continue
             saved = _open_of_0_1(state) if name == "_open" and names is None else array(state[name])
             if name == "_weight" and saved.ndim == 1:  # it was one for all signals
@@ -203,7 +230,9 @@ class HeadPasts:
             setattr(self, name, saved)
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
-    _ARRAYS = ("_values", "_steps", "_jitter", "_open", "_weight", "_anew")
+    _ARRAYS = ("_values", "_steps", "_rates", "_jitter", "_open", "_weight", "_anew")
+    _LATER: Final = {"_anew": 0.0, "_rates": math.nan}
+    """What an older version did not save, and what it then is."""
 
 
 def _mean(blocks: Sequence[Floats]) -> Floats:
@@ -220,12 +249,6 @@ def away(start: Floats, end: Floats) -> Floats:
     moved = end - start
     change: Floats = np.copysign(moved, moved * end)
     return change
-
-
-def is_finite(values: Floats) -> bool:
-    """Whether none is NaN or infinite, at the price of one pass; values whose squares overflow may be called so."""
-    flat = values.ravel()
-    return math.isfinite(flat.dot(flat))
 
 
 def array(saved: Any) -> npt.NDArray[Any]:

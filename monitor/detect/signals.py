@@ -1,13 +1,14 @@
 """What a head is warned about, one entry for each signal: how it is read, joined over a block, judged and said.
 
-To add one: an entry here, its thresholds in thresholds.py, and its reading in readings.py where it is not read yet.
+To add one: an entry here, its thresholds in thresholds.py, and its reading in readings.py where it is not read yet
+(with what makes a sample whole there, where every sample tells it).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,15 @@ Part = Literal["end", "start", "jitter"]
 """Of a signal's growth over a window."""
 Least = float | Floats
 """A threshold, one for all heads or one each [N]."""
+
+
+class Drifting(NamedTuple):
+    """How the scores of heads move, [N] each."""
+
+    together: npt.NDArray[np.bool_]
+    """as a whole, as far as is known: softmax does not see that"""
+    pushed: npt.NDArray[np.bool_]
+    """as a whole, and the way that the delta bias pushes"""
 
 
 class HeadSignal(IntEnum):
@@ -43,9 +53,9 @@ class SignalInfo:
     """[N] of a sample, NaN where nothing was recorded; None where this sample did not measure it."""
     reduction: Reduction
     """Over the samples of a block: mean weighted by rows, largest, or the last one measured."""
-    least: Callable[[DetectorConfig, npt.NDArray[np.bool_], float], Least]
-    """The size that warns, given the heads whose delta bias pushes the way they drift, and how young the run is: 1 at
-    its first step, 0 from `settle_steps` on."""
+    least: Callable[[DetectorConfig, Drifting, float], Least]
+    """The size that warns, given how heads drift, and how young the run is: 1 at its first step, 0 from `settle_steps`
+    on."""
     least_growth: Callable[[DetectorConfig, float], float]
     """The growth factor that warns, given how young the run is."""
     pushed: bool = False
@@ -82,7 +92,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.OFFSET: SignalInfo(
         read=lambda readings: readings.score_offset,
         reduction="mean",
-        least=lambda config, pushed, youth: np.where(pushed, config.offset_level, config.far_offset),
+        least=lambda config, heads, youth: np.where(heads.pushed, config.offset_level, config.far_offset),
         least_growth=lambda config, youth: 1.0 + youth * (config.young_growth - 1.0),
         pushed=True,
         floor=1.0,
@@ -96,7 +106,9 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.SCORE: SignalInfo(
         read=lambda readings: readings.largest_score,
         reduction="largest",
-        least=lambda config, pushed, youth: np.where(pushed, config.score_level, config.score_level * (1.0 + youth)),
+        least=lambda config, heads, youth: (
+            config.score_level * np.where(heads.pushed, 1.0, np.where(heads.together, 1.0 + youth, 2.0))
+        ),
         least_growth=lambda config, youth: 1.0,
         judged_early_from=DANGEROUS_SCORE / 2,
         peers_count_below=DANGEROUS_SCORE,
@@ -107,7 +119,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.TIES: SignalInfo(
         read=lambda readings: readings.tied_rows,
         reduction="mean",
-        least=lambda config, pushed, youth: config.tied_share,
+        least=lambda config, heads, youth: config.tied_share,
         least_growth=lambda config, youth: config.tied_growth,
         goes_on=False,
         evidence={"tied_share": "end"},
@@ -116,7 +128,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.NORM: SignalInfo(
         read=lambda readings: readings.query_norm,
         reduction="last",
-        least=lambda config, pushed, youth: 0.0,
+        least=lambda config, heads, youth: 0.0,
         least_growth=lambda config, youth: config.norm_growth,
         of_scores=False,
         evidence={"query_norm": "end", "query_norm_before": "start"},

@@ -36,6 +36,12 @@ class DetectorConfig(BaseModel):
         description="chance that noise alone makes the delta bias of any head support a drift and name rounding: "
         "2.5 standard errors for 8 heads, 3.4 for 144",
     )
+    shared_part: float = Field(
+        default=0.25,
+        ge=0,
+        description="least part of what a head's largest |score| grew by that its offset must have moved by for its "
+        "scores to move together; a head whose scores spread instead sharpens, which is no drift",
+    )
     far_offset: float = Field(
         default=10.0,
         gt=0,
@@ -47,9 +53,9 @@ class DetectorConfig(BaseModel):
     score_level: float = Field(
         default=256.0,
         gt=0,
-        description="largest |score| below which its growth is no warning; twice that at the first step where no delta "
-        "bias supports it, falling evenly until settle_steps. From here on a drift that the delta bias supports is "
-        "critical",
+        description="largest |score| below which its growth is no warning; twice that for a head that sharpens. For a "
+        "drift that no delta bias supports it is twice that at the first step, and falls evenly until settle_steps. "
+        "From here on a drift that the delta bias supports is critical",
     )
     norm_growth: float = Field(default=4.0, gt=1, description="factor by which the norm of W_Q grew")
     peer_excess: float = Field(

@@ -73,9 +73,23 @@ class Otherwise(NamedTuple):
         return Otherwise(self.first or told.cause, self.dangerous or told.severity == "critical")
 
 
-def supported(seen: Mapping[str, float], least: float) -> bool:
-    """Whether the delta bias is `least` standard errors or more, the way that the offset has gone."""
-    return _push(seen) >= least
+def supported(seen: Mapping[str, float], least: float, shared_part: float) -> bool:
+    """Whether the delta bias is `least` standard errors or more, the way that the offset has gone, and the offset moved
+    by `shared_part` of what the largest score grew by or more."""
+    return _push(seen) >= least and _moved(seen) >= shared_part * _grown(seen)
+
+
+def _moved(seen: Mapping[str, float]) -> float:
+    """By how much the offset is farther from zero; through zero, all of the way counts."""
+    now, start = seen.get("offset", 0.0), seen.get("offset_before", 0.0)
+    return abs(now - start) if abs(now) > abs(start) else 0.0
+
+
+def _grown(seen: Mapping[str, float]) -> float:
+    """By how much the largest score grew, but for what noise may have made of it; nothing where it is unknown."""
+    if "score" not in seen:
+        return 0.0
+    return seen["score"] - seen.get("score_before", 0.0) - seen.get("score_error", 0.0)
 
 
 def cause(

@@ -102,9 +102,9 @@ def test_it_is_critical_where_harm_comes_by_a_supported_cause_or_is_there(
 
 @pytest.mark.parametrize(("offset", "bias", "expected"), [(9.0, 4.0, True), (-9.0, 4.0, False), (-9.0, -4.0, True)])
 def test_a_delta_bias_supports_a_drift_that_goes_its_way(offset: float, bias: float, expected: bool) -> None:
-    assert supported({"offset": offset, "delta_bias_z": bias}, 3.4) == expected
-    assert not supported({"offset": offset}, 3.4)
-    assert not supported({"offset": offset, "delta_bias_z": bias}, 4.1)
+    assert supported({"offset": offset, "delta_bias_z": bias}, 3.4, 0.25) == expected
+    assert not supported({"offset": offset}, 3.4, 0.25)
+    assert not supported({"offset": offset, "delta_bias_z": bias}, 4.1, 0.25)
 
 
 def found(why: wire.Cause, signal: str = "score") -> Found:

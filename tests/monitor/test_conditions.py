@@ -16,6 +16,10 @@ STEP = 6000
 """Past `settle_steps`: no more is asked for than of a settled run."""
 
 
+QUIET = [1.0] * 6
+"""Heads of other layers, which do not grow."""
+
+
 def grown(offsets: Floats, scores: Floats) -> Growth:
     """What the last 3000 steps of a run look like whose offsets and scores went evenly from 1 to these."""
     heads = len(offsets)
@@ -69,10 +73,26 @@ def test_a_supported_drift_warns_where_it_outgrows_its_peers_by_half_as_much_aga
 
 
 def test_a_drift_without_support_comes_half_the_way_and_its_score_says_the_rest() -> None:
-    offsets, push = np.array([40.0, 40.0, 1.0, 1.0]), np.array([9.0, 0.0, 0.0, 0.0])
-    found = near([0, 1, 2, 3], offsets, np.array([20.0, 20.0, 300.0, 200.0]), push)
+    offsets, push = np.array([40.0, 40.0, 100.0, 100.0, *QUIET]), np.array([9.0, 0.0, 0.0, 0.0, *QUIET])
+    found = near(list(range(10)), offsets, np.array([20.0, 20.0, 300.0, 200.0, *QUIET]), push)
     assert found[HeadSignal.OFFSET, 0] >= 1 > found[HeadSignal.OFFSET, 1] == 0.5
     assert found[HeadSignal.SCORE, 2] >= 1 > found[HeadSignal.SCORE, 3]
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_a_head_whose_scores_spread_is_no_drift_and_warns_only_when_its_score_is_dangerous(part: float) -> None:
+    """Heads of healthy models sharpen: the largest score grows, and the mean hardly. A shift moves both."""
+    scores = np.array([300.0, 300.0, 300.0, 300.0, 500.0, 600.0, *[1.0] * 7])
+    shares = np.array([1.1 * part, 0.9 * part, 1.1 * part, 0.9 * part, 0.1, 0.1, *[0.0] * 7])
+    push = np.array([9.0, 9.0, 0.0, 0.0, 9.0, 0.0, *[0.0] * 7])
+    found = near(list(range(13)), 1 + shares * (scores - 1), scores, push, shared_part=part)
+    assert np.flatnonzero(found[HeadSignal.OFFSET] >= 1).tolist() == [0]
+    assert np.flatnonzero(found[HeadSignal.SCORE] >= 1).tolist() == [0, 2, 5]
+
+
+def test_what_is_not_known_of_the_scores_leaves_a_pushed_drift_a_drift() -> None:
+    found = near([0, 1], np.array([40.0, 1.0]), np.full(2, np.nan), np.array([9.0, 0.0]))
+    assert found[HeadSignal.OFFSET, 0] >= 1
 
 
 def test_a_bias_that_pushes_the_other_way_supports_nothing() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,21 +84,25 @@ def test_a_run_of_any_course_that_is_resumed_at_any_sample_says_what_it_would_ha
 
 
 @settings(max_examples=12, deadline=None)
-@given(run=runs(), unknown=st.lists(st.tuples(st.integers(0, 89), st.integers(0, N - 1)), min_size=1, max_size=60))
-def test_an_offset_that_is_unknown_here_and_there_changes_nothing_of_how_score_ties_and_norm_are_judged(
-    run: list[Readings], unknown: list[tuple[int, int]]
+@given(seed=st.integers(0, 10**6), unknown=st.lists(st.tuples(st.integers(0, 89), st.integers(0, N - 1)), max_size=60))
+def test_an_offset_that_is_unknown_here_and_there_changes_nothing_of_how_ties_and_norm_are_judged_and_hushes_no_score(
+    seed: int, unknown: list[tuple[int, int]]
 ) -> None:
+    random = np.random.default_rng(seed)
+    course = course_of(str(random.choice(KINDS)), int(random.integers(0, 3000)), float(random.uniform(-30, 30)))
     config = DetectorConfig(horizon_lives=None)  # a forecast joins offset and score
-    known, gaps = Detectors(HEADS, config), Detectors(HEADS, config)
-    for place, noisy in enumerate(run):
-        # what a bias pushes is read from the offset, and a score that is pushed needs less in a young run
-        seen = dataclasses.replace(noisy, delta_bias_sum=np.zeros(N))
+    known, gaps, never = Detectors(HEADS, config), Detectors(HEADS, config), Detectors(HEADS, config)
+    for place in range(90):
+        seen = reading((place + 1) * EVERY, course)
         offset = np.array(seen.score_offset)
         offset[[row for at, row in unknown if at == place]] = np.nan
         known.update(seen)
         gaps.update(dataclasses.replace(seen, score_offset=offset))
-        for signal in (HeadSignal.SCORE, HeadSignal.TIES, HeadSignal.NORM):
+        never.update(dataclasses.replace(seen, score_offset=np.full(N, np.nan)))
+        for signal in (HeadSignal.TIES, HeadSignal.NORM):
             np.testing.assert_array_equal(gaps.pressure[signal], known.pressure[signal])
+        # what does not show that a head sharpens may be a drift
+        assert (never.pressure[HeadSignal.SCORE] >= known.pressure[HeadSignal.SCORE]).all()
 
 
 def watched_from(since: int, until: int, course: Course, **fields: Any) -> list[wire.Verdict]:
@@ -127,8 +132,8 @@ def test_a_run_set_back_after_its_warm_up_does_not_wait_for_it_again() -> None:
     assert replayed(learning_rate=3e-4) == replayed() != []
 
 
-def now(step: int, every: int, offset: Floats, score: Floats, bias: float) -> Readings:
-    return reading(step, lambda _: (offset, score), bias=bias, since_step=step - every)
+def now(step: int, every: int, offset: Floats, score: Floats, bias: float, **fields: Any) -> Readings:
+    return reading(step, lambda _: (offset, score), bias=bias, since_step=step - every, **fields)
 
 
 @pytest.mark.parametrize("bias", [0.6, 0.0], ids=["pushed", "not pushed"])
@@ -179,3 +184,48 @@ def test_noise_alone_supports_any_head_of_a_model_in_one_case_of_twenty_however_
     largest = np.random.default_rng(heads).normal(size=(1000, heads)).max(axis=1)
     assert 0.03 < float((largest >= limit).mean()) < 0.07
     assert DetectorConfig(support_chance=1e-3).support_z(heads) > limit
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda age: 0.1 + 0.45 * (1 + math.cos(math.pi * age)),
+    "line": lambda age: 1.0 - age,
+    "inverse square root": lambda age: min(1.0, (0.025 / age) ** 0.5),
+    "constant": lambda age: 1.0,
+}
+
+
+def under(schedule: str, pace: float, steps: int, *, told: bool) -> tuple[int | None, int | None]:
+    """Steps at which a head that compounds as its learning rate lets it is warned about, and reaches 512; None: never.
+
+    pace: doublings in a thousand steps of the full rate.
+    """
+    detectors, drifted, warned = Detectors(HEADS), 0.35, None
+    for step in range(EVERY, steps + 1, EVERY):
+        rate = SCHEDULES[schedule](step / steps)
+        drifted *= 2 ** (pace * rate * EVERY / 1000)
+        offset, score = healthy(step)
+        offset[SICK], score[SICK] = drifted + 0.02 * math.sin(step), 9 + 1.25 * drifted
+        verdicts = detectors.update(now(step, EVERY, offset, score, 0.6, learning_rate=rate if told else None))
+        warned = step if warned is None and raised(verdicts) else warned
+        if score[SICK] >= DANGEROUS_SCORE:
+            return warned, step
+    return warned, None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pace", [1.8, 2.6])
+def test_a_head_that_reaches_512_under_a_falling_rate_is_warned_about_as_soon_or_in_the_first_third_of_its_life(
+    schedule: str, pace: float
+) -> None:
+    warned, dangerous = under(schedule, pace, 20_000, told=True)
+    unaware, _ = under(schedule, pace, 20_000, told=False)
+    assert warned is not None
+    assert unaware is not None
+    assert dangerous is not None
+    assert warned <= max(unaware + 300, dangerous / 3)
+
+
+def test_a_drift_that_ends_with_its_learning_rate_is_no_warning() -> None:
+    assert under("cosine", 1.0, 10_000, told=False)[0] is not None
+    assert under("cosine", 1.0, 10_000, told=True) == (None, None)
+    assert under("constant", 1.0, 10_000, told=True)[0] is not None

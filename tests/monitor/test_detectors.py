@@ -136,7 +136,7 @@ def test_what_a_mode_does_to_the_scores_that_are_counted_is_no_growth(
 
 
 def test_a_jump_of_the_scores_under_one_mode_is_growth_and_so_is_what_comes_after_a_switch() -> None:
-    jumped = rescored(healthy, 4300, 8.0)
+    jumped = rescored(healthy, 4300, 16.0)
     assert raised(play(jumped, until=7000)[1]) == [HEADS[OTHER]]
     centred = play(jumped, until=4300)[0]
 
@@ -245,7 +245,7 @@ def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
     arrays = {
         name: unknown
         for name in Readings.__dataclass_fields__
-        if name not in ("step", "since_step", "modes", "loss", "grad_norm", "learning_rate", "rounds")
+        if name not in ("step", "since_step", "modes", "loss", "grad_norm", "learning_rate", "rounds", "whole")
     }
     detectors, told = play(until=5000, **_fields(arrays))
     assert told == []

@@ -72,6 +72,28 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
         np.testing.assert_allclose(courses(growth, np.arange(len(heads))), expected, rtol=1e-9)
 
 
+def rates_between(power: float, age: int, first: float, last: float) -> float:
+    """Sum of the learning rates of these steps, today's (at step `age`) being 1, by small parts."""
+    steps = np.linspace(first, last, 20_001)
+    return float(np.trapezoid((steps / age) ** -power, steps))
+
+
+@given(power=st.floats(0.0, 6.0) | st.just(1.0), age=st.integers(600, 60_000), lives=st.floats(0.05, 3.0))
+def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_so_while_the_rate_falls_on(
+    power: float, age: int, lives: float
+) -> None:
+    pace = 100.0 / age
+    end = 512.0 - pace * lives * age  # today's rate would take it there in so many lives
+    start, middle = (end - pace * rates_between(power, age, since * age, age) for since in (0.5, 0.75))
+    parts = [np.full((WIDTH, 1), value) for value in (start, middle, end)]
+    growth = Growth([parts[0]], parts[2], age / 2, [parts[1]], np.full((WIDTH, 1), 1e-12), 1, age, power)
+    steps = float(courses(growth, np.array([0]))[0])
+    if math.isfinite(steps):
+        assert rates_between(power, age, age, age + steps) == pytest.approx(lives * age, rel=1e-3)
+    else:
+        assert lives >= 0.999 / (power - 1)  # all that such a rate ever sums up to
+
+
 @given(st.lists(head, min_size=1, max_size=6), st.floats(0.0, 1e5))
 def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_course_is_near(
     heads: list[list[float]], near: float

@@ -1,6 +1,7 @@
 """The past of the heads, beside one that is kept and averaged number by number."""
 
 import math
+from collections.abc import Callable
 from statistics import median_low
 from typing import Any
 
@@ -121,3 +122,52 @@ def test_medians_are_the_lower_ones_of_what_is_known_and_of_all_but_oneself(seed
         ]
         np.testing.assert_array_equal(lower_median(values), lower([v for v in values if not math.isnan(v)]))
         np.testing.assert_array_equal(median_of_others(values), others)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (lambda step: 3e-4, 0.0),
+        (lambda step: 1e-3 * step, 0.0),
+        (lambda step: None, 0.0),
+        (lambda step: None if step < 4000 else 1e-3 / step, 0.0),
+        (lambda step: step**-0.5, 0.5),
+        (lambda step: 7.0 * step**-2.0, 2.0),
+        (lambda step: math.exp(-step / 2000), 2.2),
+    ],
+)
+def test_a_falling_rate_is_told_by_the_power_of_the_step_that_it_falls_by(
+    rate: Callable[[int], float | None], expected: float
+) -> None:
+    def at(step: int, since: int, pasts: HeadPasts) -> None:
+        values: list[Floats | None] = [np.full(3, 1.0 + step) for _ in SIGNALS]
+        pasts.add(step, since, np.ones(3), values, whole=True, learning_rate=rate(step))
+
+    pasts = HeadPasts(3, 4000, 100)
+    for step in range(50, 6001, 50):
+        at(step, step - 50, pasts)
+    growth = pasts.growth(3000)
+    assert growth is not None
+    assert growth.step == 6000
+    assert growth.rate_fall == pytest.approx(expected, abs=0.05)
+    restored = HeadPasts(3, 4000, 100)
+    restored.load_state_dict(pasts.state_dict())
+    again = restored.growth(3000)
+    assert again is not None
+    assert again.rate_fall == growth.rate_fall
+
+
+def test_a_rate_that_fell_to_nothing_moves_nothing_and_a_state_without_rates_is_read() -> None:
+    pasts = HeadPasts(1, 4000, 100)
+    for step in range(50, 6001, 50):
+        values: list[Floats | None] = [np.full(1, 1.0 + step) for _ in SIGNALS]
+        pasts.add(step, step - 50, np.ones(1), values, whole=True, learning_rate=1e-3 * (step < 5000))
+    growth = pasts.growth(3000)
+    assert growth is not None
+    assert growth.rate_fall > 20
+    old = {name: value for name, value in pasts.state_dict().items() if name != "_rates"}
+    restored = HeadPasts(1, 4000, 100)
+    restored.load_state_dict(old)
+    again = restored.growth(3000)
+    assert again is not None
+    assert again.rate_fall == 0.0

@@ -56,9 +56,10 @@ def test_score_growth_without_a_shift_of_all_scores_is_named_so() -> None:
         score[SICK] = 20 * 2 ** (max(0, step - 2500) / 900)
         return offset, score
 
-    _, told = play(spreading)
+    _, told = play(spreading, until=7500)
     assert raised(told) == [HEADS[SICK]]
     assert told[0].signal == "score"
+    assert told[0].evidence["score"] > 512  # a head that sharpens is none of our business before
     assert told[0].cause == "score growth"
 
 
