@@ -123,6 +123,7 @@ def _incident(
     severity = max((head.severity for head in loose or heads), key=_SEVERITIES.index)
     if not loose and standing:
         severity = "info"
+    suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
     what = decision(
         cause,
         policy,
@@ -131,7 +132,7 @@ def _incident(
         progress=progress,
         switched=switched,
         heads=len(standing),
-        before_step=opened,
+        before_step=min([opened, *map(int, filter(math.isfinite, suspect))]),
         finite=all(head.signal != "nonfinite" for head in standing),
     )
     state: IncidentState = "closed" if not standing else "open" if progress == "unswitched" else progress

@@ -47,6 +47,7 @@ class Instruments:
             modes=counted.modes,
             loss=collecting.mean(counted.losses),
             grad_norm=collecting.largest(counted.grad_norms),
+            suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
             rounds=any(layer.rounds for layer in layers if layer is not None),
             **{name: values.astype(np.float64) for name, values in counted.norms.items()},

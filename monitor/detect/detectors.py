@@ -19,11 +19,13 @@ from pydantic import BaseModel
 from foreshock.contract import wire
 from foreshock.contract.modes import ROUNDING_ENDS, SCORES_MOVED
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.broken import RUN, SIGNAL, Broken
 from foreshock.monitor.detect.conditions import Nearness, any_at_least
 from foreshock.monitor.detect.detecting import Detecting as Detecting
 from foreshock.monitor.detect.forecast import NEAR_LIVES, courses, forecast, who
-from foreshock.monitor.detect.growth import Growth, HeadPasts, array, is_finite
+from foreshock.monitor.detect.growth import Growth, HeadPasts, array
 from foreshock.monitor.detect.readings import Readings as Readings
+from foreshock.monitor.detect.readings import is_finite
 from foreshock.monitor.detect.signals import (
     DANGEROUS_SCORE,
     SIGNAL_NAMES,
@@ -42,12 +44,8 @@ class _Alarm(BaseModel):
     tripped_step: int
 
 
-_RUN: Final = -1
-"""Index of the alarm that speaks of the whole run."""
 _PUSHED: Final = HeadSignal.OFFSET.name.lower()
 _ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
-_COUNTED: Final = [signal for signal, info in SIGNALS.items() if info.reduction != "last"]
-"""What every sample tells."""
 _MOST_RAISED: Final = 16
 """New verdicts of one sample: one NaN reaches every head of the model within a step."""
 
@@ -80,8 +78,7 @@ class Detectors:
         self._bias = np.zeros((2, count))
         self._loss = np.array([0.0, 0.0, np.nan, np.nan])
         """of the open block: sum and steps; mean of the last block, and of the lowest"""
-        self._overflow = np.array([np.nan])
-        """step of the first sample of those in a row whose gradients alone overflowed"""
+        self._broken = Broken(self.config.overflow_steps)
         self._growth: Growth | None = None
         self._dangerous: frozenset[int] = frozenset()
         """heads above the dangerous score: none is quiet, whichever way it moves"""
@@ -95,7 +92,7 @@ class Detectors:
     def risk(self) -> Floats:
         """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
         risk: Floats = np.clip(self._pressure.max(axis=0), 0.0, 1.0)
-        risk[[index for index in self._alarms if index != _RUN]] = 1.0
+        risk[[index for index in self._alarms if index != RUN]] = 1.0
         return risk
 
     @property
@@ -120,16 +117,15 @@ class Detectors:
             anew = self._measured_anew(readings) if (any_changed := bool(changed.any())) else changed
             self._weigh_bias(readings, changed if any_changed else None)
             values = [info.read(readings) for info in SIGNALS.values()]
+            whole = readings.whole
             if any_changed and anew.any():  # this sample may hold scores of both kinds
+                whole = False
                 self._history.restart(anew)
                 values = [
                     np.where(anew, np.nan, value) if value is not None and info.of_scores else value
                     for value, info in zip(values, SIGNALS.values(), strict=True)
                 ]
-            counted = [values[signal] for signal in _COUNTED]
-            whole = all(each is not None and is_finite(each) for each in counted)
-            whole = whole and bool(readings.rows.min(initial=1.0) > 0)
-            tripped = self._nonfinite(readings, whole)
+            tripped = self._broken.update(readings, whole, most=_MOST_RAISED)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
                 self._measure()
@@ -169,33 +165,6 @@ class Detectors:
             draw = np.where(np.isfinite(draw), draw, 0.0)
         self._bias[0] += draw
         self._bias[1] += draw * draw
-
-    def _nonfinite(self, readings: Readings, whole: bool) -> dict[int, str]:
-        overflowed = self._only_overflowed(readings)
-        tripped: dict[int, str] = {}
-        if not whole or (not overflowed and not readings.nonfinite_rows.max(initial=0.0) <= 0):
-            broken = np.zeros(len(self.heads), dtype=bool) if overflowed else readings.nonfinite_rows > 0
-            if not whole:  # the largest of no rows is -inf
-                broken |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
-            tripped = {int(index): "nonfinite" for index in np.flatnonzero(broken)[:_MOST_RAISED]}
-        for value in (readings.loss, None if overflowed else readings.grad_norm):
-            if value is not None and not math.isfinite(value):
-                tripped[_RUN] = "nonfinite"
-        return tripped
-
-    def _only_overflowed(self, readings: Readings) -> bool:
-        """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by such steps, which
-        it skips. After a step that was not skipped the loss would not be finite either."""
-        loss, norm = readings.loss, readings.grad_norm
-        in_gradients = loss is not None and math.isfinite(loss)
-        if in_gradients:
-            in_gradients = not math.isfinite(norm) if norm is not None else bool((readings.nonfinite_rows > 0).any())
-        if not in_gradients:
-            self._overflow[0] = math.nan
-            return False
-        if math.isnan(self._overflow[0]):
-            self._overflow[0] = readings.step
-        return bool(readings.step - self._overflow[0] < self.config.overflow_steps)
 
     def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
@@ -286,7 +255,10 @@ class Detectors:
             alarm = self._alarms.get(index)
             if alarm is None and len(news) >= _MOST_RAISED:
                 continue
-            found = self._look(index, signal, evidence[index], step, others)
+            seen = evidence[index]
+            if signal == SIGNAL:
+                seen |= self._broken.evidence(alarm.verdict if alarm else None)
+            found = self._look(index, signal, seen, step, others)
             if alarm is not None:
                 alarm.tripped_step = step
                 if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
@@ -295,14 +267,14 @@ class Detectors:
             others = others.after(found)
         if judged:  # what no longer triggers may have settled
             still = {i: alarm.verdict for i, alarm in self._alarms.items() if alarm.tripped_step < step}
-            still = {i: told for i, told in still.items() if told.signal != "nonfinite" and told.step <= old}
+            still = {i: told for i, told in still.items() if told.signal != SIGNAL and told.step <= old}
             evidence = self._evidence(list(still))
             news |= {i: self._look(i, told.signal, evidence[i], step, others) for i, told in still.items()}
         return news
 
     def _look(self, index: int, signal: str, seen: dict[str, float], step: int, others: Otherwise) -> Found:
         """What the evidence of a head comes to."""
-        can_round = self._rounds and index != _RUN and not self._modes[index] & ROUNDING_ENDS
+        can_round = self._rounds and index != RUN and not self._modes[index] & ROUNDING_ENDS
         is_shown = step >= self._ripe_from() and not others.dangerous
         # Of heads that share one value the offset of another may have triggered, which its bias supports.
         pushed = bool(can_round) and (signal == _PUSHED or self._supported(seen))
@@ -325,13 +297,13 @@ class Detectors:
 
     def _verdicts(self, news: Mapping[int, Found], step: int) -> list[wire.Verdict]:
         """What is told of heads of which there is news."""
-        grown = [index for index, found in news.items() if found.signal != "nonfinite"]
+        grown = [index for index, found in news.items() if found.signal != SIGNAL]
         ahead: dict[int, float] = {}
         if grown and self._growth is not None:
             ahead = dict(zip(grown, courses(self._growth, np.array(grown)).tolist(), strict=True))
         told = []
         for index, found in news.items():
-            layer, head = self.heads[index] if index != _RUN else (None, None)
+            layer, head = self.heads[index] if index != RUN else (None, None)
             far = found.supported and abs(found.seen.get("offset", 0.0)) >= self.config.far_offset
             course = forecast(ahead.get(index, math.nan), near_steps=NEAR_LIVES * step if far else 0.0)
             standing = self._alarms.get(index)
@@ -341,7 +313,7 @@ class Detectors:
 
     def _drifted(self, trip: tuple[int, str]) -> float:
         """How far a tripped head's offset has gone, so that the head that drifted farthest is told first."""
-        if trip[0] == _RUN or self._growth is None:
+        if trip[0] == RUN or self._growth is None:
             return math.inf
         drift = abs(float(self._growth.end[HeadSignal.OFFSET, trip[0]]))
         return 0.0 if math.isnan(drift) else drift
@@ -349,7 +321,7 @@ class Detectors:
     def _evidence(self, indices: list[int]) -> dict[int, dict[str, float]]:
         """What a verdict shows of each of these heads; of the whole run nothing."""
         growth, found = self._growth, {index: dict[str, float]() for index in indices}
-        heads = [index for index in indices if index != _RUN]
+        heads = [index for index in indices if index != RUN]
         if growth is None or not heads:
             return found
         pushed = {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
@@ -367,6 +339,7 @@ class Detectors:
             "alarms": {str(index): alarm.model_dump(mode="json") for index, alarm in self._alarms.items()},
             "signals": list(SIGNAL_NAMES),
             "history": self._history.state_dict(),
+            "broken": self._broken.state_dict(),
             **{name: wire.Array.of(getattr(self, name)).model_dump() for name in self._ARRAYS},
         }
 
@@ -378,6 +351,7 @@ class Detectors:
                 "resume with the same model"
             )
         self._history.load_state_dict(state["history"])
+        self._broken.load_state_dict(state)
         for name in self._ARRAYS:
             if name not in state:  # saved by an older version
                 continue
@@ -392,4 +366,4 @@ class Detectors:
         self._measure()
 
     _OF_SIGNALS = ("_recent", "_pressure")
-    _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes", "_overflow")
+    _ARRAYS = (*_OF_SIGNALS, "_bias", "_rate", "_loss", "_modes")

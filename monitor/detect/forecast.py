@@ -151,7 +151,8 @@ def sentence(verdict: wire.Verdict) -> str:
     subject, seen = who(verdict), verdict.evidence
     if verdict.signal == "nonfinite":
         what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
-        return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before this step."
+        since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
+        return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
     steps = f"in {seen['window_steps']:.0f} steps" if "window_steps" in seen else ""
     info = SIGNALS[HeadSignal[verdict.signal.upper()]]
     key = info.shown

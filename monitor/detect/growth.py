@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
+from foreshock.monitor.detect.readings import is_finite
 from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_name
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
@@ -248,12 +249,6 @@ def away(start: Floats, end: Floats) -> Floats:
     moved = end - start
     change: Floats = np.copysign(moved, moved * end)
     return change
-
-
-def is_finite(values: Floats) -> bool:
-    """Whether none is NaN or infinite, at the price of one pass; values whose squares overflow may be called so."""
-    flat = values.ravel()
-    return math.isfinite(flat.dot(flat))
 
 
 def array(saved: Any) -> npt.NDArray[Any]:

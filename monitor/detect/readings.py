@@ -1,11 +1,11 @@
 """One merged sample as the detectors read it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.metric import ratio
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 
@@ -29,9 +29,18 @@ class Readings:
     modes: npt.NDArray[np.int32]
     loss: float | None = None
     grad_norm: float | None = None
+    suspect_step: int | None = None
+    """the first step whose update may have broken the weights, where the single losses show it"""
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
+    whole: bool = field(init=False)
+    """Whether every head counted rows, and what every sample tells of scores is finite: then nothing is masked."""
+
+    def __post_init__(self) -> None:
+        told = (self.score_offset, self.largest_score, self.tied_rows)
+        whole = all(map(is_finite, told)) and bool(self.rows.min(initial=1.0) > 0)
+        object.__setattr__(self, "whole", whole)
 
     @classmethod
     def from_words(
@@ -46,6 +55,7 @@ class Readings:
         query_key_norm: Floats | None = None,
         loss: float | None = None,
         grad_norm: float | None = None,
+        suspect_step: int | None = None,
         learning_rate: float | None = None,
         rounds: bool = True,
     ) -> "Readings":
@@ -58,25 +68,40 @@ class Readings:
         floats = words.view(np.float64)
         rows = slot_values(words, Slot.ROWS)
         tied = np.maximum(words[:, Slot.TIED_ROWS_BF16], words[:, Slot.TIED_ROWS_ONE])
-        score = np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX])
-        if not score.min(initial=np.inf) > -np.inf:
-            score = np.where(score > -np.inf, score, np.nan)
-        delta_bias_sum = slot_values(words, Slot.DELTA_BIAS_SUM)
-        if not rows.min(initial=np.inf) > 0:
-            delta_bias_sum = np.where(rows > 0, delta_bias_sum, np.nan)
-        return cls(
+        with np.errstate(divide="ignore", invalid="ignore"):
+            offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
+            tied_rows = tied / (rows - slot_values(words, Slot.SKIPPED_ROWS))
+        seen = cls(
             step=step,
             since_step=since_step,
             rows=rows,
-            score_offset=ratio(floats[:, Slot.SCORE_OFFSET_SUM], rows),
-            largest_score=score,
-            tied_rows=ratio(tied, rows - slot_values(words, Slot.SKIPPED_ROWS)),
-            delta_bias_sum=delta_bias_sum,
+            score_offset=offset,
+            largest_score=np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX]),
+            tied_rows=tied_rows,
+            delta_bias_sum=slot_values(words, Slot.DELTA_BIAS_SUM),
             nonfinite_rows=slot_values(words, Slot.NONFINITE_ROWS),
             query_norm=query_norm,
             modes=modes,
             loss=loss,
             grad_norm=grad_norm,
+            suspect_step=suspect_step,
             learning_rate=learning_rate,
             rounds=rounds,
         )
+        return seen if seen.whole else seen._masked()
+
+    def _masked(self) -> "Readings":
+        """NaN where nothing was counted."""
+        return replace(
+            self,
+            score_offset=np.where(self.rows > 0, self.score_offset, np.nan),
+            largest_score=np.where(self.largest_score > -np.inf, self.largest_score, np.nan),
+            tied_rows=np.where(np.isfinite(self.tied_rows), self.tied_rows, np.nan),
+            delta_bias_sum=np.where(self.rows > 0, self.delta_bias_sum, np.nan),
+        )
+
+
+def is_finite(values: Floats) -> bool:
+    """Whether none is NaN or infinite, at the price of one pass; values whose squares overflow may be called so."""
+    flat = values.ravel()
+    return math.isfinite(flat.dot(flat))

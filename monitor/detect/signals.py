@@ -1,6 +1,7 @@
 """What a head is warned about, one entry for each signal: how it is read, joined over a block, judged and said.
 
-To add one: an entry here, its thresholds in thresholds.py, and its reading in readings.py where it is not read yet.
+To add one: an entry here, its thresholds in thresholds.py, and its reading in readings.py where it is not read yet
+(with what makes a sample whole there, where every sample tells it).
 """
 
 import math

@@ -49,6 +49,21 @@ class Counted:
     parts: tuple[GramPart, ...] = ()
     """Of Gram matrices, on the host."""
 
+    @property
+    def suspect_step(self) -> int | None:
+        """The first step whose update may have broken the weights; None where no loss shows it.
+
+        The loss of a step is computed with the weights that the step before left. Gradients that overflow beside finite
+        losses were skipped by a GradScaler; where no loss is told they stand for it. Where some steps told nothing it
+        is the earliest that it can have been.
+        """
+        told, lag = (self.losses, 1) if self.losses.size else (self.grad_norms, 0)
+        broken = np.flatnonzero(~np.isfinite(told))
+        if not broken.size:
+            return None
+        place = int(broken[0]) if told.size <= self.step - self.since_step else 0
+        return max(self.since_step + 1 + place - lag, 1)
+
 
 @dataclass(slots=True)
 class _Flight:

@@ -144,6 +144,17 @@ def test_causes_do_not_mix_and_what_is_not_finite_is_one_of_its_own_unless_round
     ]
 
 
+def test_a_checkpoint_is_to_be_older_than_the_first_update_that_may_have_broken_the_weights() -> None:
+    broken: dict[str, Any] = {"cause": "other", "signal": "nonfinite", "severity": "critical"}
+    ranks = [warned(None, None, step=20, rank=rank, evidence={"suspect_step": 9.0 + rank}, **broken) for rank in (0, 1)]
+    [incident] = of(*ranks, warned(2, 5, step=20, evidence={"suspect_step": 8.0}, **broken))
+    assert "resume from a checkpoint before step 8;" in incident.to_do
+    [untold] = of(warned(None, None, step=20, **broken))
+    assert "resume from a checkpoint before step 20;" in untold.to_do
+    [drifted] = of(warned(2, 5, step=4000, raised=3000, evidence={"suspect_step": 3900.0}, **broken))
+    assert "before step 3,000;" in drifted.to_do
+
+
 def test_an_incident_closes_when_all_are_quiet_and_opens_again_with_the_next_warning() -> None:
     first, second = (
         warned(0, head, step=900 + head, raised=100 * head, state="cleared", id=f"a{head}") for head in (1, 2)

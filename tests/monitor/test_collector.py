@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.contract.slots import Slot, Words, identity_row, merge_words
-from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, largest, mean, nonfinite
+from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, Counted, largest, mean, nonfinite
 from foreshock.monitor.sampling.norms import Measured
 
 HEADS = 3
@@ -141,3 +141,37 @@ def test_a_nan_is_the_mean_and_the_largest_of_what_holds_one() -> None:
     values = np.array([1.0, math.nan, 2.0])
     assert math.isnan(mean(values) or 0.0)
     assert math.isnan(largest(values) or 0.0)
+
+
+def counted(losses: list[float], norms: list[float], *, steps: int, since: int = 40) -> Counted:
+    collector = Collector(fresh_state(), step=since)
+    for place in range(max(len(losses), len(norms))):
+        loss, norm = (told[place] if place < len(told) else None for told in (losses, norms))
+        collector.note(loss, norm, None)
+    assert collector.snapshot(since + steps, PLAIN)
+    [found] = collector.landed()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "expected"),
+    [
+        ([2.0, 2.0, 2.0, math.nan, math.nan], [], 43),  # step 44 was computed with the weights of step 43
+        ([2.0, 2.0, 2.0, math.inf, math.nan], [math.inf, 1.0, math.inf, 1.0, 1.0], 43),  # a GradScaler skipped 41, 43
+        ([math.nan] * 5, [math.nan] * 5, 40),
+        ([], [1.0, 1.0, math.nan, math.nan, math.nan], 43),
+        ([2.0] * 5, [1.0, math.inf, 1.0, 1.0, 1.0], None),
+        ([2.0] * 5, [], None),
+        ([], [], None),
+        ([2.0, math.nan], [], 41),  # which steps told no loss is not known: step 42 at the earliest
+        ([2.0] * 6 + [math.nan], [], 40),  # more losses than steps
+    ],
+)
+def test_the_first_step_that_may_have_broken_the_weights_lies_before_the_first_loss_that_shows_it(
+    losses: list[float], norms: list[float], expected: int | None
+) -> None:
+    assert counted(losses, norms, steps=5).suspect_step == expected
+
+
+def test_no_step_before_the_first_is_suspected() -> None:
+    assert counted([math.nan, math.nan], [], steps=2, since=0).suspect_step == 1

@@ -245,7 +245,7 @@ def test_nan_in_every_field_of_every_sample_is_quiet_and_finite() -> None:
     arrays = {
         name: unknown
         for name in Readings.__dataclass_fields__
-        if name not in ("step", "since_step", "modes", "loss", "grad_norm", "learning_rate", "rounds")
+        if name not in ("step", "since_step", "modes", "loss", "grad_norm", "learning_rate", "rounds", "whole")
     }
     detectors, told = play(until=5000, **_fields(arrays))
     assert told == []
@@ -262,6 +262,47 @@ def test_non_finite_rows_are_critical_at_once_even_before_the_early_phase_ends()
 def test_a_non_finite_loss_is_a_critical_verdict_on_the_run() -> None:
     _, told = play(until=EVERY, loss=math.nan)
     assert [(v.severity, v.layer, v.head, v.cause) for v in told] == [("critical", None, None, "other")]
+
+
+def test_a_run_that_stays_broken_is_told_to_go_back_to_before_it_broke_and_not_to_before_the_latest_word() -> None:
+    detectors, _ = play(until=3000)
+    rows = np.zeros(N)
+    rows[SICK] = 3
+    broken: dict[str, Any] = {"loss": math.nan, "nonfinite_rows": rows}
+    told = detectors.update(reading(3050, suspect_step=3017, **broken))
+    for step in range(3100, 6000, EVERY):
+        told += detectors.update(reading(step, suspect_step=step - EVERY, **broken))
+    assert len(told) > 4  # told again after `update_steps`
+    assert {verdict.evidence["suspect_step"] for verdict in told} == {3017}
+    assert all(verdict.sentence.endswith("go back to a checkpoint before step 3,017.") for verdict in told)
+
+
+def test_where_no_single_step_is_known_the_last_sample_that_was_whole_is_the_newest_to_go_back_to() -> None:
+    detectors, _ = play(until=3000)
+    told = detectors.update(reading(3050, loss=math.nan))
+    assert [verdict.evidence["suspect_step"] for verdict in told] == [3000]
+    mended = detectors.update(reading(3100))
+    assert mended == []
+    told = detectors.update(reading(3150, nonfinite_rows=np.full(N, 2.0), grad_norm=math.nan, loss=None))
+    assert {verdict.evidence["suspect_step"] for verdict in told} == {3100}
+
+
+def test_gradients_that_overflow_for_long_are_suspected_from_the_first_of_them_on() -> None:
+    detectors, told = Detectors(HEADS), []
+    told += detectors.update(dataclasses.replace(reading(200), since_step=190))
+    for step in range(210, 300, 10):
+        told += detectors.update(dataclasses.replace(reading(step, grad_norm=math.inf), since_step=step - 10))
+    assert [verdict.evidence["suspect_step"] for verdict in told] == [200]
+
+
+def test_what_was_broken_is_still_known_after_a_resume() -> None:
+    first, second = Detectors(HEADS), Detectors(HEADS)
+    first.update(reading(EVERY, suspect_step=7, loss=math.nan))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    told = [
+        v for step in range(100, 1300, EVERY) for v in second.update(reading(step, suspect_step=step, loss=math.nan))
+    ]
+    assert [verdict.evidence["suspect_step"] for verdict in told] == [7]
 
 
 @pytest.mark.parametrize("told", [{"grad_norm": math.inf}, {"grad_norm": None}])
