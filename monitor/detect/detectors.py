@@ -247,9 +247,10 @@ class Detectors:
         """What is to be told, by head, in this order."""
         old = step - self.config.update_steps
         others = Otherwise()
-        for active in self._alarms.values():
-            others = others.after(active.verdict)
         evidence = self._evidence(list(tripped))
+        for index, active in self._alarms.items():
+            explained = index in evidence and self._pushed(index, evidence[index])
+            others = others.after(active.verdict, explained=explained)
         news: dict[int, Found] = {}
         for index, signal in sorted(tripped.items(), key=self._drifted, reverse=True):
             alarm = self._alarms.get(index)
@@ -264,7 +265,7 @@ class Detectors:
                 if alarm.verdict.step > old and not found.is_news_after(alarm.verdict):
                     continue
             news[index] = found
-            others = others.after(found)
+            others = others.after(found, explained=found.supported)
         if judged:  # what no longer triggers may have settled
             still = {i: alarm.verdict for i, alarm in self._alarms.items() if alarm.tripped_step < step}
             still = {i: told for i, told in still.items() if told.signal != SIGNAL and told.step <= old}
@@ -274,17 +275,16 @@ class Detectors:
 
     def _look(self, index: int, signal: str, seen: dict[str, float], step: int, others: Otherwise) -> Found:
         """What the evidence of a head comes to."""
-        can_round = self._rounds and index != RUN and not self._modes[index] & ROUNDING_ENDS
         is_shown = step >= self._ripe_from() and not others.dangerous
         # Of heads that share one value the offset of another may have triggered, which its bias supports.
-        pushed = bool(can_round) and (signal == _PUSHED or self._supported(seen))
+        pushed = self._can_round(index) if signal == _PUSHED else self._pushed(index, seen)
         last, lowest = self._loss[2:].tolist()
         standing = self._alarms.get(index)
         why = cause(
             signal,
             seen,
             supported=pushed,
-            can_round=bool(can_round and is_shown),
+            can_round=self._can_round(index) and is_shown,
             left_track=last - lowest > self.config.unrest * abs(lowest),
             least_change=self.config.offset_change,
             before=standing.verdict.cause if standing else None,
@@ -292,8 +292,12 @@ class Detectors:
         )
         return Found(signal, seen, pushed, why, severity(signal, seen, supported=pushed, config=self.config))
 
-    def _supported(self, seen: dict[str, float]) -> bool:
-        return supported(seen, self._near.support, self.config.shared_part)
+    def _can_round(self, index: int) -> bool:
+        return self._rounds and index != RUN and not self._modes[index] & ROUNDING_ENDS
+
+    def _pushed(self, index: int, seen: dict[str, float]) -> bool:
+        """Whether the delta bias of a head supports its drift."""
+        return self._can_round(index) and supported(seen, self._near.support, self.config.shared_part)
 
     def _verdicts(self, news: Mapping[int, Found], step: int) -> list[wire.Verdict]:
         """What is told of heads of which there is news."""

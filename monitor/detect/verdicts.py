@@ -64,13 +64,14 @@ class Otherwise(NamedTuple):
     first: wire.Cause | None = None
     """the cause of the oldest such warning"""
     dangerous: bool = False
-    """whether one is critical"""
+    """whether one is critical, and no delta bias supports it"""
 
-    def after(self, told: wire.Verdict | Found) -> "Otherwise":
-        """With one warning more."""
+    def after(self, told: wire.Verdict | Found, *, explained: bool) -> "Otherwise":
+        """With one warning more; explained: the delta bias of its head supports its drift by now."""
         if told.cause == "rounding" or told.signal == "nonfinite":
             return self
-        return Otherwise(self.first or told.cause, self.dangerous or told.severity == "critical")
+        dangerous = told.severity == "critical" and not explained
+        return Otherwise(self.first or told.cause, self.dangerous or dangerous)
 
 
 def supported(seen: Mapping[str, float], least: float, shared_part: float) -> bool:

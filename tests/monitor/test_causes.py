@@ -1,5 +1,6 @@
 """Why a head is warned about, how grave that is, and how a cause is corrected without a second warning."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.monitor.courses import HEADS, SICK, explosion, play, raised, reading
+from tests.monitor.courses import HEADS, SICK, explosion, healthy, play, raised, reading
 from tests.monitor.doubles import verdict as told_before
 
 from foreshock.contract import wire
@@ -75,12 +76,13 @@ def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is
     assert why(SEEN, first="score growth") == "rounding"
     standing = Otherwise()
     for told in (word(9, found("rounding"), None), word(9, found("other", "nonfinite"), None)):
-        standing = standing.after(told)
+        standing = standing.after(told, explained=False)
     assert standing == Otherwise()
-    standing = standing.after(word(10, found("score growth"), None))
-    assert standing.after(word(11, found("other"), None)) == Otherwise("score growth", dangerous=False)
+    standing = standing.after(word(10, found("score growth"), None), explained=False)
+    assert standing.after(word(11, found("other"), None), explained=False) == Otherwise("score growth")
     critical = word(12, found("other")._replace(severity="critical"), None)
-    assert standing.after(critical) == Otherwise("score growth", dangerous=True)
+    assert standing.after(critical, explained=False) == Otherwise("score growth", dangerous=True)
+    assert standing.after(critical, explained=True) == Otherwise("score growth", dangerous=False)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,48 @@ def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding
     assert len(raised(told)) > 1
     assert len({verdict.cause for verdict in told}) == 1
     assert all(verdict.cause != "rounding" and verdict.corrected_from is None for verdict in told)
+
+
+@pytest.mark.parametrize("failing", [[SICK], [SICK, 5]])
+@pytest.mark.parametrize(("bias", "expected"), [(0.9, "rounding"), (0.0, "score growth"), (-0.9, "score growth")])
+def test_a_failure_within_500_steps_is_corrected_to_rounding_where_the_bias_of_all_that_fail_supports_it(
+    failing: list[int], bias: float, expected: str
+) -> None:
+    """Nothing is called rounding so early; a moment later it is, unless a head fails that no bias pushes."""
+
+    def soon(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        offset[failing] = 0.5 * 2 ** (step / 42)
+        score[failing] = 9 + 1.25 * offset[failing]
+        return offset, score
+
+    detectors, told = Detectors(HEADS), []
+    for step in range(5, 700, 5):
+        now = reading(step, soon)
+        now.delta_bias_sum[failing] += bias * 1e-4
+        told += detectors.update(dataclasses.replace(now, since_step=step - 5))
+    assert sorted(raised(told)) == sorted(HEADS[index] for index in failing)
+    assert all(verdict.step < 500 and verdict.cause == "score growth" for verdict in told if verdict.state == "raised")
+    last = {verdict.head: verdict.cause for verdict in told}
+    assert set(last.values()) == {expected}
+    if expected == "rounding":
+        corrected = [v.corrected_step for v in told if v.corrected_step is not None]
+        assert corrected
+        assert all(500 <= step <= 520 for step in corrected)
+
+
+def test_one_dangerous_head_that_no_bias_pushes_keeps_an_early_failure_from_being_called_rounding() -> None:
+    def soon(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        offset[[SICK, 5]] = 0.5 * 2 ** (step / 42)
+        score[[SICK, 5]] = 9 + 1.25 * offset[SICK]
+        return offset, score
+
+    detectors, told = Detectors(HEADS), []
+    for step in range(5, 700, 5):
+        told += detectors.update(dataclasses.replace(reading(step, soon, bias=0.9), since_step=step - 5))
+    assert len(raised(told)) == 2
+    assert {verdict.cause for verdict in told} == {"score growth"}
 
 
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
