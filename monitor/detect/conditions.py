@@ -48,11 +48,16 @@ class Nearness:
         """
         config = self._config
         near = np.empty_like(growth.end) if out is None else out
+        levels = np.abs(growth.end)
+        early = [info.judged_early_from for info in SIGNALS.values()]
+        if not ripe and not any(map(any_at_least, levels, early)):
+            near[:] = 0.0  # nothing else would come of it
+            return near
         youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
         heads = self._drifting(growth, push)
         for signal, info in SIGNALS.items():
             least_level, least_growth = info.least(config, heads, youth), info.least_growth(config, youth)
-            level = np.abs(growth.end[signal])
+            level = levels[signal]
             found = np.divide(level, least_level, out=near[signal])
             if not ripe:
                 found[level < info.judged_early_from] = 0.0

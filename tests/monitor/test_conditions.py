@@ -39,10 +39,12 @@ def grown(offsets: Floats, scores: Floats) -> Growth:
     return growth
 
 
-def near(layers: list[int], offsets: Floats, scores: Floats, push: Floats, **settings: float | None) -> Floats:
+def near(
+    layers: list[int], offsets: Floats, scores: Floats, push: Floats, *, ripe: bool = True, **settings: float | None
+) -> Floats:
     config = DetectorConfig.model_validate({"horizon_lives": None} | settings)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Nearness(layers, config)(grown(offsets, scores), step=STEP, ripe=True, push=push)
+        return Nearness(layers, config)(grown(offsets, scores), step=STEP, ripe=ripe, push=push)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 144, 5120])
@@ -107,3 +109,14 @@ def test_neither_offset_nor_score_is_nearer_than_its_harm_within_the_horizon() -
     assert however_far[HeadSignal.OFFSET, 0] >= 1 > within[HeadSignal.OFFSET, 0]
     by_hand = 3.0 * STEP / ((512 - 14) / (11 / 3000))  # it grows by 11 nats in 3000 steps, evenly
     assert within[HeadSignal.OFFSET, 0] == pytest.approx(by_hand, rel=0.2)
+
+
+@pytest.mark.parametrize("fourth", [300.0, 255.0, math.nan])
+def test_before_growth_is_judged_no_head_is_near_but_for_a_dangerous_score_whatever_the_others_do(
+    fourth: float,
+) -> None:
+    offsets, scores = np.array([60.0, -40.0, 20.0, 30.0]), np.array([100.0, 255.0, 90.0, fourth])
+    found = near([0, 1, 2, 3], offsets, scores, np.full(4, 9.0), ripe=False)
+    assert (found[HeadSignal.SCORE, 3] > 0) == (fourth >= 256)
+    found[HeadSignal.SCORE, 3] = 0.0
+    np.testing.assert_array_equal(found, 0.0)
