@@ -27,7 +27,7 @@ from foreshock.monitor.attention.running import (
     outside,
 )
 from foreshock.monitor.attention.varlen import varlen_attn
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, MASKED, WatchedLayer
 from foreshock.monitor.model.discovery import SDPA, VARLEN, places_of
 
 
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
     note_interception()
     causal = "top_left" if is_causal else "none"
     if attn_mask is not None:
-        why: str | None = "it passes a mask"
+        why: str | None = MASKED
     elif not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
         why = "query and key differ in heads without enable_gqa"
     else:

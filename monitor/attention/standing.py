@@ -90,8 +90,9 @@ class Standing:
             )
 
     def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
-        kept = np.array([self._watched(n) is not None and self._watched(n).keeps for n in range(len(self._layers))])
-        for alike in (kept, ~kept):
+        layers = [self._watched(number) for number in range(len(self._layers))]
+        sampled = np.array([layer is not None and layer.sampled for layer in layers])
+        for alike in (sampled, ~sampled):
             if not counted[alike].any():
                 continue  # none of them: nothing was measured in this sample, or there was no backward
             stopped = set(np.flatnonzero(alike & ~counted).tolist())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from foreshock.monitor.attention.running import expect_interception, layer_of_this_call, was_intercepted
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, MASKED, WatchedLayer
 
 _KNOWN: Final = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "position_bias", "attention_mask")
 _HARMLESS: Final = (
@@ -153,7 +153,7 @@ def _served(
     dropout, scaling, is_causal, window, softcap, bias = (kwargs.get(k) for k in _KNOWN[:6])
     why = _unknown(mask, kwargs, more)
     if why is None and (mask is not None or bias is not None):
-        why = "it passes a mask"
+        why = MASKED
     if why is None and kwargs.get("position_ids") is not None and query.shape[0] == 1:
         why = "its positions may pack several sequences"  # only of a single row flash attention reads them
     if why is None:

@@ -15,6 +15,7 @@ from foreshock.monitor.attention.probe import probe
 logger: Final = logging.getLogger("foreshock")
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
+MASKED: Final = "it passes a mask"
 NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
@@ -121,12 +122,15 @@ class WatchedLayer:
             return
         if problem is None:
             self.servable = True
-        elif torch.compiler.is_compiling():
-            self.never_served = (
-                "the kernels do not serve it as it is compiled"  # a sentence of shapes has no place here
-            )
+        elif torch.compiler.is_compiling() and problem != MASKED:  # a sentence of shapes has no place in a graph
+            self.never_served = "our kernels do not take its operands"
         else:
             self.never_served = problem
+
+    @property
+    def sampled(self) -> bool:
+        """Whether calls of it stay with its own attention, of which a sample is measured in some steps alone."""
+        return self.keeps or self.never_served is not None
 
     @property
     def idle(self) -> str | None:

@@ -13,6 +13,7 @@ from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt, tr
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.proof import Proof
 
@@ -85,7 +86,7 @@ def test_an_order_for_every_head_leaves_out_those_that_it_would_not_change_and_s
 @pytest.mark.full
 def test_so_it_is_in_compiled_code() -> None:
     with after_a_step(half_masked(), compiled=True, attention="keep") as agent:
-        with pytest.raises(ValueError, match=r"layer 0 head 0: .*a switch would change nothing"):
+        with pytest.raises(ValueError, match=r"layer 0 head 0: .*it passes a mask; a switch would change nothing"):
             agent.set_mode([(0, 0)], "row_corrected", "a test")
         agent.set_mode([(1, 0)], "row_corrected", "a test")
     torch._dynamo.reset()
@@ -144,6 +145,22 @@ def test_a_layer_that_was_not_proven_cannot_be_switched() -> None:
         keeper.proofs.append(Proof(reason="the output of our kernels is off by 3"))
         with pytest.raises(ValueError, match=r"our kernels is off by 3.*a switch would change nothing"):
             agent.set_mode([(0, 0)], "row_corrected", "a test")
+
+
+def test_a_layer_that_is_sampled_now_and_then_is_not_taken_for_one_that_stopped_where_its_peer_counts_every_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = half_masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, **EVERY_STEP, probe_every_steps=4) as agent:
+        listener = Listener()
+        agent.subscribe(listener)
+        for step in range(6):
+            agent.step(train_step(model, optimizer, step))
+    rows = [slot_values(sample.words(), Slot.ROWS).tolist() for sample in listener.of(wire.Sample)]
+    assert [bool(first) for first, *_ in rows] == [True, False, False, False, True, False]
+    assert all(last for *_, last in rows)
+    assert "counted nothing" not in caplog.text
 
 
 def test_before_the_first_step_nothing_is_known_and_a_switch_is_taken() -> None:

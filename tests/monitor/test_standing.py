@@ -39,7 +39,7 @@ def words(*counted: bool, slot: Slot = Slot.ROWS) -> Words:
 
 
 def keeper(*keeps: bool, proving: bool = False) -> Any:
-    watched = [SimpleNamespace(keeps=k, unserved={}, silence="no backward ran through it") for k in keeps]
+    watched = [SimpleNamespace(sampled=k, unserved={}, silence="no backward ran through it") for k in keeps]
     return SimpleNamespace(
         layers=watched, proving=proving, standing=lambda n: "kept, sampled" if keeps[n] else "kernels",
         refused_mitigation=list,
