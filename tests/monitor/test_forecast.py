@@ -74,7 +74,7 @@ def test_the_courses_of_many_heads_are_those_of_each(heads: list[list[float]]) -
 
 def rates_between(power: float, age: int, first: float, last: float) -> float:
     """Sum of the learning rates of these steps, today's (at step `age`) being 1, by small parts."""
-    steps = np.linspace(first, last, 20_001)
+    steps = np.geomspace(first, last, 20_001)
     return float(np.trapezoid((steps / age) ** -power, steps))
 
 
