@@ -9,9 +9,13 @@ from tests.lab.made_up import record
 
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.sealed import break_seal, fingerprint, sealed
+from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 SHIPPED = DetectorConfig()
+RECIPE, SPLIT = max(real_text_split().items(), key=lambda named: len(named[1]["held-out"]))
+HELD_OUT, TUNING = SPLIT["held-out"], [seed for half, seeds in SPLIT.items() if half != "held-out" for seed in seeds]
+"""Seeds of the recipe with the most of them; those that were scored once are for tuning."""
 
 
 def a_trace(folder: Path, recipe: str, seed: int, **more: str) -> Path:
@@ -22,18 +26,19 @@ def a_trace(folder: Path, recipe: str, seed: int, **more: str) -> Path:
 
 
 def test_held_out_runs_are_known_by_recipe_and_seed_whatever_their_header_or_name_says(tmp_path: Path) -> None:
-    tuning, held_out = a_trace(tmp_path, "kb256", 2), a_trace(tmp_path, "kb256", 11, split="tuning", arm="control")
-    other = a_trace(tmp_path, "key-bias-small", 11, split="held-out")
+    tuning = [a_trace(tmp_path, RECIPE, seed) for seed in TUNING]
+    held_out = a_trace(tmp_path, RECIPE, HELD_OUT[0], split="tuning", arm="control")
+    other = a_trace(tmp_path, "key-bias-small", HELD_OUT[0], split="held-out")
     junk = tmp_path / "junk.gz"
     junk.write_bytes(b"no trace")
-    assert sealed([tuning, held_out, other, junk]) == [held_out]
+    assert sealed([*tuning, held_out, other, junk]) == [held_out]
 
 
 def test_held_out_runs_are_refused_and_named_until_the_seal_is_broken(tmp_path: Path) -> None:
-    runs = [a_trace(tmp_path, "kb256", seed) for seed in (2, 11, 12, 13, 14)]
-    with pytest.raises(
-        ValueError, match=r"kb256_11.*kb256_13\.jsonl\.gz and 1 more are held out: they are scored once"
-    ):
+    first, second, third, *_ = HELD_OUT
+    runs = [a_trace(tmp_path, RECIPE, seed) for seed in (TUNING[0], *HELD_OUT)]
+    named = ", ".join(f"{RECIPE}_{seed}.jsonl.gz" for seed in (first, second, third))
+    with pytest.raises(ValueError, match=f"{named} and {len(HELD_OUT) - 3} more are held out: they are scored once"):
         break_seal(runs, SHIPPED, None)
     break_seal(runs[:1], SHIPPED, None)
     seal = tmp_path / "seal.json"
@@ -45,7 +50,7 @@ def test_held_out_runs_are_refused_and_named_until_the_seal_is_broken(tmp_path: 
 
 
 def test_a_seal_that_was_broken_admits_no_other_detectors_and_no_other_runs(tmp_path: Path) -> None:
-    first, second = a_trace(tmp_path, "text-gpt", 11), a_trace(tmp_path, "text-gpt", 12)
+    first, second, *_ = (a_trace(tmp_path, RECIPE, seed) for seed in HELD_OUT)
     seal = tmp_path / "seal.json"
     break_seal([first], SHIPPED, seal)
     with pytest.raises(ValueError, match="with other detectors"):
@@ -58,11 +63,11 @@ def test_a_seal_that_was_broken_admits_no_other_detectors_and_no_other_runs(tmp_
 
 
 def test_the_score_command_refuses_them_before_it_looks(tmp_path: Path) -> None:
-    run = record(tmp_path / "run.jsonl.gz", fails=True, recipe="kb256b64", seed=12)
+    run = record(tmp_path / "run.jsonl.gz", fails=True, recipe=RECIPE, seed=HELD_OUT[0])
     with pytest.raises(ValueError, match="held out"):
         lab_score([run])
     [score], _ = lab_score([run], seal=tmp_path / "seal.json")
     assert score.split == "held-out"
-    again = record(tmp_path / "again.jsonl.gz", fails=True, recipe="kb256", seed=1)
+    again = record(tmp_path / "again.jsonl.gz", fails=True, recipe=RECIPE, seed=TUNING[0])
     [score], _ = lab_score([again])
     assert score.split == "tuning"
