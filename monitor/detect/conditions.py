@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.forecast import courses
 from foreshock.monitor.detect.growth import Growth, away, lower_median, median_of_others
-from foreshock.monitor.detect.signals import SIGNALS, Drifting, HeadSignal
+from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, Drifting, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _WORTH_A_LOOK: Final = 0.6
@@ -76,7 +76,7 @@ class Nearness:
         flat = near.ravel()
         if math.isnan(flat.dot(flat)):
             np.nan_to_num(near, copy=False, nan=0.0)
-        self._bring_into_sight(near, growth, step)
+        self._bring_into_sight(near, growth, step, heads.together)
         return near
 
     def _drifting(self, growth: Growth, push: Floats) -> Drifting:
@@ -86,19 +86,21 @@ class Nearness:
         together = ~(growth.change((HeadSignal.OFFSET, everyone)) < self._config.shared_part * grown)
         return Drifting(together, together & (push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support))
 
-    def _bring_into_sight(self, near: Floats, growth: Growth, step: int) -> None:
+    def _bring_into_sight(self, near: Floats, growth: Growth, step: int, together: npt.NDArray[np.bool_]) -> None:
         """Neither offset nor score of a head is nearer than its harm, which has to come within some times the run's
         life so far.
 
         What drifts by little for long meets every condition on growth, and harms nobody. Where no score was recorded,
-        nothing is foreseen and nothing is held back.
+        nothing is foreseen and nothing is held back. A head that sharpens has to come to twice the score, as it has to
+        have twice the score to be looked at: one that settles a little past what is dangerous trains on.
         """
         foreseen = near[_FORESEEN]
         if self._config.horizon_lives is None or not any_at_least(foreseen, _WORTH_A_LOOK):
             return
         heads = np.flatnonzero(foreseen.max(axis=0) >= _WORTH_A_LOOK)
         with np.errstate(divide="ignore"):
-            sight = self._config.horizon_lives * step / courses(growth, heads)
+            dangerous = np.where(together[heads], DANGEROUS_SCORE, 2 * DANGEROUS_SCORE)
+            sight = self._config.horizon_lives * step / courses(growth, heads, dangerous)
         foreseen[:, heads] = np.fmin(foreseen[:, heads], sight)
 
     def _lasting(self, growth: Growth, signal: HeadSignal, heads: npt.NDArray[np.int64], factor: Floats) -> Floats:

@@ -43,14 +43,15 @@ def forecast(course: float, *, near_steps: float) -> Forecast:
     return Forecast(likely, earliest, latest if course <= near_steps else None, True)
 
 
-def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
-    """Steps until 512 where some heads go on as they do, [len(heads)]: inf where they level off before, NaN where no
-    score was recorded. Each step takes them as far as its learning rate, which goes on falling as it does."""
+def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | float = DANGEROUS_SCORE) -> Floats:
+    """Steps until a `dangerous` score, one for all or [len(heads)], where some heads go on as they do, [len(heads)]:
+    inf where they level off before, NaN where no score was recorded. Each step takes them as far as its learning rate,
+    which goes on falling as it does."""
     of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
     reached, error = growth.end[of], growth.jitter(of)
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
-    target = np.full(reached.shape, DANGEROUS_SCORE)
-    target[0] = offset + DANGEROUS_SCORE - score
+    target = np.empty_like(reached)
+    target[0], target[1] = offset + dangerous - score, dangerous
     with np.errstate(all="ignore"):
         sign = np.copysign(1.0, reached)
         start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
@@ -58,7 +59,7 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
         told = _while_rate_falls(told, growth)
         goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)
     found: Floats = np.where(goes_on, told, math.inf).min(axis=0)  # the sooner of the two
-    found[score >= DANGEROUS_SCORE] = 0.0
+    found[score >= dangerous] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found
 

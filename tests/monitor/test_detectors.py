@@ -101,6 +101,20 @@ def test_a_drift_that_no_delta_bias_pushes_is_believed_by_its_scores_alone(bias:
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 
 
+@pytest.mark.parametrize(("began", "pace", "warned"), [(420.0, 0.02, False), (300.0, 0.06, True), (60.0, 0.3, True)])
+def test_a_head_that_sharpens_a_little_past_512_is_no_warning_and_one_on_its_way_to_twice_that_is(
+    began: float, pace: float, warned: bool
+) -> None:
+    def sharpens(step: int) -> tuple[Floats, Floats]:
+        offset, score = healthy(step)
+        score[SICK] = began + pace * step + noise(step)[SICK]
+        return offset, score
+
+    _, told = play(sharpens, until=7000)
+    assert raised(told) == ([HEADS[SICK]] if warned else [])
+    assert all(verdict.cause == "score growth" and verdict.evidence["score"] >= 512 for verdict in told)
+
+
 def rescored(course: Course, since: int, factor: float) -> Course:
     """From a step on the scores of one healthy head are counted otherwise, as when its mode changes."""
 
