@@ -123,6 +123,17 @@ _mha_copy: Final = types.FunctionType(
     _original_mha.__code__, _original_mha.__globals__, _original_mha.__name__, _original_mha.__defaults__
 )
 
+# What that copy calls to check a padding mask. PyTorch's words its refusal in a function that holds the mask, which
+# torch.compile cannot take into a graph; not every version has it.
+_original_padding_check: Final = getattr(F, "_check_key_padding_mask", None)
+
+
+def _check_padding(key_padding_mask: Tensor, source_length: int, batch: int) -> None:
+    if key_padding_mask.shape[0] != batch or key_padding_mask.shape[1] != source_length:
+        assert _original_padding_check is not None
+        _original_padding_check(key_padding_mask, source_length, batch)
+
+
 _COMPILER_SETTINGS: Final = {
     # The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
     # torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
@@ -161,6 +172,8 @@ class SdpaRebinding:
                 for space, name in places_of(original):
                     self._bind(space, name, ours)
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
+            if _original_padding_check is not None:
+                self._bind(vars(F), "_check_key_padding_mask", _check_padding)
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
