@@ -127,5 +127,5 @@ def report_model(path: str, console: Console) -> None:
     model = made[0] if isinstance(made, tuple) and made else made  # diagnose's functions give the loss too
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
-    with attach(model, url=None, spool_directory=None) as agent:
+    with attach(model, url=None, spool_directory=None, quiet=True) as agent:
         console.print(agent.report())
