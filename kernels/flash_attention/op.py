@@ -175,14 +175,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple[Tensor | None, ...]:
     query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed = ctx.saved_tensors
-    state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
-    given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
     if grad_out is None:  # the log-sum-exp alone was used
         grad_out = torch.zeros_like(query)
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
+        state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
+        given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
         grads = attention_backward(grad_out, query, key, value, *output, *given, grad_lse)
-    else:  # which counts nothing
+    else:  # which counts nothing, and leaves it to a backward that comes after it, as the loss's after its penalty's
         spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
         grads = twice.differentiable_gradients(grad_out, grad_lse, query, key, value, spec, packed=packed)
     needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True))

@@ -103,7 +103,8 @@ class WatchedLayer:
         if self.unserved:
             return "; ".join(self.unserved)
         if self.met:
-            return "no backward ran through it"
+            again = ", or only such as are differentiated again, which are not counted"
+            return "no backward ran through it" + ("" if self.keeps else again)
         if self.ran:
             return "its forward ran, but computed attention by none of the functions that are met"
         return NOT_RUN

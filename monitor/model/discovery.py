@@ -23,7 +23,14 @@ from foreshock.monitor.model.callees import (
     kept_by,
     own_name,
 )
-from foreshock.monitor.model.layers import Projection, all_query_heads, find_projection, query_width, why_unmeasured
+from foreshock.monitor.model.layers import (
+    Projection,
+    all_query_heads,
+    find_projection,
+    key_heads_by_width,
+    query_width,
+    why_unmeasured,
+)
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
 
 Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
@@ -82,6 +89,7 @@ class Found:
     heads: int = 0
     """Those that this process computes."""
     kv_heads: int = 0
+    """0 where neither an attribute nor a projection tells it."""
     head_dim: int = 0
     first_head: int = 0
     """Global number of the first of them (tensor parallelism)."""
@@ -157,10 +165,11 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     if not heads:
         hint = f'give heads={{"{name}": number of heads}}'
         return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
-    kv_heads = _number(owner, _KV_HEADS) or heads
+    told_kv_heads = _number(owner, _KV_HEADS)
     groups = _number(owner, ("num_key_value_groups",))
-    if kv_heads == heads and groups and heads % groups == 0:
-        kv_heads = heads // groups
+    if told_kv_heads in (None, heads) and groups and heads % groups == 0:
+        told_kv_heads = heads // groups
+    kv_heads = told_kv_heads or heads
     head_dim = (
         _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
     )
@@ -172,6 +181,10 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     if heads % kv_heads:
         return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
     projection = find_projection(owner, heads, kv_heads, head_dim)
+    if projection is None and not told_kv_heads:
+        kv_heads = key_heads_by_width(owner, heads, head_dim)
+        if 0 < kv_heads < heads:
+            projection = find_projection(owner, heads, kv_heads, head_dim)
     why = "" if projection is not None else why_unmeasured(owner)
     return Found(name, module, route, heads, kv_heads, head_dim, projection=projection, unmeasured=why)
 

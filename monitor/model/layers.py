@@ -326,6 +326,20 @@ def query_width(module: nn.Module, heads: int, kv_heads: int) -> int | None:
     return None
 
 
+def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
+    """Key heads as the module's own projections tell them, or 0."""
+    if isinstance(module, nn.MultiheadAttention):
+        return heads
+    for query_name, key_name in _SEPARATE:
+        query, key = (_width(getattr(module, name, None)) for name in (query_name, key_name))
+        if query is not None and key is not None:
+            kv_heads = key // head_dim
+            fits = query == heads * head_dim and key % head_dim == 0 and kv_heads > 0 and heads % kv_heads == 0
+            return kv_heads if fits else 0
+    fused = (_width(getattr(module, name, None)) for name in (*_FUSED, *_FUSED_PER_KEY_HEAD))
+    return heads if 3 * heads * head_dim in fused else 0
+
+
 def _outputs(module: object) -> int | None:
     if not isinstance(module, nn.Module) or (has_adapters(module) and adapted(module) is None):
         return None  # the base's weight alone would give the norm of a W_Q that nobody uses

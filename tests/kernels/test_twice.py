@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foreshock.kernels.flash_attention import flash_attention
+from foreshock.kernels.flash_attention import flash_attention, new_state
 
 
 def operands(heads: int, kv_heads: int, queries: int, keys: int) -> list[Tensor]:
@@ -56,6 +56,33 @@ def test_many_gradients_at_once_are_those_that_are_taken_one_by_one() -> None:
     for number, direction in enumerate(directions):
         one = torch.autograd.grad(out, inputs, direction, retain_graph=True)
         torch.testing.assert_close([g[number] for g in got], list(one), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["differentiated again", "many at once"])
+def test_a_backward_after_a_gradient_that_is_not_counted_counts_once(batched: bool) -> None:
+    """As the loss's backward after the gradient of which a penalty is taken."""
+
+    def counted(*, before: bool) -> list[Tensor]:
+        state, inputs = new_state(4, "cpu"), operands(4, 2, 6, 6)
+        out = ours(*inputs, causal=True, state=state)
+        nothing = state.clone()
+        if before and batched:
+            torch.autograd.grad(
+                out, inputs, torch.ones(3, *out.shape).double(), is_grads_batched=True, retain_graph=True
+            )
+        elif before:
+            torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        assert torch.equal(state, nothing)
+        states = []
+        for _ in range(2):
+            torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+            states.append(state.clone())
+        assert not torch.equal(states[0], nothing)
+        return states
+
+    once, again = counted(before=True)
+    assert torch.equal(once, again)
+    assert torch.equal(once, counted(before=False)[0])
 
 
 @pytest.mark.parametrize("options", [{"window": (2, 0)}, {"softcap": 3.0}, {"dropout_p": 0.5}])

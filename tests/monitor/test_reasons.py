@@ -160,6 +160,25 @@ def test_layers_that_count_nothing_for_one_reason_are_told_in_one_line(caplog: p
     assert "layer 0 (0), layer 1 (1), layer 2 (2) counted nothing in step 1: no backward ran through it" in line
 
 
+def test_gradients_that_are_differentiated_again_are_named_where_our_kernels_do_not_count_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(CausalSelfAttention(WIDTH, HEADS))
+    every_step = {**QUIET, "attention": "kernels", "sample_every_steps": 1}
+    with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **every_step) as agent:
+        for step in range(3):
+            x = torch.randn(2, 5, WIDTH, requires_grad=True)
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            if step:  # the loss's own backward counts, the gradient of the penalty does not
+                torch.autograd.backward(loss + slope.square().sum())
+            agent.step(float(loss.detach()))
+        assert agent.report().endswith("watched 1 of 1 attention layers")
+    (line,) = [record.message for record in caplog.records if "counted nothing" in record.message]
+    why = "no backward ran through it, or only such as are differentiated again, which are not counted"
+    assert line == f"foreshock: layer 0 (0) counted nothing in step 1: {why}"
+
+
 def test_a_head_dim_that_only_the_width_of_a_key_tells_is_known() -> None:
     class OfOneKey(nn.Module):
         """As timm's attention of several queries and one key: its projections are convolutions in containers."""
