@@ -211,7 +211,7 @@ def test_the_width_of_a_key_projection_tells_its_key_heads_or_nothing_does(
     assert (found.projection is None) == (kv_heads == 0)
     if found.projection is not None:
         keys = found.projection.key.read().weights
-        assert torch.equal(keys, module.to_k.weight.unflatten(0, (kv_heads, head_dim)))
+        assert torch.equal(keys, module.to_k.weight.view(kv_heads, head_dim, -1))
 
 
 def test_key_heads_that_nothing_tells_are_unknown_and_those_of_weights_that_cannot_be_read_are_not() -> None:
@@ -221,7 +221,8 @@ def test_key_heads_that_nothing_tells_are_unknown_and_those_of_weights_that_cann
         def __init__(self) -> None:
             super().__init__()
             self.head_dim = self.to_q.out_features // self.heads
-            self.shared, self.to_k = self.to_k, None
+            self.shared = self.to_k
+            del self.to_k
 
         def forward(self, x: Tensor) -> Tensor:
             return helper(x, x, x)
