@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,19 +72,30 @@ def with_wandb(folder: Path) -> tuple[Stored, dict[str, int]]:
 
 
 def histories(file: Path) -> Iterator[dict[str, float]]:
-    """The rows of a run that was recorded offline: a header of 7 bytes, then records of checksum, length and kind."""
+    """The rows of a run that was recorded offline, once its record is whole: `finish` may return before it is."""
+    until = time.monotonic() + 240
+    while not (found := list(records(file))) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < until, f"no end of the record in 240 seconds, after {len(found)} of its parts"
+        time.sleep(0.1)
+    for record in found:
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What a record of wandb holds so far: a header of 7 bytes, then parts of checksum, length and kind."""
     from wandb.proto import wandb_internal_pb2
 
     data = file.read_bytes()
     assert len(data) < 2**15, "records may be split from here on"
     at = 7
-    while at < len(data):
+    while at + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, at)
         assert kind == 1, "a whole record"
-        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
+        if at + 7 + size > len(data):
+            return  # still being written
+        yield wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
         at += 7 + size
-        if record.WhichOneof("record_type") == "history":
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 if __name__ == "__main__":
