@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreshock.benchmarks.agent_models import SHAPES, Shape, UnwatchedAttention
+from foreshock.benchmarks.agent_models import Shape, UnwatchedAttention
 from foreshock.benchmarks.agent_step import Bench, markdown, measure
 
 TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
@@ -32,12 +32,6 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
     torch._dynamo.reset()
     assert not bench.arms
     assert "none_cudnn does not take tiny" in capsys.readouterr().err
-
-
-def test_the_shapes_are_those_that_are_promised() -> None:
-    small, large = SHAPES
-    assert (small.layers, small.width, small.length, small.batch) == (12, 768, 1024, 32)
-    assert (large.length, large.gated) == (4096, True)
 
 
 def test_the_page_shows_the_recorded_step_times() -> None:
