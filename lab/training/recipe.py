@@ -64,6 +64,8 @@ class Recipe:
     before it, by seed."""
     on_gpu: bool = False
     """Made for a GPU; it runs anywhere."""
+    compiled: bool = False
+    """On a GPU the model goes through torch.compile, as people train; elsewhere it is left as it is."""
     sample_every_steps: int = 25
 
     def rate_share(self, step: int) -> float:

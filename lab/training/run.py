@@ -124,6 +124,8 @@ class Training:
         } | (FAST_CONTROL if self._fast else {})
         with self.on_stream():
             self.agent: Agent = attach(self.model, **(settings | agent_settings))
+        compiled = recipe.compiled and self.device.type == "cuda"
+        self._whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
         self._begun = False
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -222,7 +224,7 @@ class Training:
     def _loss_of(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
         with sdpa_kernel(_FAST_FLOAT32, set_priority=True) if self._fast else nullcontext():
-            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+            loss: Tensor = self._whole(tokens[:, :-1], tokens[:, 1:])
         return loss
 
     def history(self, count: int) -> tuple[Floats, Floats]:

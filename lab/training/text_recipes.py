@@ -29,6 +29,10 @@ _LLAMA = replace(_WIDE, kv_heads=2, **_LIKE_LLAMA)
 _DEEP = replace(_KB256.model, layers=8)
 _DEEP_LLAMA = replace(_DEEP, kv_heads=2, **_LIKE_LLAMA)
 _NARROW = replace(_DEEP, width=128, context=128)
+_SHORT = replace(_DEEP, context=128)
+_SHORT_LLAMA = replace(_DEEP_LLAMA, context=128)
+_FOUR = replace(_SHORT, layers=4)
+_LONG_MEMORY: Final = (0.9, 0.999)
 
 
 def _may_fail(name: str, summary: str, **settings: Any) -> Recipe:
@@ -47,6 +51,11 @@ def _as_trained(name: str, summary: str, model: ModelConfig, **settings: Any) ->
         "truth": "healthy",
     }
     return replace(_KB256, name=name, summary=summary, model=model, **(usual | settings))
+
+
+def _long(name: str, summary: str, model: ModelConfig = _SHORT, **settings: Any) -> Recipe:
+    """As `_as_trained`, compiled: 40,000 steps of 4,096 tokens, which a GPU makes several hundred of in a second."""
+    return _as_trained(f"long-{name}", summary, model, **({"steps": 40000, "compiled": True} | settings))
 
 
 TEXT_RECIPES: Final = (
@@ -81,6 +90,7 @@ TEXT_RECIPES: Final = (
         batch=64,
         steps=12000,
     ),
+    _may_fail("kb256compiled", "The same through torch.compile.", compiled=True),
     _may_fail("kb256deep", "Eight layers of width 256.", model=_DEEP, steps=12000),
     _may_fail("kb512", "Eight layers, eight heads, on byte pairs: it runs away slowly.", model=_WIDE),
     _as_trained("text-gpt", "Eight layers of width 256 with biases, at an ordinary rate.", _DEEP),
@@ -147,6 +157,20 @@ TEXT_RECIPES: Final = (
         "gpt2-small-no-bias", "The same without biases.", replace(_GPT2, qkv_bias=False), batch=16, learning_rate=6e-4
     ),
     _as_trained("gpt2-small-b32", "GPT-2 small at batch 32.", _GPT2, learning_rate=6e-4, steps=5000),
+    _long("gpt", "Eight layers of width 256 with biases, 4,096 tokens a step, compiled, for 40,000 steps."),
+    _long("gpt-fast", "The same at twice the rate.", learning_rate=2e-3),
+    _long(
+        "gpt-slow", "The same at a low rate, an optimizer with a long memory.", learning_rate=3e-4, betas=_LONG_MEMORY
+    ),
+    _long("gpt-constant", "The same at a rate that stays.", schedule="constant"),
+    _long("gpt-no-bias", "The same without biases.", replace(_SHORT, qkv_bias=False)),
+    _long("llama", "Rotary positions, grouped heads, RMSNorm and SwiGLU.", _SHORT_LLAMA),
+    _long("llama-bias", "The same with biases on queries, keys and values.", replace(_SHORT_LLAMA, qkv_bias=True)),
+    _long("llama-qk-norm", "The same with qk-norm.", replace(_SHORT_LLAMA, qk_norm=True), learning_rate=2e-3),
+    _long("four", "Four layers of width 256 with biases.", _FOUR),
+    _long("four-fast", "The same at twice the rate.", _FOUR, learning_rate=2e-3),
+    _long("four-no-bias", "The same without biases.", replace(_FOUR, qkv_bias=False), learning_rate=2e-3),
+    _long("four-llama", "Like a Llama, four layers.", replace(_SHORT_LLAMA, layers=4), learning_rate=2e-3),
     _as_trained("llama-small", "Rotary positions, grouped heads, RMSNorm and SwiGLU, on byte pairs.", _LLAMA, batch=16),
     _as_trained("llama-small-qk-norm", "The same with qk-norm.", replace(_LLAMA, qk_norm=True), learning_rate=2e-3),
 )

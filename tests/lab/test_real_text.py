@@ -35,7 +35,7 @@ def test_a_control_made_again_begins_as_the_control_but_for_less_than_rounding(c
 def test_the_split_is_the_one_that_was_committed_before_any_run() -> None:
     """Whoever changes it after runs exist makes a new split, of new seeds."""
     told = hashlib.sha256(SPLIT_FILE.read_bytes()).hexdigest()
-    assert told == "a98f015a1c56377a36fb5b8ffa8373d77184afa55f86bef318cc8724142f36ca"
+    assert told == "fe956e6c709589db11667a451532d7e9ec682e7a3669b4d005a6d51692971fe1"
 
 
 def test_no_run_is_in_both_halves_and_what_was_looked_at_is_for_tuning() -> None:
@@ -44,12 +44,12 @@ def test_no_run_is_in_both_halves_and_what_was_looked_at_is_for_tuning() -> None
         seeds = [seed for half in halves.values() for seed in half]
         assert len(set(seeds)) == len(seeds)
         assert {assigned(recipe, seed) for seed in halves["held-out"]} <= {"held-out"}
-    for recipe, seed in (("kb256", 1), ("kb256", 2), ("kb256b128", 1), ("kb512", 1), ("gpt2-small", 1), ("kb256", 11)):
+    for recipe, seed in (("kb256", 1), ("kb256", 2), ("kb256b128", 1), ("kb512", 1), ("gpt2-small", 1), ("kb256", 14)):
         assert assigned(recipe, seed) == "tuning"
     assert assigned("kb256", 999) is None
     assert assigned("key-bias-small", 1) is None
     assert find_recipe("kb256").header(UNTREATED, 1, "run")["split"] == "tuning"
-    assert find_recipe("kb256").header(UNTREATED, 13, "run")["split"] == "held-out"
+    assert find_recipe("kb256").header(UNTREATED, 15, "run")["split"] == "held-out"
 
 
 def test_the_sets_hold_what_a_reviewer_asks_for() -> None:
