@@ -90,6 +90,7 @@ class Layer(Message):
     head_dim: int = Field(ge=1, le=4096)
     served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
     sampled: bool = False
+    kv_heads_known: bool = Field(default=True, description="false: nothing tells them, and kv_heads counts the heads")
 
     @field_validator("heads")
     @classmethod

@@ -195,7 +195,8 @@ def _instruments(
             layer=settings.layers.get(f.name, settings.first_layer + index),
             name=f.name or "model",
             heads=tuple(range(settings.first_head + f.first_head, settings.first_head + f.first_head + f.heads)),
-            kv_heads=f.kv_heads or f.heads,
+            kv_heads=f.kv_heads or f.heads,  # older services take no less than one
+            kv_heads_known=f.kv_heads > 0,
             head_dim=f.head_dim,
             served_by="probe" if sampled else served_by,
             sampled=sampled,

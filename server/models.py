@@ -167,7 +167,7 @@ class LayerState(Response):
     layer: int
     name: str
     heads: list[int]
-    kv_heads: int
+    kv_heads: int | None = Field(description="null: nothing in the model told its agent how many there are")
     head_dim: int
     served_by: str
     sampled: bool

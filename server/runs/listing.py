@@ -224,7 +224,8 @@ async def _layers(
         modes = [reading.fields["modes"][-1, i] for i in where] if reading else [math.nan] * len(own)
         states.append(
             LayerState(
-                **layer.model_dump(include={"layer", "name", "kv_heads", "head_dim", "served_by", "sampled"}),
+                **layer.model_dump(include={"layer", "name", "head_dim", "served_by", "sampled"}),
+                kv_heads=layer.kv_heads if layer.kv_heads_known else None,
                 heads=own,
                 modes=[None if math.isnan(mode) else _mode_name(int(mode)) for mode in modes],
                 risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],

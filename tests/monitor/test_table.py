@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import (
     AttentionWithMask,
@@ -13,6 +14,7 @@ from tests.monitor.tiny_models import (
 from tests.monitor.watching import SilentAttention
 from torch import Tensor, nn
 
+from foreshock.contract import wire
 from foreshock.monitor import attach
 
 
@@ -40,23 +42,25 @@ def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
     assert "0 to 8" in longer.report()
 
 
-def test_key_heads_that_nothing_tells_are_no_number_in_the_table() -> None:
+class KeysOfAFunction(nn.Module):
+    """Three query heads share the one key head that no projection makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.q_proj(x).unflatten(2, (3, 4)).transpose(1, 2)
+        keys = x[:, None, :, :4]
+        return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service_is_told_so() -> None:
     """The heads were told by whoever attached; they say nothing of keys."""
-
-    class KeysOfAFunction(nn.Module):
-        """Three query heads share the one key head that no projection makes."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj = nn.Linear(12, 12)
-
-        def forward(self, x: Tensor) -> Tensor:
-            query = self.q_proj(x).unflatten(2, (3, 4)).transpose(1, 2)
-            keys = x[:, None, :, :4]
-            return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True).transpose(1, 2).flatten(2)
-
     model = nn.Sequential(KeysOfAFunction(), nn.Linear(12, 2))
+    listener = Listener()
     with attach(model, **EVERY_STEP, heads={"0": 3}) as agent:
+        agent.subscribe(listener)
         for _ in range(2):
             loss = model(torch.randn(2, 5, 12)).square().mean()
             torch.autograd.backward(loss)
@@ -65,6 +69,20 @@ def test_key_heads_that_nothing_tells_are_no_number_in_the_table() -> None:
     (line,) = [" ".join(line.split()) for line in report.splitlines() if line.startswith("0 ")]
     assert line.startswith("0 0 3 ? 4 norms are not measured: W_Q and W_K were not found")
     assert report.endswith("watched 1 of 1 attention layers")
+    (started,) = listener.of(wire.Started)
+    assert [layer.kv_heads_known for layer in started.layers] == [False]
+    samples = listener.of(wire.Sample)
+    assert samples
+    assert all(each is None for sample in samples for each in (sample.key_norm, sample.query_key_norm))
+
+
+def test_key_heads_that_a_model_tells_are_told_to_the_service() -> None:
+    listener = Listener()
+    with attach(tiny_gpt(), **EVERY_STEP) as agent:
+        agent.subscribe(listener)
+        agent.step(1.0)
+    (started,) = listener.of(wire.Started)
+    assert {(layer.kv_heads, layer.kv_heads_known) for layer in started.layers} == {(2, True)}
 
 
 def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:

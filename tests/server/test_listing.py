@@ -33,3 +33,15 @@ def test_a_cursor_that_the_service_never_gave_is_refused(play: Any, power: str, 
         assert answer.status_code == 422
 
     play(story)
+
+
+def test_a_run_says_the_key_heads_that_its_agent_knows_and_none_that_nothing_told(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank()
+        known, unknown = rank.layers
+        rank.layers = (known, unknown.model_copy(update={"kv_heads_known": False}))
+        await service.store(rank, rank.started())
+        layers = (await service.get("/v1/runs/run-1"))["layers"]
+        assert [layer["kv_heads"] for layer in layers] == [3, None]
+
+    play(story)

@@ -316,7 +316,8 @@ export interface LayerState {
   layer: number;
   name: string;
   heads: number[];
-  kv_heads: number;
+  /** null: nothing in the model told its agent how many there are */
+  kv_heads: number | null;
   head_dim: number;
   served_by: string;
   sampled: boolean;
