@@ -179,6 +179,8 @@ def tell(commands: list[dict[str, Any]], console: Console, wait_seconds: float) 
     """Say what became of commands, and what the agents answered."""
     for command in commands:
         console.print(f"command {command['id']}: {command['state']}")
+        if why := command.get("closed_because"):
+            console.print(f"  {why}", markup=False)
         for answer in command["ranks"]:
             for (at_layer, head), before, after in zip(answer["heads"], answer["before"], answer["after"], strict=True):
                 console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")

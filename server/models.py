@@ -29,7 +29,7 @@ CommandState = Literal[
 ]  # fmt: skip
 """proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
 
-What is pending or delivered may be cancelled: it goes to no further rank.
+What is pending or delivered may be cancelled: it goes to no further rank. It is refused when the last rank ends.
 """
 Number = float | None
 
@@ -242,6 +242,9 @@ class CommandStatus(Response):
     expires_unix_seconds: float | None
     expires_step: int | None
     ranks: list[RankAnswer]
+    closed_because: str | None = Field(
+        default=None, description="why it is refused though no rank refused it: all that could answer have ended"
+    )
     verification: Verification | None = Field(
         default=None,
         description="whether the heads' growth stopped; null until enough steps have passed",

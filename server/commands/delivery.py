@@ -16,11 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract import version_0_1_0
 from foreshock.contract.modes import is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
-from foreshock.server.commands.heads_by_rank import Holding, concerned, holdings
+from foreshock.server.commands.heads_by_rank import Holding, all_ended, concerned, holdings
 from foreshock.server.commands.lifecycle import OPEN, heads_of, tell, tracks_of
 from foreshock.server.commands.local_switches import gathered, pass_on
 from foreshock.server.models import CommandState
-from foreshock.server.runs.words import heads_in_words
+from foreshock.server.runs.words import ended_before_the_answer, heads_in_words
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import passed_over
@@ -79,7 +79,7 @@ async def exchange(
         ranks = held.get(row.run_id, {})
         concerned = _concerned(row, ranks)
         track = tracks.get(row.id, {})
-        if await _settle(store, connection, row, concerned, track):
+        if await _settle(store, connection, row, ranks, track):
             continue
         for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
             _, rank, boot = boot_key
@@ -194,19 +194,19 @@ async def _answer(
     await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
     if row.state not in (*OPEN, "cancelled"):
         track_of = (await tracks_of(connection, [row.id])).get(row.id, {})
-        await _settle(store, connection, row, _concerned(row, ranks), track_of)
+        await _settle(store, connection, row, ranks, track_of)
 
 
 async def _settle(
     store: Store,
     connection: AsyncConnection,
     row: Row[Any],
-    concerned: set[int],
+    ranks: Mapping[int, Holding],
     track: dict[int, Row[Any]],
 ) -> bool:
-    """Close a command when every rank concerned has answered, or when it has expired. True when it is closed."""
+    """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
     outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None}
-    waiting = {rank for rank in concerned if rank not in outcomes}
+    waiting = {rank for rank in _concerned(row, ranks) if rank not in outcomes}
     now = time.time()
     expired = row.expires is not None and now > row.expires
     under_way = any(rank in track for rank in waiting) and now < (row.expires or 0) + _ANSWER_GRACE_SECONDS
@@ -215,6 +215,8 @@ async def _settle(
         state = next((s for s in ("refused", "expired", "dry_run") if s in outcomes.values()), "applied")
     elif expired and not under_way:
         state = "expired"
+    elif row.state in OPEN and all_ended(heads_of(row), ranks):
+        state = "refused"
     else:
         return False
     if state != row.state:
@@ -222,6 +224,9 @@ async def _settle(
         answers = {str(rank): outcome for rank, outcome in sorted(outcomes.items())}
         details: dict[str, Any] = {"outcomes": answers, "silent": sorted(waiting)}
         sentence = _unanswered(row, waiting) if state == "expired" and waiting else None
+        if state == "refused" and not outcomes:
+            details["because"] = ended_before_the_answer(heads_of(row))
+            sentence = _ended(row)
         await tell(store, connection, row, row.run, state, "service", details, sentence)
     return True
 
@@ -231,6 +236,12 @@ def _unanswered(row: Row[Any], silent: set[int]) -> str:
     who = "rank" if len(silent) == 1 else "ranks"
     named = heads_in_words(heads_of(row))
     return f"Command to switch {named} to {row.mode} is expired; no answer from {who} {some}: {row.reason}"
+
+
+def _ended(row: Row[Any]) -> str:
+    named = heads_in_words(heads_of(row))
+    why = "every rank that could switch it ended before it answered"
+    return f"Command to switch {named} to {row.mode} is refused; {why}: {row.reason}"
 
 
 async def expire(store: Store, connection: AsyncConnection) -> None:
@@ -243,4 +254,4 @@ async def expire(store: Store, connection: AsyncConnection) -> None:
     held = await holdings(connection, {row.run_id for row in rows})
     tracks = await tracks_of(connection, [row.id for row in rows])
     for row in rows:
-        await _settle(store, connection, row, _concerned(row, held.get(row.run_id, {})), tracks.get(row.id, {}))
+        await _settle(store, connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))

@@ -28,12 +28,25 @@ class Holding:
 
 def concerned(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> set[int]:
     """The ranks that have to answer an order for these heads, or for every one: those that train on and hold some."""
+    return {rank for rank in _holders(heads, ranks) if not ranks[rank].finished}
+
+
+def _holders(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> set[int]:
     asked = None if heads is None else set(heads)
     return {
         rank
         for rank, holding in ranks.items()
-        if not holding.finished and (asked is None or not holding.known or holding.heads & asked)
+        if asked is None or not holding.known or not holding.heads.isdisjoint(asked)
     }
+
+
+def all_ended(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> bool:
+    """Whether some rank holds some of these heads, and each that does has ended: no answer can come any more.
+
+    A run that is resumed in another shape may have heads for a moment that no rank holds; somebody may yet.
+    """
+    held = _holders(heads, ranks)
+    return bool(held) and all(ranks[rank].finished for rank in held)
 
 
 def nobody_left(heads: Iterable[HeadRef] | None, ranks: Mapping[int, Holding]) -> bool:

@@ -1,9 +1,11 @@
 """Commands: created once, decided by people or policy, and shown. delivery.py takes them to the ranks.
 
     proposed -> pending | rejected | expired
-    pending -> delivered | expired | cancelled
+    pending -> delivered | refused | expired | cancelled
     delivered -> applied | refused | expired | dry_run | cancelled
 
+The service itself refuses what is under way when the last rank that could answer ends. A late answer still tells the
+truth: what was refused so, or expired, becomes what the rank made of it.
 Delivery is at least once; the agent applies an id once. No collective and no common step: the ranks may switch at
 different steps (house decision 5).
 """
@@ -25,7 +27,7 @@ from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, holdings
 from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
 from foreshock.server.requests import CommandRequest
-from foreshock.server.runs.words import heads_in_words, printable
+from foreshock.server.runs.words import ended_before_the_answer, heads_in_words, printable
 from foreshock.server.store import audit
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import read_back
@@ -340,6 +342,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
                 reason=said.reason if said else "",
             )
         )
+    ended = row.state == "refused" and not any(answer.outcome == "refused" for answer in answers)
     return CommandStatus.model_validate(
         {
             **{name: getattr(row, name) for name in fields},
@@ -347,6 +350,7 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
             "expires_unix_seconds": row.expires,
             "expires_step": row.expires_step,
             "ranks": answers,
+            "closed_because": ended_before_the_answer(heads_of(row)) if ended else None,
             "undone_by": undone_by,
         }
     )

@@ -18,6 +18,12 @@ def heads_in_words(heads: Sequence[HeadRef] | None) -> str:
     return named + (f" and {len(heads) - 4} more" if len(heads) > 4 else "") if heads else "no head"
 
 
+def ended_before_the_answer(heads: Sequence[HeadRef] | None) -> str:
+    """Why an order is refused that was under way when the last rank that holds its heads ended."""
+    left = f"Nobody is left to switch {heads_in_words(heads)}: every rank that could ended before it answered."
+    return f"{left} Order it again when the run is resumed."
+
+
 def started_sentence(rank: int, started: Started) -> str:
     """What a boot watches."""
     heads = sum(len(layer.heads) for layer in started.layers)

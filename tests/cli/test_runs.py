@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import httpx
 import pytest
@@ -88,6 +90,27 @@ def test_an_order_to_a_run_that_has_ended_is_refused_at_once_and_nobody_waits(se
     done = foreshock("switch", "run-ended", *order, "--url", service.url)
     assert done.exit_code == 1
     assert "Run run-ended has ended, and nobody is left to switch layer 0 head 0" in " ".join(done.stderr.split())
+
+
+def test_who_waits_for_an_answer_is_told_when_the_run_ends_without_one(service: LiveService) -> None:
+    rank = FakeRank(run="run-ending")
+    service.post(rank.batch(rank.started(), rank.sample(1)))
+
+    def end_once_it_is_ordered() -> None:
+        with service.client() as client:
+            while not client.get("/v1/runs/run-ending/commands").json()["commands"]:
+                time.sleep(0.05)
+        service.post(rank.batch(Finished(step=1, unix_seconds=1.0, status="completed")))
+
+    ending = threading.Thread(target=end_once_it_is_ordered, daemon=True)
+    ending.start()
+    order = ["--mode", "plain", "--layer", "0", "--reason", "nearly too late", "--wait", "60"]
+    done = foreshock("switch", "run-ending", *order, "--url", service.url)
+    ending.join()
+    assert done.exit_code == 4, done.output
+    said = " ".join(done.output.split())
+    assert ": refused Nobody is left to switch layer 0 head 0, layer 0 head 1, layer 0 head 2:" in said
+    assert "Order it again when the run is resumed." in said
 
 
 LONG = "sweep/2026-11-22/" + "a-very-long-name-" * 6 + "seed-8"

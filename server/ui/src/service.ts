@@ -155,6 +155,8 @@ export interface CommandStatus {
   expires_unix_seconds: number | null;
   expires_step: number | null;
   ranks: RankAnswer[];
+  /** why it is refused though no rank refused it: all that could answer have ended */
+  closed_because: string | null;
   /** whether the heads' growth stopped; null until enough steps have passed */
   verification: "verified" | "not arrested" | "unknown" | null;
   /** the command whose switch this one takes back */

@@ -232,6 +232,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               {BY[command.source] ?? ""}, <Ago at={command.created_unix_seconds} />:{" "}
               {command.reason}
             </p>
+            {command.closed_because && <p class="muted">{command.closed_because}</p>}
             {command.ranks
               .filter((rank) => rank.outcome)
               .map((rank) => (

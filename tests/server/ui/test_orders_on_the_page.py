@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.server.ui.reading import button, open_run, text, tile, wait
 
 from foreshock.contract.modes import MODES
+from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -68,6 +70,21 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
     feeder.train(1)
     wait("the warning says so", lambda: "now exact delta" in text(chromium, ".warnings"))
+
+
+def test_an_order_under_way_when_the_run_ends_is_refused_on_the_page_with_the_reason(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    order = {"who": "Ada", "reason": "a try", "mode": "exact_delta"}
+    service.client.post(f"/v1/runs/{feeder.run}/commands", json=order).raise_for_status()
+    open_run(chromium, service, feeder.run)
+    wait("the order", lambda: text(chromium, ".command .state") == "pending")
+    feeder.send(Finished(step=feeder.step, unix_seconds=time.time(), status="completed"))
+    wait("it is refused", lambda: text(chromium, ".command .state") == "refused")
+    assert "Nobody is left to switch every head: every rank that could ended" in text(chromium, ".command")
+    assert not chromium.find_elements(By.XPATH, "//button[.='Stop' or .='Undo']")
 
 
 @pytest.mark.full
