@@ -17,6 +17,7 @@ from foreshock.contract import wire
 from foreshock.contract.labels import GUARDED
 from foreshock.contract.modes import mode_name
 from foreshock.contract.slots import Floats
+from foreshock.monitor.acting import act
 from foreshock.monitor.attention.standing import Standing, pause_steps
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig, new_run_name, versions
@@ -24,7 +25,6 @@ from foreshock.monitor.detect.detectors import Detecting, Detectors
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.instruments import Instruments, near_a_warning
 from foreshock.monitor.outbox import Outbox, Sink
-from foreshock.monitor.policy import decide, outcome_of
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.judging import Judge, Judged
 from foreshock.monitor.sampling.norms import Measured, ModelNorms
@@ -200,7 +200,7 @@ class Agent:
             self._guards["thinning"].run(thinning.follow, counted.words, near, self._switchboard.host, step, until)
 
     def _hear(self, verdicts: list[wire.Verdict]) -> None:
-        self._say(self._voice.hear(verdicts, self._switched_modes))
+        self._voice.say(self._voice.hear(verdicts, self._switched_modes))
 
     def _look(self, counted: Counted) -> None:
         """Who serves and measures each layer, told again when it changed."""
@@ -215,36 +215,10 @@ class Agent:
             self._outbox.tell_parts(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
 
     def _act(self, verdicts: list[wire.Verdict]) -> None:
-        done: list[wire.Switched] = []
-        self._switchboard.held -= {(v.layer, v.head) for v in verdicts if v.state == "raised"}
-        modes = {head: mode for head, mode in self._switchboard.modes().items() if head not in self._switchboard.held}
-        for decision in decide(verdicts, self.config.mitigation, modes, self.config.switch_scope):
-            if (outcome := outcome_of(decision, self.config.policy)) is None:
-                continue
-            verdict, heads, mode = decision
-            refused = self._switchboard.refusals(heads, mode)
-            told: list[tuple[wire.Outcome, list[tuple[int, int]], str]] = [
-                (outcome, [head for head in heads if head not in refused], verdict.sentence),
-                ("refused", list(refused), next(iter(refused.values()), "")),
-            ]
-            for what, those, why in told:
-                if those:
-                    reason = f"policy {self.config.policy}: {why}"
-                    name = mode_name(mode)
-                    switched = self._switchboard.switch(
-                        those, name, step=self.current_step, reason=reason, outcome=what, verdict=verdict.id
-                    )
-                    self._outbox.tell(switched)
-                    if what != "refused":
-                        done.append(switched)
-        self._say(self._voice.switched(done))
-
-    def _say(self, lines: list[str]) -> None:
-        """On the training's terminal; of ranks that hold the same heads the first speaks."""
-        config = self.config
-        if not config.quiet and (config.rank == 0 or config.first_layer or config.layers or config.first_head):
-            for line in lines:
-                print(line, file=sys.stderr)
+        done = act(self._switchboard, verdicts, self.config, step=self.current_step)
+        for switched in done:
+            self._outbox.tell(switched)
+        self._voice.say(self._voice.switched([each for each in done if each.outcome != "refused"]))
 
     def _switched_modes(self) -> dict[tuple[int, int], str]:
         return {head: mode_name(mode) for head, mode in self._switchboard.modes().items() if mode}

@@ -6,7 +6,7 @@ against this process's own heads, modes, clock and step.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.modes import check_served, mode_name, parse_mode
+from foreshock.contract.modes import Mode, check_served, mode_name, parse_mode
 
 MAX_ANSWERED: Final = 4096
 """Command ids remembered, so that a repeated delivery changes nothing."""
+
+
+class _Judged(NamedTuple):
+    """What becomes of a command."""
+
+    outcome: wire.Outcome
+    heads: list[tuple[int, int]]
+    mode: Mode | None
+    """What they are given; None: they keep what they have."""
+    reason: str
 
 
 class Switchboard:
@@ -45,36 +55,60 @@ class Switchboard:
         """The present mode flags of every (layer, head)."""
         return {head: int(self.host[row]) for head, row in self._rows.items()}
 
-    def switch(
-        self,
-        heads: Iterable[tuple[int, int]],
-        mode: str,
-        *,
-        step: int,
-        reason: str,
-        outcome: wire.Outcome = "applied",
-        command: str | None = None,
-        verdict: str | None = None,
-    ) -> wire.Switched:
-        """Give `heads` this mode; only outcome "applied" changes anything.
+    def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched:
+        """Give `heads` this mode, as a person says.
 
         Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
         that head as its attention is called. Of every head those are left out that no mode would change.
         """
         wanted = list(heads)
-        changes = outcome not in ("refused", "expired")
-        if changes:
-            check_served(flags := parse_mode(mode))
+        check_served(flags := parse_mode(mode))
         unknown = [head for head in wanted if head not in self._rows]
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
-        if changes:
-            wanted, left_out = self._takers(wanted, flags)
-            reason = reason + left_out
-        rows = [self._rows[head] for head in wanted]
+        takers, left_out = self._takers(wanted, flags)
+        return self._done("applied", takers, flags, step=step, reason=reason + left_out)
+
+    def follow(
+        self,
+        heads: Iterable[tuple[int, int]],
+        mode: Mode,
+        verdict: wire.Verdict,
+        *,
+        step: int,
+        outcome: wire.Outcome,
+        policy: str,
+    ) -> list[wire.Switched]:
+        """Give `heads` this mode for a verdict, or only say so where `outcome` is "proposed"; what cannot have it
+        refuses, with the reason of the first. `policy` stands before the reasons."""
+        wanted = list(heads)
+        refused = self._idle(wanted, mode) | self._refused(wanted, mode)
+        takers = [head for head in wanted if head not in refused]
+        told: dict[str, Any] = {"step": step, "verdict": verdict.id}
+        done = []
+        if takers:
+            done.append(self._done(outcome, takers, mode, reason=f"{policy}: {verdict.sentence}", **told))
+        if refused:
+            why = next(iter(refused.values()))
+            done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **told))
+        return done
+
+    def _done(
+        self,
+        outcome: wire.Outcome,
+        heads: list[tuple[int, int]],
+        mode: Mode | None,
+        *,
+        step: int,
+        reason: str,
+        command: str | None = None,
+        verdict: str | None = None,
+    ) -> wire.Switched:
+        """Only "applied" changes anything; mode None: the heads keep what they have."""
+        rows = [self._rows[head] for head in heads]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
-        if outcome == "applied":
-            self.host[rows] = int(flags)
+        if outcome == "applied" and mode is not None:
+            self.host[rows] = int(mode)
             self._given.update(rows)
             self._write()
         return wire.Switched(
@@ -83,33 +117,34 @@ class Switchboard:
             command=command,
             verdict=verdict,
             outcome=outcome,
-            heads=tuple(wanted),
+            heads=tuple(heads),
             before=before,
-            after=tuple(mode_name(flags) if changes else name for name in before),
+            after=before if mode is None else (mode_name(mode),) * len(rows),
             reason=reason[:500],
         )
 
-    def refusals(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
-        """The heads here that cannot be given `mode`, or that it would not change, each with a sentence."""
-        here = [head for head in heads if head in self._rows]
-        refused = {} if self.refuses is None else {head: self.refuses(self._rows[head], mode) for head in here}
-        return self._idle(here, mode) | _sentences(refused)
+    def _refused(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
+        """The heads that cannot be given `mode`, each with a sentence."""
+        refuses = self.refuses
+        return {} if refuses is None else _sentences({head: refuses(self._rows[head], mode) for head in heads})
 
     def _idle(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
-        return (
-            {} if self.idle is None or not mode else _sentences({head: self.idle(self._rows[head]) for head in heads})
-        )
+        """The heads that no mode would change, each with a sentence."""
+        idle = self.idle
+        return {} if idle is None or not mode else _sentences({head: idle(self._rows[head]) for head in heads})
 
     def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
         """The heads that an order switches, and what is said of others. An order for every head leaves those out that
         no mode would change; else, and where none is left, they refuse it. Raises ValueError."""
         idle = self._idle(heads, mode)
-        every = set(heads) == self._rows.keys()
-        takers = [head for head in heads if head not in idle] if every and len(idle) < len(self._rows) else heads
-        if (why := next(iter(self.refusals(takers, mode).values()), None)) is not None:
-            raise ValueError(why)
-        left_out = f" ({len(idle)} heads are left out: {next(iter(idle.values()))})" if len(takers) < len(heads) else ""
-        return takers, left_out
+        left_out = ""
+        if set(heads) == self._rows.keys() and 0 < len(idle) < len(self._rows):
+            heads = [head for head in heads if head not in idle]
+            left_out = f" ({len(idle)} heads are left out: {next(iter(idle.values()))})"
+            idle = {}
+        if refused := idle | self._refused(heads, mode):
+            raise ValueError(next(iter(refused.values())))
+        return heads, left_out
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
         """Carry out a command at the step boundary after `step`. None when this id was answered before."""
@@ -121,39 +156,42 @@ class Switchboard:
         heads = list(self._rows) if command.heads is None else list(command.heads)
         # ranks hold different heads; a command for a layer speaks to those who have it
         mine = [head for head in heads if head in self._rows]
-        outcome, reason = self._judge(command, mine, step, unix_seconds)
-        switched = self.switch(mine, command.mode, step=step, reason=reason, outcome=outcome, command=command.id)
-        if outcome == "applied":
+        judged = self._judge(command, mine, step, unix_seconds)
+        switched = self._done(
+            judged.outcome, judged.heads, judged.mode, step=step, reason=judged.reason, command=command.id
+        )
+        if switched.outcome == "applied":
             for head, before in zip(switched.heads, switched.before, strict=True):
                 taken = parse_mode(before) & ~parse_mode(command.mode)
                 (self.held.add if taken else self.held.discard)(head)
         return switched
 
-    def _judge(
-        self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
-    ) -> tuple[wire.Outcome, str]:
+    def _judge(self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float) -> _Judged:
+        def no(outcome: wire.Outcome, why: str) -> _Judged:
+            return _Judged(outcome, mine, None, why)
+
         if command.action != "switch":
-            return "refused", f"this agent does not know the order {command.action!r}; it is older than the service"
+            return no("refused", f"this agent does not know the order {command.action!r}; it is older than the service")
         if command.expires_step is not None and step >= command.expires_step:
-            return "expired", f"expired at step {command.expires_step}; this run is at step {step}"
+            return no("expired", f"expired at step {command.expires_step}; this run is at step {step}")
         if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
-            return "expired", "expired by the clock before it arrived"
+            return no("expired", "expired by the clock before it arrived")
         if not mine:
-            return "refused", "none of the named heads is watched by this process"
+            return no("refused", "none of the named heads is watched by this process")
         try:
             check_served(wanted := parse_mode(command.mode))
             expected = None if command.expect is None else int(parse_mode(command.expect))
-            self._takers(mine, wanted)
+            takers, left_out = self._takers(mine, wanted)
         except ValueError as error:
-            return "refused", str(error)
+            return no("refused", str(error))
         if expected is not None:
             other = [head for head in mine if self.host[self._rows[head]] != expected]
             if other:
                 now = mode_name(int(self.host[self._rows[other[0]]]))
-                return "refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}"
+                return no("refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}")
         if command.dry_run:
-            return "dry_run", f"dry run: {command.reason}"
-        return "applied", f"{command.issued_by}: {command.reason}"
+            return _Judged("dry_run", takers, wanted, f"dry run: {command.reason}{left_out}")
+        return _Judged("applied", takers, wanted, f"{command.issued_by}: {command.reason}{left_out}")
 
     def _write(self) -> None:
         source = torch.from_numpy(self.host.copy())

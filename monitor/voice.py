@@ -3,6 +3,7 @@
 Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +60,13 @@ class Voice:
         last = events[-1]
         what = "switched to" if last.outcome == "applied" else "proposed to be switched to"
         return [f"foreshock: step {last.step}: {self._switched} heads are {what} {last.after[-1]}."]
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print them; of ranks that hold the same heads the first speaks."""
+        config = self._config
+        if not config.quiet and (config.rank == 0 or config.first_layer or config.layers or config.first_head):
+            for line in lines:
+                print(line, file=sys.stderr)
 
     def _take(self, verdict: wire.Verdict) -> None:
         cause = cause_of(verdict)

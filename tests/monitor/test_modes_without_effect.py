@@ -55,6 +55,28 @@ def after_a_step(model: TinyGPT, *, compiled: bool = False, **settings: Any) -> 
     return agent
 
 
+class Asked:
+    """Which heads the switches of an agent ask for, in order: whether any mode would change them, and why not this."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.idle: list[tuple[int, int]] = []
+        self.refuses: list[tuple[int, int]] = []
+        board, heads = agent._switchboard, list(agent.modes())
+        idle, refuses = board.idle, board.refuses
+        assert idle is not None
+        assert refuses is not None
+
+        def asked_idle(row: int) -> str | None:
+            self.idle.append(heads[row])
+            return idle(row)
+
+        def asked_refuses(row: int, mode: int) -> str | None:
+            self.refuses.append(heads[row])
+            return refuses(row, mode)
+
+        board.idle, board.refuses = asked_idle, asked_refuses
+
+
 @pytest.mark.parametrize("attention", ["auto", "keep", "kernels"])
 def test_a_layer_whose_every_call_passes_a_mask_cannot_be_switched_and_says_why(attention: str) -> None:
     with after_a_step(half_masked(), attention=attention) as agent:
@@ -81,6 +103,42 @@ def test_an_order_for_every_head_leaves_out_those_that_it_would_not_change_and_s
         assert (answer.outcome, answer.heads) == ("applied", ((1, 0), (1, 1)))
     with after_a_step(tiny_gpt(Masked(16, 2))) as agent, pytest.raises(ValueError, match=r"change nothing"):
         agent.set_mode(agent.modes(), "row_corrected", "nobody is left")
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "asked"),
+    [
+        ({"heads": ((1, 0), (1, 1))}, "applied", [(1, 0), (1, 1)]),
+        ({"heads": ((0, 0),)}, "refused", [(0, 0)]),
+        ({"heads": None}, "applied", [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"heads": None, "dry_run": True}, "dry_run", [(0, 0), (0, 1), (1, 0), (1, 1)]),
+    ],
+)
+def test_an_order_asks_each_head_once_whether_it_would_change(
+    changes: dict[str, Any], outcome: str, asked: list[tuple[int, int]]
+) -> None:
+    with after_a_step(half_masked()) as agent:
+        asks = Asked(agent)
+        answer = agent._switchboard.obey(command(mode="row_corrected", **changes), step=2, unix_seconds=0)
+        assert answer is not None
+        assert answer.outcome == outcome
+        assert asks.idle == asked
+        takers = [head for head in asked if head[0] == 1]
+        assert asks.refuses == (asked if outcome == "refused" else takers)
+        left_out = "(2 heads are left out: layer 0 head 0" in answer.reason
+        assert left_out == (changes["heads"] is None)
+
+
+def test_a_person_and_a_policy_ask_each_head_once_whether_it_would_change() -> None:
+    with after_a_step(half_masked()) as agent:
+        person = Asked(agent)
+        agent.set_mode(agent.modes(), "row_corrected", "a test")
+        assert person.idle == list(agent.modes())
+    with after_a_step(half_masked(), policy="auto", mitigation="row_corrected") as agent:
+        policy = Asked(agent)
+        agent._act([verdict(1, 0)])
+        assert policy.idle == list(agent.modes())
+        assert set(agent.modes().values()) == {"plain", "row_corrected"}
 
 
 @pytest.mark.full
