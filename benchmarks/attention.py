@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -309,9 +308,7 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
         if json_path is None:
             return
         result = {
-            "command": f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}",
-            "date": datetime.now(UTC).date().isoformat(),
-            **machine.gpu(),
+            **machine.header(f"foreshock bench attention --repeats {repeats} --json {Path(json_path).name}"),
             "unit": "milliseconds, median",
             "seconds": round(time.monotonic() - began),
             "summary": summary(cells),

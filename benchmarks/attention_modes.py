@@ -8,7 +8,6 @@ on one quiet host: `--before` prints the ratios of an earlier file beside those 
 import json
 import statistics
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,7 @@ def run(
         cells += found
         if file is not None:
             result = {
-                "command": f"foreshock bench attention --modes --repeats {stopwatch.repeats} --json {file.name}",
-                "date": datetime.now(UTC).date().isoformat(),
-                **machine.gpu(),
+                **machine.header(f"foreshock bench attention --modes --repeats {stopwatch.repeats} --json {file.name}"),
                 "unit": "milliseconds, median; every head has the mode, every row is counted",
                 "seconds": round(time.monotonic() - began),
                 "summary": summary(cells),

@@ -2,12 +2,18 @@
 
 import os
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _CLOCKS = "driver_version,clocks.current.sm,clocks.max.sm,clocks.current.memory,power.limit,temperature.gpu"
+
+
+def header(command: str) -> dict[str, Any]:
+    """How a result file begins: the command that made it, the day (UTC), and what it was measured on."""
+    return {"command": command, "date": datetime.now(UTC).date().isoformat(), **gpu()}
 
 
 def gpu() -> dict[str, Any]:

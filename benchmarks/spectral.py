@@ -7,7 +7,6 @@ the singular values of some heads, taken in float64.
 
 import json
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,7 @@ def main(json_path: str | None = None, repeats: int = 9) -> None:
         )
     if json_path is not None:
         result = {
-            "command": f"foreshock bench spectral --repeats {repeats} --json {Path(json_path).name}",
-            "date": datetime.now(UTC).date().isoformat(),
-            **machine.gpu(),
+            **machine.header(f"foreshock bench spectral --repeats {repeats} --json {Path(json_path).name}"),
             "layers": LAYERS,
             "heads": HEADS,
             "head_dim": HEAD_DIM,
