@@ -75,7 +75,8 @@ class Detectors:
         self._history = HeadPasts(count, self.config.window_steps, self.config.block_steps)
         self._recent = np.zeros((self.config.persist_blocks, len(SIGNALS), count))
         self._pressure = np.zeros((len(SIGNALS), count))
-        self._bias = np.zeros((2, count))
+        self._bias = np.zeros((3, count))
+        """delta bias: sum over the closed blocks, sum of the squares of theirs, and sum over the open one"""
         self._loss = np.array([0.0, 0.0, np.nan, np.nan])
         """of the open block: sum and steps; mean of the last block, and of the lowest"""
         self._broken = Broken(self.config.overflow_steps)
@@ -128,6 +129,7 @@ class Detectors:
             tripped = self._broken.update(readings, whole, most=_MOST_RAISED)
             if judged := self._add(readings, values, whole):
                 self._close_loss()
+                self._close_bias()
                 self._measure()
                 if self._growth is not None:
                     tripped = {**self._judge(self._growth, readings.step), **tripped}
@@ -153,18 +155,22 @@ class Detectors:
         return (self._modes >= 0) & moved
 
     def _weigh_bias(self, readings: Readings, changed: npt.NDArray[np.bool_] | None) -> None:
-        """Sum delta_lp - delta_hp of every sample, and its square, since the head got its mode.
-
-        Each sample counts as one draw: rows of one step are not independent. changed [N]: heads that got another.
-        """
+        """Sum delta_lp - delta_hp of the open block. changed [N]: heads that got another mode and begin anew."""
         if changed is not None:
             self._bias[:, changed] = 0.0
             self._modes = readings.modes.astype(np.int32)
         draw = readings.delta_bias_sum
         if not is_finite(draw):
             draw = np.where(np.isfinite(draw), draw, 0.0)
-        self._bias[0] += draw
-        self._bias[1] += draw * draw
+        self._bias[2] += draw
+
+    def _close_bias(self) -> None:
+        """A block counts as one draw: rows of one step are not independent, and how often a run is sampled is no
+        evidence."""
+        closed = self._bias[2]
+        self._bias[0] += closed
+        self._bias[1] += closed * closed
+        closed[:] = 0.0
 
     def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
@@ -362,6 +368,8 @@ class Detectors:
             saved = array(state[name])
             if name == "_rate" and len(saved) == 2:  # a run that was watched from its first step on
                 saved = np.append(saved, 0.0)
+            if name == "_bias" and len(saved) == 2:  # saved when a sample was a draw
+                saved = np.vstack([saved, np.zeros(len(self.heads))])
             if name in self._OF_SIGNALS:
                 saved = by_name(saved, state.get("signals"), getattr(self, name))
             setattr(self, name, saved)

@@ -18,7 +18,7 @@ _LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "la
 _OF_SCORES: Final = np.array([int(row) for row, info in SIGNALS.items() if info.of_scores])
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
-_BLOCKS_OF_A_LIFE: Final = 40
+BLOCKS_OF_A_LIFE: Final = 40
 """A young run is seen in finer blocks: one is as long as this part of the run's life, up to `block_steps`."""
 _ENDED: Final = 1e-9
 """A learning rate that fell to this part, or to nothing, moves nothing any more."""
@@ -86,7 +86,7 @@ class HeadPasts:
     """A ring of blocks. A block is closed by the first sample that makes it long enough for the run's age."""
 
     def __init__(self, heads: int, window_steps: int, block_steps: int) -> None:
-        blocks = max(-(-window_steps // block_steps), _BLOCKS_OF_A_LIFE) + 1
+        blocks = max(-(-window_steps // block_steps), BLOCKS_OF_A_LIFE) + 1
         self._block_steps = block_steps
         self._values = np.full((blocks, len(SIGNALS), heads), np.nan)
         self._steps = np.zeros(blocks, dtype=np.int64)
@@ -139,7 +139,7 @@ class HeadPasts:
             else:
                 np.copyto(open_, value, where=np.isfinite(value))
         self._open_steps += step - since_step
-        if self._open_steps < min(self._block_steps, step / _BLOCKS_OF_A_LIFE):
+        if self._open_steps < min(self._block_steps, step / BLOCKS_OF_A_LIFE):
             return False
         self._rates[self.closed % len(self._rates)] = math.nan if learning_rate is None else learning_rate
         self._close(step)

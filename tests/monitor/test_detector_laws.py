@@ -15,6 +15,7 @@ from tests.monitor.courses import EVERY, HEADS, SICK, Course, N, creep, explosio
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
+from foreshock.monitor.detect.growth import BLOCKS_OF_A_LIFE
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, HeadSignal
 
@@ -229,3 +230,39 @@ def test_a_drift_that_ends_with_its_learning_rate_is_no_warning() -> None:
     assert under("cosine", 1.0, 10_000, told=False)[0] is not None
     assert under("cosine", 1.0, 10_000, told=True) == (None, None)
     assert under("constant", 1.0, 10_000, told=True)[0] is not None
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    since=st.integers(0, 3000),
+    size=st.floats(-30.0, 30.0),
+    bias=st.floats(-1.0, 1.0),
+    every=st.sampled_from([2, 5, 10, 25]),
+)
+def test_how_often_a_run_is_sampled_changes_nothing_of_what_is_said(
+    kind: str, since: int, size: float, bias: float, every: int
+) -> None:
+    """A sample holds the rows of all steps since the one before, so those of one block add up to the same block."""
+    course = course_of(kind, since, size)
+    often, seldom = Detectors(HEADS), Detectors(HEADS)
+    told: list[wire.Verdict] = []
+    said: list[wire.Verdict] = []
+    waiting: list[Readings] = []
+    for step in range(every, 5001, every):
+        waiting.append(dataclasses.replace(reading(step, course, bias=bias), since_step=step - every))
+        told += often.update(waiting[-1])
+        first = waiting[0].since_step
+        if step - first < min(DetectorConfig().block_steps, step / BLOCKS_OF_A_LIFE):
+            continue
+        together: dict[str, Any] = {
+            "score_offset": np.mean([each.score_offset for each in waiting], axis=0),
+            "largest_score": np.max([each.largest_score for each in waiting], axis=0),
+            "delta_bias_sum": np.sum([each.delta_bias_sum for each in waiting], axis=0),
+        }
+        said += seldom.update(dataclasses.replace(waiting[-1], since_step=first, **together))
+        waiting.clear()
+        np.testing.assert_allclose(often.pressure, seldom.pressure, rtol=1e-6, atol=1e-9)
+    assert [(each.id, each.step, each.state, each.cause, each.severity) for each in told] == [
+        (each.id, each.step, each.state, each.cause, each.severity) for each in said
+    ]
