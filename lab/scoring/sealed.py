@@ -2,7 +2,8 @@
 
 Thresholds that are moved after a look at held-out runs are tuned on them. So `foreshock lab score` refuses these runs
 (real_text_split.json names them) unless it is told to break the seal; it then writes down by which detectors which runs
-were scored, and refuses any other detectors and any other runs from then on. The file is committed beside the traces.
+were scored and what was said of them. From then on it refuses any other runs, and detectors that say anything else of
+these: code that became faster may score them again. The file is committed beside the traces.
 """
 
 import gzip
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import foreshock.monitor.detect as detect
+from foreshock.lab.recording.replay import verdicts
+from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.real_text_split import assigned
 from foreshock.monitor.detect.detectors import DetectorConfig
 
@@ -43,16 +46,26 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         "detectors": fingerprint(config),
         "runs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(held_out)},
     }
-    if seal.exists():
-        before = json.loads(seal.read_text())
-        for what in ("detectors", "runs"):
-            if before.get(what) != told[what]:
-                raise ValueError(
-                    f"{seal} says that held-out runs were scored before, with other {what}; what was seen is not held "
-                    "out any more. Score new runs, by a new split"
-                )
+    if not seal.exists():
+        seal.write_text(json.dumps({**told, "said": said(held_out, config)}, indent=1) + "\n")
         return
-    seal.write_text(json.dumps(told, indent=1) + "\n")
+    before = json.loads(seal.read_text())
+    other = next((what for what in ("runs", "detectors") if before.get(what) != told[what]), None)
+    if other == "runs" or (other and before.get("said") != said(held_out, config)):
+        raise ValueError(
+            f"{seal} says that held-out runs were scored before, with other {other}; what was seen is not held "
+            "out any more. Score new runs, by a new split"
+        )
+
+
+def said(paths: Sequence[Path], config: DetectorConfig) -> str:
+    """SHA-256 of every warning that the detectors give in the runs of `paths`: its words, evidence and forecast."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode())
+        for told in verdicts(read_trace(path), config):
+            digest.update(told.model_dump_json().encode())
+    return digest.hexdigest()
 
 
 def fingerprint(config: DetectorConfig) -> str:

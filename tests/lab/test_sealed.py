@@ -25,6 +25,10 @@ def a_trace(folder: Path, recipe: str, seed: int, **more: str) -> Path:
     return path
 
 
+def a_run(folder: Path, seed: int, *, fails: bool = True) -> Path:
+    return record(folder / f"{RECIPE}_{seed}.jsonl.gz", fails=fails, recipe=RECIPE, seed=seed)
+
+
 def test_held_out_runs_are_known_by_recipe_and_seed_whatever_their_header_or_name_says(tmp_path: Path) -> None:
     tuning = [a_trace(tmp_path, RECIPE, seed) for seed in TUNING]
     held_out = a_trace(tmp_path, RECIPE, HELD_OUT[0], split="tuning", arm="control")
@@ -36,7 +40,7 @@ def test_held_out_runs_are_known_by_recipe_and_seed_whatever_their_header_or_nam
 
 def test_held_out_runs_are_refused_and_named_until_the_seal_is_broken(tmp_path: Path) -> None:
     first, second, third, *_ = HELD_OUT
-    runs = [a_trace(tmp_path, RECIPE, seed) for seed in (TUNING[0], *HELD_OUT)]
+    runs = [a_run(tmp_path, seed, fails=False) for seed in (TUNING[0], *HELD_OUT)]
     named = ", ".join(f"{RECIPE}_{seed}.jsonl.gz" for seed in (first, second, third))
     with pytest.raises(ValueError, match=f"{named} and {len(HELD_OUT) - 3} more are held out: they are scored once"):
         break_seal(runs, SHIPPED, None)
@@ -50,16 +54,28 @@ def test_held_out_runs_are_refused_and_named_until_the_seal_is_broken(tmp_path: 
 
 
 def test_a_seal_that_was_broken_admits_no_other_detectors_and_no_other_runs(tmp_path: Path) -> None:
-    first, second, *_ = (a_trace(tmp_path, RECIPE, seed) for seed in HELD_OUT)
+    first, second = (a_run(tmp_path, seed) for seed in HELD_OUT[:2])
     seal = tmp_path / "seal.json"
     break_seal([first], SHIPPED, seal)
     with pytest.raises(ValueError, match="with other detectors"):
-        break_seal([first], DetectorConfig(offset_level=3.5), seal)
+        break_seal([first], DetectorConfig(offset_change=15.0), seal)
     with pytest.raises(ValueError, match="with other runs"):
         break_seal([first, second], SHIPPED, seal)
     first.write_bytes(first.read_bytes() + second.read_bytes())
     with pytest.raises(ValueError, match="with other runs"):
         break_seal([first], SHIPPED, seal)
+
+
+def test_detectors_whose_code_changed_score_again_what_they_say_the_same_of_and_nothing_else(tmp_path: Path) -> None:
+    run = a_run(tmp_path, HELD_OUT[0])
+    seal = tmp_path / "seal.json"
+    break_seal([run], SHIPPED, seal)
+    told = json.loads(seal.read_text())
+    seal.write_text(json.dumps(told | {"detectors": "of other code"}))
+    break_seal([run], SHIPPED, seal)
+    seal.write_text(json.dumps(told | {"detectors": "of other code", "said": "something else"}))
+    with pytest.raises(ValueError, match="with other detectors"):
+        break_seal([run], SHIPPED, seal)
 
 
 def test_the_score_command_refuses_them_before_it_looks(tmp_path: Path) -> None:
