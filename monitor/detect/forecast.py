@@ -47,14 +47,16 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | fl
     """Steps until a `dangerous` score, one for all or [len(heads)], where some heads go on as they do, [len(heads)]:
     inf where they level off before, NaN where no score was recorded. Each step takes them as far as its learning rate,
     which goes on falling as it does."""
-    of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
-    reached, error = growth.end[of], growth.jitter(of)
+    reached, middle, start, error = (
+        np.array([part((signal, heads)) for signal in (HeadSignal.OFFSET, HeadSignal.SCORE)])
+        for part in (lambda of: growth.end[of[0]][of[1]], growth.middle, growth.start, growth.jitter)
+    )
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
     target = np.empty_like(reached)
     target[0], target[1] = offset + dangerous - score, dangerous
     with np.errstate(all="ignore"):
         sign = np.copysign(1.0, reached)
-        start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
+        start, middle, end = sign * start, sign * middle, sign * reached
         told = halves_until(target, *_at_todays_rate(start, middle, end, growth), error) * _half(growth)
         told = _while_rate_falls(told, growth)
         goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)
@@ -126,7 +128,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
     with np.errstate(all="ignore"):
         least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
         most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
-        going_on = _compounded(target - end, newer, np.clip(1.0, least, most))
+        going_on = _compounded(target - end, newer, np.minimum(np.maximum(1.0, least), most))
         from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
         found: Floats = np.maximum(going_on, from_zero)
     return found
@@ -134,7 +136,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
 
 def _compounded(left: Floats, newer: Floats, factor: Floats) -> Floats:
     """Halves until `left` is gained, where the last one gained `newer` and each gains `factor` times the one before."""
-    factor = np.clip(factor, 0.0, _STEEPEST)
+    factor = np.minimum(np.maximum(factor, 0.0), _STEEPEST)
     even = left / newer
     log = np.log(factor)
     halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1.0) / factor) / log)
