@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.forecast import courses
+from foreshock.monitor.detect.forecast import FORESEEN, courses
 from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
 from foreshock.monitor.detect.readings import is_finite, largest
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, Drifting, HeadSignal
@@ -20,8 +20,6 @@ _WORTH_A_LOOK: Final = 0.6
 
 _UNPUSHED: Final = 0.5
 """A drift that the delta bias does not push comes so near a warning at most: its score has to say the rest."""
-_FORESEEN: Final = slice(HeadSignal.OFFSET, HeadSignal.SCORE + 1)
-"""Signals whose course a forecast goes on with."""
 _EARLY: Final = [info.judged_early_from for info in SIGNALS.values()]
 _MANY_HEADS: Final = 4
 """A layer of fewer heads has no typical head."""
@@ -40,6 +38,7 @@ class Nearness:
         for place, rows in enumerate(members):
             self._grid[place, : len(rows)] = rows
         self._missing = self._grid == len(layers)
+        self._is_ragged = bool(self._missing.any())
         self._many = np.array([len(rows) >= _MANY_HEADS for rows in members], dtype=np.bool_)
 
     def __call__(self, growth: Growth, *, step: int, ripe: bool, push: Floats, out: Floats | None = None) -> Floats:
@@ -69,8 +68,7 @@ class Nearness:
             if info.least_change is not None:
                 np.minimum(found, growth.changes(signal) / info.least_change(config), out=found)
             if info.pushed:
-                limit = np.where(heads.pushed, math.inf, _UNPUSHED) if np.count_nonzero(heads.pushed) else _UNPUSHED
-                np.minimum(found, limit, out=found)
+                np.minimum(found, np.where(heads.pushed, math.inf, _UNPUSHED), out=found)
             likely = (found >= _WORTH_A_LOOK).nonzero()[0]
             if len(likely):
                 found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
@@ -87,10 +85,7 @@ class Nearness:
         grown -= growth.jitter((score, slice(None)))
         grown *= self._config.shared_part
         together = ~(growth.changes(HeadSignal.OFFSET) < grown)
-        pushed = np.abs(push) >= self.support
-        if np.count_nonzero(pushed):
-            pushed = together & (push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support)
-        return Drifting(together, pushed)
+        return Drifting(together, together & (push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support))
 
     def _bring_into_sight(self, near: Floats, growth: Growth, step: int, together: npt.NDArray[np.bool_]) -> None:
         """Neither offset nor score of a head is nearer than its harm, which has to come within some times the run's
@@ -100,7 +95,7 @@ class Nearness:
         nothing is foreseen and nothing is held back. A head that sharpens has to come to twice the score, as it has to
         have twice the score to be looked at: one that settles a little past what is dangerous trains on.
         """
-        foreseen = near[_FORESEEN]
+        foreseen = near[FORESEEN]
         if self._config.horizon_lives is None or not any_at_least(foreseen, _WORTH_A_LOOK):
             return
         heads = np.flatnonzero(foreseen.max(axis=0) >= _WORTH_A_LOOK)
@@ -118,7 +113,8 @@ class Nearness:
         config, of, info = self._config, (signal, heads), SIGNALS[signal]
         end = growth.end[signal][heads]
         grid = factor.take(self._grid, mode="clip")
-        grid[self._missing] = np.nan
+        if self._is_ragged:
+            grid[self._missing] = np.nan
         layers = lower_median(grid)
         others = median_of_others(layers)[self._layer_place[heads]]
         others = np.where(np.abs(end) < info.peers_count_below, others, np.nan)

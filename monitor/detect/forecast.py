@@ -22,6 +22,10 @@ NEAR_LIVES: Final = 0.5
 """A course that ends within this part of the run's life so far is near."""
 
 
+FORESEEN: Final = slice(HeadSignal.OFFSET, HeadSignal.SCORE + 1)
+"""Signals whose course a forecast goes on with."""
+
+
 class Forecast(NamedTuple):
     """Steps until the largest |score| of a head reaches 512; None where nobody can say."""
 
@@ -47,16 +51,14 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | fl
     """Steps until a `dangerous` score, one for all or [len(heads)], where some heads go on as they do, [len(heads)]:
     inf where they level off before, NaN where no score was recorded. Each step takes them as far as its learning rate,
     which goes on falling as it does."""
-    reached, middle, start, error = (
-        np.array([part((signal, heads)) for signal in (HeadSignal.OFFSET, HeadSignal.SCORE)])
-        for part in (lambda of: growth.end[of[0]][of[1]], growth.middle, growth.start, growth.jitter)
-    )
+    of = FORESEEN, heads
+    reached, error = growth.end[FORESEEN][:, heads], growth.jitter(of)
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
     target = np.empty_like(reached)
     target[0], target[1] = offset + dangerous - score, dangerous
     with np.errstate(all="ignore"):
         sign = np.copysign(1.0, reached)
-        start, middle, end = sign * start, sign * middle, sign * reached
+        start, middle, end = (sign * part for part in (growth.start(of), growth.middle(of), reached))
         told = halves_until(target, *_at_todays_rate(start, middle, end, growth), error) * _half(growth)
         told = _while_rate_falls(told, growth)
         goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (told < math.inf)

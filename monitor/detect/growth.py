@@ -28,8 +28,8 @@ _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
 _EVIDENCE: Final = {name: (signal, part) for signal, info in SIGNALS.items() for name, part in info.evidence.items()}
 
-Of = tuple[HeadSignal, Any]
-"""A signal, and of which heads: indices, or a slice."""
+Of = tuple[HeadSignal | slice, Any]
+"""A signal or several, and of which heads: indices, or a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,20 @@ class Growth:
     def start(self, of: Of) -> Floats:
         """The mean at the start."""
         signal, heads = of
+        if isinstance(signal, slice):
+            return np.array([self.start((each, heads)) for each in tuple(HeadSignal)[signal]])
         start: Floats = self.starts(signal)[heads]
         return start
 
     def middle(self, of: Of) -> Floats:
         """The mean halfway between start and end."""
         signal, heads = of
-        return _mean([block[signal][heads] for block in self._halfway])
+        return _mean([block[signal][..., heads] for block in self._halfway])
 
     def jitter(self, of: Of) -> Floats:
         """Standard error of each of start, middle and end."""
         signal, heads = of
-        error: Floats = np.sqrt(self._jitter[signal][heads] / self._blocks)
+        error: Floats = np.sqrt(self._jitter[signal][..., heads] / self._blocks)
         return error
 
     def evidence(self, heads: Sequence[int]) -> dict[str, Floats]:
@@ -94,12 +96,16 @@ class Growth:
         return named | {"window_steps": np.full(len(heads), self.steps)}
 
     def _part(self, part: Part, of: Of) -> Floats:
-        found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
+        signal, heads = of
+        found: Floats = (
+            self.jitter(of) if part == "jitter" else self.end[signal][heads] if part == "end" else self.start(of)
+        )
         return found
 
     def change(self, of: Of) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        return away(self.start(of), self.end[of])
+        signal, heads = of
+        return away(self.start(of), self.end[signal][..., heads])
 
     def sigmas(self, of: Of) -> Floats:
         """The change in units of its standard error."""

@@ -78,7 +78,7 @@ class Readings:
             score_offset=offset,
             largest_score=np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX]),
             tied_rows=tied_rows,
-            delta_bias_sum=slot_values(words, Slot.DELTA_BIAS_SUM),
+            delta_bias_sum=floats[:, Slot.DELTA_BIAS_SUM].copy(),
             nonfinite_rows=slot_values(words, Slot.NONFINITE_ROWS),
             query_norm=query_norm,
             modes=modes,

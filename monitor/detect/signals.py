@@ -88,16 +88,11 @@ class SignalInfo:
         return next(iter(self.evidence))
 
 
-def _either(which: npt.NDArray[np.bool_], there: float, elsewhere: Least) -> Least:
-    """One threshold where `which` [N] holds, another where it does not."""
-    return np.where(which, there, elsewhere) if np.count_nonzero(which) else elsewhere
-
-
 SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.OFFSET: SignalInfo(
         read=lambda readings: readings.score_offset,
         reduction="mean",
-        least=lambda config, heads, youth: _either(heads.pushed, config.offset_level, config.far_offset),
+        least=lambda config, heads, youth: np.where(heads.pushed, config.offset_level, config.far_offset),
         least_growth=lambda config, youth: 1.0 + youth * (config.young_growth - 1.0),
         pushed=True,
         floor=1.0,
@@ -111,10 +106,10 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.SCORE: SignalInfo(
         read=lambda readings: readings.largest_score,
         reduction="largest",
-        least=lambda config, heads, youth: _either(
+        least=lambda config, heads, youth: np.where(
             heads.pushed,
             config.score_level,
-            _either(heads.together, config.score_level * (1.0 + youth), config.score_level * 2.0),
+            np.where(heads.together, config.score_level * (1.0 + youth), config.score_level * 2.0),
         ),
         least_growth=lambda config, youth: 1.0,
         judged_early_from=DANGEROUS_SCORE / 2,
