@@ -98,7 +98,7 @@ class Nearness:
         foreseen = near[FORESEEN]
         if self._config.horizon_lives is None or not any_at_least(foreseen, _WORTH_A_LOOK):
             return
-        heads = np.flatnonzero(foreseen.max(axis=0) >= _WORTH_A_LOOK)
+        heads = np.flatnonzero(np.maximum(*foreseen) >= _WORTH_A_LOOK)
         with np.errstate(divide="ignore"):
             dangerous = np.where(together[heads], DANGEROUS_SCORE, 2 * DANGEROUS_SCORE)
             sight = self._config.horizon_lives * step / courses(growth, heads, dangerous)
@@ -112,15 +112,16 @@ class Nearness:
         """
         config, of, info = self._config, (signal, heads), SIGNALS[signal]
         end = growth.end[signal][heads]
+        size = np.abs(end)
         grid = factor.take(self._grid, mode="clip")
         if self._is_ragged:
             grid[self._missing] = np.nan
         layers = lower_median(grid)
         others = median_of_others(layers)[self._layer_place[heads]]
-        others = np.where(np.abs(end) < info.peers_count_below, others, np.nan)
+        others = np.where(size < info.peers_count_below, others, np.nan)
         if info.beside_own_layer:  # heads may drift together by a little; together and far is no comfort
             own = self._typical(grid, layers)[self._layer_place[heads]]
-            others = np.where(np.abs(end) < config.far_offset, np.fmax(others, own), others)
+            others = np.where(size < config.far_offset, np.fmax(others, own), others)
         least = growth.sigmas(of) / config.noise_multiple
         excess = (factor[heads] - 1.0) / (config.peer_excess * (others - 1.0))
         np.minimum(least, np.where(others > 1.0, excess, math.inf), out=least)

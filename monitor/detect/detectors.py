@@ -164,8 +164,9 @@ class Detectors:
         draw = readings.delta_bias_sum
         if not is_finite(draw):
             draw = np.where(np.isfinite(draw), draw, 0.0)
-        self._bias[0] += draw
-        self._bias[1] += draw * draw
+        total, squares = self._bias  # views: `self._bias[0] += draw` would copy the row onto itself as well
+        total += draw
+        squares += draw * draw
 
     def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
@@ -233,18 +234,20 @@ class Detectors:
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
-        standing = {i: alarm.verdict.signal for i, alarm in self._alarms.items() if i in self._dangerous}
+        if not (tripped or self._alarms):
+            return []
+        standing = {i: self._alarms[i].verdict.signal for i in self._alarms if i in self._dangerous}
         tripped = tripped | {i: signal for i, signal in standing.items() if i not in tripped}
-        news = self._news(tripped, step, judged=judged) if tripped or (judged and self._alarms) else {}
+        news = self._news(tripped, step, judged=judged) if tripped or judged else {}
         told = self._verdicts(news, step)
         for index, made in zip(news, told, strict=True):
             tripped_step = step if index in tripped else self._alarms[index].tripped_step
             self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
-        for index, active in list(self._alarms.items()):
-            if step - active.tripped_step >= self.config.quiet_steps:
-                del self._alarms[index]
-                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
-                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+        long_ago = step - self.config.quiet_steps
+        for index in [index for index, alarm in self._alarms.items() if alarm.tripped_step <= long_ago]:
+            quiet = self._alarms.pop(index)
+            says = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
+            told.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": says}))
         return told
 
     def _news(self, tripped: Mapping[int, str], step: int, *, judged: bool) -> dict[int, Found]:

@@ -39,8 +39,8 @@ class Readings:
 
     def __post_init__(self) -> None:
         told = (self.score_offset, self.largest_score, self.tied_rows)
-        whole = all(map(is_finite, told)) and not (len(self.rows) and not self.rows[self.rows.argmin()] > 0)
-        object.__setattr__(self, "whole", whole)
+        counted = not len(self.rows) or bool(self.rows[self.rows.argmin()] > 0)
+        object.__setattr__(self, "whole", counted and all(map(is_finite, told)))
 
     @classmethod
     def from_words(
