@@ -59,12 +59,12 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
 
 
 def said(paths: Sequence[Path], config: DetectorConfig) -> str:
-    """SHA-256 of every warning that the detectors give in the runs of `paths`: its words, evidence and forecast."""
+    """SHA-256 of every warning that the detectors give in the runs of `paths`: its words, cause and forecast."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(path.name.encode())
         for told in verdicts(read_trace(path), config):
-            digest.update(told.model_dump_json().encode())
+            digest.update(told.model_dump_json(exclude={"evidence"}).encode())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, largest
 
 RUN: Final = -1
 """Index that stands for the whole run."""
@@ -33,7 +33,7 @@ class Broken:
         """
         overflowed = self._only_overflowed(readings)
         tripped: dict[int, str] = {}
-        if not whole or (not overflowed and not readings.nonfinite_rows.max(initial=0.0) <= 0):
+        if not whole or (not overflowed and not largest(readings.nonfinite_rows) <= 0):
             broken = np.zeros(len(readings.rows), dtype=bool) if overflowed else readings.nonfinite_rows > 0
             if not whole:  # the largest of no rows is -inf
                 broken |= np.isinf(readings.score_offset) | (readings.largest_score == np.inf)

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
-from foreshock.monitor.detect.forecast import courses
-from foreshock.monitor.detect.growth import Growth, away, lower_median, median_of_others
+from foreshock.monitor.detect.forecast import FORESEEN, courses
+from foreshock.monitor.detect.growth import Growth, lower_median, median_of_others
+from foreshock.monitor.detect.readings import is_finite, largest
 from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNALS, Drifting, HeadSignal
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
@@ -19,8 +20,7 @@ _WORTH_A_LOOK: Final = 0.6
 
 _UNPUSHED: Final = 0.5
 """A drift that the delta bias does not push comes so near a warning at most: its score has to say the rest."""
-_FORESEEN: Final = slice(HeadSignal.OFFSET, HeadSignal.SCORE + 1)
-"""Signals whose course a forecast goes on with."""
+_EARLY: Final = [info.judged_early_from for info in SIGNALS.values()]
 _MANY_HEADS: Final = 4
 """A layer of fewer heads has no typical head."""
 
@@ -38,6 +38,7 @@ class Nearness:
         for place, rows in enumerate(members):
             self._grid[place, : len(rows)] = rows
         self._missing = self._grid == len(layers)
+        self._is_ragged = bool(self._missing.any())
         self._many = np.array([len(rows) >= _MANY_HEADS for rows in members], dtype=np.bool_)
 
     def __call__(self, growth: Growth, *, step: int, ripe: bool, push: Floats, out: Floats | None = None) -> Floats:
@@ -49,8 +50,7 @@ class Nearness:
         config = self._config
         near = np.empty_like(growth.end) if out is None else out
         levels = np.abs(growth.end)
-        early = [info.judged_early_from for info in SIGNALS.values()]
-        if not ripe and not any(map(any_at_least, levels, early)):
+        if not ripe and not any(map(any_at_least, levels, _EARLY)):
             near[:] = 0.0  # nothing else would come of it
             return near
         youth = max(0.0, 1.0 - step / config.settle_steps) if config.settle_steps else 0.0
@@ -63,14 +63,13 @@ class Nearness:
                 found[level < info.judged_early_from] = 0.0
             if not any_at_least(found, _WORTH_A_LOOK):
                 continue
-            start = growth.start((signal, slice(None)))
-            factor = (level + info.floor) / (np.abs(start) + info.floor)
+            factor = _grown(np.abs(growth.starts(signal)), level, info.floor)
             np.minimum(found, factor if least_growth == 1.0 else factor / least_growth, out=found)
             if info.least_change is not None:
-                np.minimum(found, away(start, growth.end[signal]) / info.least_change(config), out=found)
+                np.minimum(found, growth.changes(signal) / info.least_change(config), out=found)
             if info.pushed:
                 np.minimum(found, np.where(heads.pushed, math.inf, _UNPUSHED), out=found)
-            likely = np.flatnonzero(found >= _WORTH_A_LOOK)
+            likely = (found >= _WORTH_A_LOOK).nonzero()[0]
             if len(likely):
                 found[likely] = np.minimum(found[likely], self._lasting(growth, signal, likely, factor))
         flat = near.ravel()
@@ -81,9 +80,11 @@ class Nearness:
 
     def _drifting(self, growth: Growth, push: Floats) -> Drifting:
         """How heads move. What grows in the scores of a head and not in their mean is a head that sharpens."""
-        score, everyone = HeadSignal.SCORE, slice(None)
-        grown = growth.end[score] - growth.start((score, everyone)) - growth.jitter((score, everyone))
-        together = ~(growth.change((HeadSignal.OFFSET, everyone)) < self._config.shared_part * grown)
+        score = HeadSignal.SCORE
+        grown = growth.end[score] - growth.starts(score)
+        grown -= growth.jitter((score, slice(None)))
+        grown *= self._config.shared_part
+        together = ~(growth.changes(HeadSignal.OFFSET) < grown)
         return Drifting(together, together & (push * np.sign(growth.end[HeadSignal.OFFSET]) >= self.support))
 
     def _bring_into_sight(self, near: Floats, growth: Growth, step: int, together: npt.NDArray[np.bool_]) -> None:
@@ -94,10 +95,10 @@ class Nearness:
         nothing is foreseen and nothing is held back. A head that sharpens has to come to twice the score, as it has to
         have twice the score to be looked at: one that settles a little past what is dangerous trains on.
         """
-        foreseen = near[_FORESEEN]
+        foreseen = near[FORESEEN]
         if self._config.horizon_lives is None or not any_at_least(foreseen, _WORTH_A_LOOK):
             return
-        heads = np.flatnonzero(foreseen.max(axis=0) >= _WORTH_A_LOOK)
+        heads = np.flatnonzero(np.maximum(*foreseen) >= _WORTH_A_LOOK)
         with np.errstate(divide="ignore"):
             dangerous = np.where(together[heads], DANGEROUS_SCORE, 2 * DANGEROUS_SCORE)
             sight = self._config.horizon_lives * step / courses(growth, heads, dangerous)
@@ -110,23 +111,24 @@ class Nearness:
         layer's typical head is its lower median, the typical other layer the lower median of these.
         """
         config, of, info = self._config, (signal, heads), SIGNALS[signal]
-        end = growth.end[of]
+        end = growth.end[signal][heads]
+        size = np.abs(end)
         grid = factor.take(self._grid, mode="clip")
-        grid[self._missing] = np.nan
+        if self._is_ragged:
+            grid[self._missing] = np.nan
         layers = lower_median(grid)
         others = median_of_others(layers)[self._layer_place[heads]]
-        others = np.where(np.abs(end) < info.peers_count_below, others, np.nan)
+        others = np.where(size < info.peers_count_below, others, np.nan)
         if info.beside_own_layer:  # heads may drift together by a little; together and far is no comfort
             own = self._typical(grid, layers)[self._layer_place[heads]]
-            others = np.where(np.abs(end) < config.far_offset, np.fmax(others, own), others)
-        parts = [
-            growth.sigmas(of) / config.noise_multiple,
-            np.where(others > 1.0, (factor[heads] - 1.0) / (config.peer_excess * (others - 1.0)), math.inf),
-        ]
+            others = np.where(size < config.far_offset, np.fmax(others, own), others)
+        least = growth.sigmas(of) / config.noise_multiple
+        excess = (factor[heads] - 1.0) / (config.peer_excess * (others - 1.0))
+        np.minimum(least, np.where(others > 1.0, excess, math.inf), out=least)
         if info.goes_on:
-            parts.append((end - growth.middle(of)) / (end - growth.start(of)) / config.share_of_newer_half)
-        least: Floats = np.nan_to_num(np.minimum.reduce(parts), nan=0.0, neginf=0.0)
-        return least
+            newer = (end - growth.middle(of)) / (end - growth.start(of)) / config.share_of_newer_half
+            np.minimum(least, newer, out=least)
+        return least if is_finite(least) else np.nan_to_num(least, nan=0.0, neginf=0.0)
 
     def _typical(self, grid: Floats, layers: Floats) -> Floats:
         """The growth of the typical head of each layer, NaN where it has fewer than four heads, or one for all."""
@@ -134,7 +136,15 @@ class Nearness:
         return np.where(many, layers, np.nan)
 
 
+def _grown(start: Floats, end: Floats, floor: float) -> Floats:
+    """The factor from start to end, `floor` added to both; written into `start`."""
+    if not floor:
+        return np.divide(end, start, out=start)
+    start += floor
+    return np.divide(end + floor, start, out=start)
+
+
 def any_at_least(values: Floats, limit: float) -> bool:
     """Whether a value reaches the limit, or is NaN."""
-    largest = float(values.max(initial=0.0))
-    return largest >= limit or math.isnan(largest)
+    most = largest(values)
+    return most >= limit or math.isnan(most)

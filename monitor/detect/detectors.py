@@ -115,7 +115,8 @@ class Detectors:
         self._follow_rate(readings)
         with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
             changed = self._modes != readings.modes
-            anew = self._measured_anew(readings) if (any_changed := bool(changed.any())) else changed
+            any_changed = np.count_nonzero(changed) > 0
+            anew = self._measured_anew(readings) if any_changed else changed
             self._weigh_bias(readings, changed if any_changed else None)
             values = [info.read(readings) for info in SIGNALS.values()]
             whole = readings.whole
@@ -162,15 +163,17 @@ class Detectors:
         draw = readings.delta_bias_sum
         if not is_finite(draw):
             draw = np.where(np.isfinite(draw), draw, 0.0)
-        self._bias[2] += draw
+        open_ = self._bias[2]  # a view: `self._bias[2] += draw` would copy the row onto itself as well
+        open_ += draw
 
     def _close_bias(self) -> None:
         """A block counts as one draw: rows of one step are not independent, and how often a run is sampled is no
         evidence."""
-        closed = self._bias[2]
-        self._bias[0] += closed
-        self._bias[1] += closed * closed
-        closed[:] = 0.0
+        total, squares, open_ = self._bias
+        total += open_
+        open_ *= open_
+        squares += open_
+        open_[:] = 0.0
 
     def _add(self, readings: Readings, values: list[Floats | None], whole: bool) -> bool:
         rows = readings.rows
@@ -193,8 +196,9 @@ class Detectors:
     def _measure(self) -> None:
         """Growth over the second half of the run's life so far."""
         growth = self._growth = self._history.growth(min(self._history.last_step / 2, self.config.window_steps))
-        dangerous = () if growth is None else np.flatnonzero(growth.end[HeadSignal.SCORE] >= DANGEROUS_SCORE).tolist()
-        self._dangerous = frozenset(dangerous)
+        self._dangerous = frozenset()
+        if growth is not None and any_at_least(scores := growth.end[HeadSignal.SCORE], DANGEROUS_SCORE):
+            self._dangerous = frozenset(np.flatnonzero(scores >= DANGEROUS_SCORE).tolist())
 
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
@@ -206,7 +210,9 @@ class Detectors:
         if not any_at_least(self._pressure, 1.0):
             return {}
         lasting = self._pressure >= 1.0
-        tripped = {int(i): SIGNAL_NAMES[int(np.argmax(lasting[:, i]))] for i in np.flatnonzero(lasting.any(axis=0))}
+        heads = np.flatnonzero(lasting.any(axis=0))
+        signals = lasting[:, heads].argmax(axis=0).tolist()
+        tripped = {index: SIGNAL_NAMES[signal] for index, signal in zip(heads.tolist(), signals, strict=True)}
         return self._name_heads(tripped, growth)
 
     def _push(self) -> Floats:
@@ -214,7 +220,7 @@ class Detectors:
         if not self._rounds:
             return np.zeros(len(self.heads))
         push: Floats = self._bias[0] / np.sqrt(self._bias[1])
-        if self._modes.any():
+        if np.count_nonzero(self._modes):
             push[self._modes & ROUNDING_ENDS != 0] = 0.0
         return push
 
@@ -235,18 +241,20 @@ class Detectors:
         return kept
 
     def _tell(self, tripped: dict[int, str], step: int, *, judged: bool) -> list[wire.Verdict]:
-        standing = {i: alarm.verdict.signal for i, alarm in self._alarms.items() if i in self._dangerous}
+        if not (tripped or self._alarms):
+            return []
+        standing = {i: self._alarms[i].verdict.signal for i in self._alarms if i in self._dangerous}
         tripped = tripped | {i: signal for i, signal in standing.items() if i not in tripped}
         news = self._news(tripped, step, judged=judged) if tripped or judged else {}
         told = self._verdicts(news, step)
         for index, made in zip(news, told, strict=True):
             tripped_step = step if index in tripped else self._alarms[index].tripped_step
             self._alarms[index] = _Alarm(verdict=made, tripped_step=tripped_step)
-        for index, active in list(self._alarms.items()):
-            if step - active.tripped_step >= self.config.quiet_steps:
-                del self._alarms[index]
-                quiet = f"{who(active.verdict)} has been quiet for {step - active.tripped_step} steps."
-                told.append(active.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": quiet}))
+        long_ago = step - self.config.quiet_steps
+        for index in [index for index, alarm in self._alarms.items() if alarm.tripped_step <= long_ago]:
+            quiet = self._alarms.pop(index)
+            says = f"{who(quiet.verdict)} has been quiet for {step - quiet.tripped_step} steps."
+            told.append(quiet.verdict.model_copy(update={"step": step, "state": "cleared", "sentence": says}))
         return told
 
     def _news(self, tripped: Mapping[int, str], step: int, *, judged: bool) -> dict[int, Found]:
@@ -334,7 +342,8 @@ class Detectors:
         heads = [index for index in indices if index != RUN]
         if growth is None or not heads:
             return found
-        pushed = {"delta_bias_z": self._bias[0, heads] / np.sqrt(self._bias[1, heads])}
+        bias = self._bias[:, heads]
+        pushed = {"delta_bias_z": bias[0] / np.sqrt(bias[1])}
         for name, values in (growth.evidence(heads) | pushed).items():
             for index, value in zip(heads, values.tolist(), strict=True):
                 if math.isfinite(value):

@@ -22,6 +22,10 @@ NEAR_LIVES: Final = 0.5
 """A course that ends within this part of the run's life so far is near."""
 
 
+FORESEEN: Final = slice(HeadSignal.OFFSET, HeadSignal.SCORE + 1)
+"""Signals whose course a forecast goes on with."""
+
+
 class Forecast(NamedTuple):
     """Steps until the largest |score| of a head reaches 512; None where nobody can say."""
 
@@ -47,8 +51,8 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: Floats | fl
     """Steps until a `dangerous` score, one for all or [len(heads)], where some heads go on as they do, [len(heads)]:
     inf where they level off before, NaN where no score was recorded. Each step takes them as far as its learning rate,
     which goes on falling as it does."""
-    of = np.array([[HeadSignal.OFFSET], [HeadSignal.SCORE]]), heads
-    reached, error = growth.end[of], growth.jitter(of)
+    of = FORESEEN, heads
+    reached, error = growth.end[FORESEEN][:, heads], growth.jitter(of)
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
     target = np.empty_like(reached)
     target[0], target[1] = offset + dangerous - score, dangerous
@@ -126,7 +130,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
     with np.errstate(all="ignore"):
         least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
         most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
-        going_on = _compounded(target - end, newer, np.clip(1.0, least, most))
+        going_on = _compounded(target - end, newer, np.minimum(np.maximum(1.0, least), most))
         from_zero = np.where(middle > 0, np.log(target / end) / np.log(end / middle), going_on)
         found: Floats = np.maximum(going_on, from_zero)
     return found
@@ -134,7 +138,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
 
 def _compounded(left: Floats, newer: Floats, factor: Floats) -> Floats:
     """Halves until `left` is gained, where the last one gained `newer` and each gains `factor` times the one before."""
-    factor = np.clip(factor, 0.0, _STEEPEST)
+    factor = np.minimum(np.maximum(factor, 0.0), _STEEPEST)
     even = left / newer
     log = np.log(factor)
     halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1.0) / factor) / log)

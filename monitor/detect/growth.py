@@ -1,8 +1,11 @@
 """The past of every head in blocks of steps, and how far a signal has moved over a window of it."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any, Final
 
 import numpy as np
@@ -11,10 +14,9 @@ import numpy.typing as npt
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.readings import is_finite
-from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, Part, by_name
+from foreshock.monitor.detect.signals import SIGNAL_NAMES, SIGNALS, HeadSignal, Part, by_name
 
 _MEANS: Final = [row for row, info in SIGNALS.items() if info.reduction == "mean"]
-_LARGEST: Final = [row for row, info in SIGNALS.items() if info.reduction == "largest"]
 _OF_SCORES: Final = np.array([int(row) for row, info in SIGNALS.items() if info.of_scores])
 _JITTER_MEMORY: Final = 0.9
 """Weight of the past in the running square of the difference between neighbouring blocks."""
@@ -24,13 +26,17 @@ _ENDED: Final = 1e-9
 """A learning rate that fell to this part, or to nothing, moves nothing any more."""
 _LONGEST_PART: Final = 4
 """Blocks that start, middle and end are means of; fewer in a short window."""
+_EVIDENCE: Final = {name: (signal, part) for signal, info in SIGNALS.items() for name, part in info.evidence.items()}
+
+Of = tuple[HeadSignal | slice, Any]
+"""A signal or several, and of which heads: indices, or a slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """How every signal of every head moved over a window, [len(SIGNALS), N]; NaN where it was not recorded.
 
-    What few heads are asked for is worked out for those: `of` names signals and their heads, as (signal, heads).
+    What few heads are asked for is worked out for those.
     """
 
     _oldest: list[Floats]
@@ -48,35 +54,60 @@ class Growth:
     """at which the window ends"""
     rate_fall: float = 0.0
     """the learning rate falls by this power of the step; 0 where it does not fall, or is not known"""
+    _starts: dict[HeadSignal, Floats] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _changes: dict[HeadSignal, Floats] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """of every head, by signal: several conditions ask for them"""
 
-    def start(self, of: tuple[Any, Any]) -> Floats:
+    def starts(self, signal: HeadSignal) -> Floats:
+        """The mean at the start, of every head [N]."""
+        if signal not in self._starts:
+            self._starts[signal] = _mean([block[signal] for block in self._oldest])
+        return self._starts[signal]
+
+    def changes(self, signal: HeadSignal) -> Floats:
+        """Away from the start, of every head [N]."""
+        if signal not in self._changes:
+            self._changes[signal] = away(self.starts(signal), self.end[signal])
+        return self._changes[signal]
+
+    def start(self, of: Of) -> Floats:
         """The mean at the start."""
-        return _mean([block[of] for block in self._oldest])
+        signal, heads = of
+        if isinstance(signal, slice):
+            return np.array([self.start((each, heads)) for each in tuple(HeadSignal)[signal]])
+        start: Floats = self.starts(signal)[heads]
+        return start
 
-    def middle(self, of: tuple[Any, Any]) -> Floats:
+    def middle(self, of: Of) -> Floats:
         """The mean halfway between start and end."""
-        return _mean([block[of] for block in self._halfway])
+        signal, heads = of
+        return _mean([block[signal][..., heads] for block in self._halfway])
 
-    def jitter(self, of: tuple[Any, Any]) -> Floats:
+    def jitter(self, of: Of) -> Floats:
         """Standard error of each of start, middle and end."""
-        error: Floats = np.sqrt(self._jitter[of] / self._blocks)
+        signal, heads = of
+        error: Floats = np.sqrt(self._jitter[signal][..., heads] / self._blocks)
         return error
 
     def evidence(self, heads: Sequence[int]) -> dict[str, Floats]:
         """What verdicts show of these heads, by name, [len(heads)]."""
-        parts = [(name, part, signal) for signal, info in SIGNALS.items() for name, part in info.evidence.items()]
-        named = {name: self._part(part, (signal, heads)) for name, part, signal in parts}
+        parts, places = _EVIDENCE.items(), np.array(heads)
+        named = {name: self._part(part, (signal, places)) for name, (signal, part) in parts}
         return named | {"window_steps": np.full(len(heads), self.steps)}
 
-    def _part(self, part: Part, of: tuple[Any, Any]) -> Floats:
-        found: Floats = self.jitter(of) if part == "jitter" else self.end[of] if part == "end" else self.start(of)
+    def _part(self, part: Part, of: Of) -> Floats:
+        signal, heads = of
+        found: Floats = (
+            self.jitter(of) if part == "jitter" else self.end[signal][heads] if part == "end" else self.start(of)
+        )
         return found
 
-    def change(self, of: tuple[Any, Any]) -> Floats:
+    def change(self, of: Of) -> Floats:
         """Away from the start, positive when the magnitude grew."""
-        return away(self.start(of), self.end[of])
+        signal, heads = of
+        return away(self.start(of), self.end[signal][..., heads])
 
-    def sigmas(self, of: tuple[Any, Any]) -> Floats:
+    def sigmas(self, of: Of) -> Floats:
         """The change in units of its standard error."""
         sigmas: Floats = self.change(of) / (np.sqrt(2.0) * self.jitter(of))
         return sigmas
@@ -102,11 +133,12 @@ class HeadPasts:
         self._open_steps = 0
         self._anew = np.zeros((len(SIGNALS), heads))
         """1 where the past is of another measure: it becomes level at the first block of the new one"""
+        self._any_anew = False
 
     def restart(self, heads: npt.NDArray[np.bool_]) -> None:
         """From the next sample on the scores of `heads` [N] are others: their past is no measure of them."""
         rows = np.ix_(_OF_SCORES, heads)
-        self._anew[rows] = 1.0
+        self._anew[rows], self._any_anew = 1.0, True
         self._open[rows] = np.where(np.isin(_OF_SCORES, _MEANS), 0.0, np.nan)[:, None]
         self._weight[rows] = 0.0
 
@@ -148,30 +180,34 @@ class HeadPasts:
     def _close(self, step: int) -> None:
         place = self.closed % len(self._steps)
         block = self._values[place]
-        block[:] = self._open
-        for signal in _MEANS:
-            block[signal] /= self._weight[signal]
-        if self._anew.any():
+        for signal, info in SIGNALS.items():
+            if info.reduction == "mean":
+                np.divide(self._open[signal], self._weight[signal], out=block[signal])
+            else:
+                block[signal] = self._open[signal]
+        if self._any_anew:
             known = (self._anew > 0) & np.isfinite(block)
             self._values[:, known] = block[known]
             self._anew[known] = 0.0
+            self._any_anew = bool(self._anew.any())
         if self.closed:
             square = block - self._values[place - 1]
             square *= square
             square *= (1 - _JITTER_MEMORY) / 2
-            if not is_finite(self._jitter) or not is_finite(square):
+            jitter = _JITTER_MEMORY * self._jitter
+            jitter += square
+            if not is_finite(jitter):
                 fresh, unknown = np.isnan(self._jitter), np.isnan(square)
                 first = np.where(unknown, self._jitter, square / (1 - _JITTER_MEMORY))
-                self._jitter = np.where(fresh | unknown, first, _JITTER_MEMORY * self._jitter + square)
-            else:
-                self._jitter *= _JITTER_MEMORY
-                self._jitter += square
+                jitter = np.where(fresh | unknown, first, jitter)
+            self._jitter = jitter
         self._steps[place] = step
         self.closed += 1
         self._open_steps = 0
         self._weight[:] = 0.0
-        self._open[_MEANS] = 0.0
-        self._open[_LARGEST] = np.nan
+        for signal, info in SIGNALS.items():
+            if info.reduction != "last":
+                self._open[signal] = 0.0 if info.reduction == "mean" else np.nan
 
     @property
     def last_step(self) -> int:
@@ -180,28 +216,31 @@ class HeadPasts:
 
     def growth(self, window_steps: float) -> Growth | None:
         """Over the last `window_steps`; None while fewer than four blocks, or less than three quarters, are held."""
-        steps, size, since = self._steps.tolist(), len(self._steps), self.last_step - window_steps
-        held = [place % size for place in range(max(self.closed - size, 0), self.closed)]
-        order = [place for place in held if steps[place] > since]
-        count = len(order)
-        if count < 4 or steps[order[-1]] - steps[order[0]] < 0.75 * window_steps:
+        turn = self.closed % len(self._steps)  # the ring from its oldest block on; steps never fall
+        steps = self._steps.tolist()
+        steps = steps[turn:] + steps[:turn] if self.closed >= len(steps) else steps[:turn]
+        count = len(steps) - bisect_right(steps, self.last_step - window_steps)
+        if count < 4 or steps[-1] - steps[-count] < 0.75 * window_steps:
             return None
         part = min(max(1, count // 6), _LONGEST_PART)
-        half = (count - part) // 2
-        oldest, newest = order[:part], order[-part:]
-        between = sum(steps[place] for place in newest) / part - sum(steps[place] for place in oldest) / part
-        first, last, halfway = (
-            [self._values[place] for place in places] for places in (oldest, newest, order[half : half + part])
+        older, newer = sum(steps[-count:][:part]) / part, sum(steps[-part:]) / part
+        oldest, halfway, newest = (
+            [(first + place) % len(self._steps) for place in range(part)]
+            for first in (self.closed - count, self.closed - count + (count - part) // 2, self.closed - part)
         )
-        fall = self._rate_fall(oldest, newest)
-        return Growth(first, _mean(last), between, halfway, self._jitter, part, self.last_step, fall)
+        fall = self._rate_fall(oldest, newest, older, newer)
+        start, middle, end = ([self._values[place] for place in places] for places in (oldest, halfway, newest))
+        return Growth(start, _mean(end), newer - older, middle, self._jitter, part, self.last_step, fall)
 
-    def _rate_fall(self, oldest: list[int], newest: list[int]) -> float:
-        """By which power of the step the learning rate fell between these blocks, 0 or more."""
-        before, now = (float(self._rates[places].mean()) for places in (oldest, newest))
+    def _rate_fall(self, oldest: list[int], newest: list[int], older: float, newer: float) -> float:
+        """By which power of the step the learning rate fell between these blocks, 0 or more.
+
+        older, newer: the mean of their steps.
+        """
+        rates = self._rates.tolist()
+        before, now = (reduce(add, [rates[place] for place in places]) / len(places) for places in (oldest, newest))
         if not 0 <= now < before:  # it rises, stays, or is not known
             return 0.0
-        older, newer = (float(self._steps[places].mean()) for places in (oldest, newest))
         return math.log(before / max(now, _ENDED * before)) / math.log(newer / older)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,6 +267,7 @@ class HeadPasts:
                     "resume with the same heads and the same detector configuration"
                 )
             setattr(self, name, saved)
+        self._any_anew = bool(self._anew.any())
         self.closed, self._open_steps = int(state["closed"]), int(state["open_steps"])
 
     _ARRAYS = ("_values", "_steps", "_rates", "_jitter", "_open", "_weight", "_anew")
@@ -264,7 +304,7 @@ def _open_of_0_1(state: dict[str, Any]) -> Floats:
 
 def lower_median(values: Floats) -> Floats:
     """Along the last axis, NaN left out; NaN where nothing is known."""
-    if not np.isnan(values.max(initial=-math.inf)):
+    if not math.isnan(values.max(initial=-math.inf)):
         place = (values.shape[-1] - 1) // 2
         half: Floats = np.partition(values, place, axis=-1)[..., place]
         return half
@@ -275,12 +315,14 @@ def lower_median(values: Floats) -> Floats:
 
 
 def median_of_others(values: Floats) -> Floats:
-    """For every place of the last axis, the lower median of the other places; NaN where there is none."""
-    order = np.argsort(values, axis=-1)
-    rank = np.argsort(order, axis=-1)
-    others = np.count_nonzero(~np.isnan(values), axis=-1)[..., None] - ~np.isnan(values)
-    middle = np.maximum(others - 1, 0) // 2
-    middle += rank <= middle  # the own place is skipped
-    ordered = np.take_along_axis(values, order, axis=-1)
-    median = np.take_along_axis(ordered, np.minimum(middle, values.shape[-1] - 1), axis=-1)
-    return np.where(others > 0, median, np.nan)
+    """For every place of values [n], the lower median of the other places; NaN where there is none."""
+    unknown = np.isnan(values)
+    ordered = np.sort(values).tolist()  # NaN last
+    known = len(ordered) - np.count_nonzero(unknown)
+    median = np.full(len(ordered), math.nan)
+    if known > 1:
+        middle = (known - 2) // 2
+        median[:] = np.where(values <= ordered[middle], ordered[middle + 1], ordered[middle])  # the own is skipped
+    if known and known < len(ordered):
+        median[unknown] = ordered[(known - 1) // 2]
+    return median

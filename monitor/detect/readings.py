@@ -39,8 +39,8 @@ class Readings:
 
     def __post_init__(self) -> None:
         told = (self.score_offset, self.largest_score, self.tied_rows)
-        whole = all(map(is_finite, told)) and bool(self.rows.min(initial=1.0) > 0)
-        object.__setattr__(self, "whole", whole)
+        counted = not len(self.rows) or bool(self.rows[self.rows.argmin()] > 0)
+        object.__setattr__(self, "whole", counted and all(map(is_finite, told)))
 
     @classmethod
     def from_words(
@@ -78,7 +78,7 @@ class Readings:
             score_offset=offset,
             largest_score=np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX]),
             tied_rows=tied_rows,
-            delta_bias_sum=slot_values(words, Slot.DELTA_BIAS_SUM),
+            delta_bias_sum=floats[:, Slot.DELTA_BIAS_SUM].copy(),
             nonfinite_rows=slot_values(words, Slot.NONFINITE_ROWS),
             query_norm=query_norm,
             modes=modes,
@@ -99,6 +99,12 @@ class Readings:
             tied_rows=np.where(np.isfinite(self.tied_rows), self.tied_rows, np.nan),
             delta_bias_sum=np.where(self.rows > 0, self.delta_bias_sum, np.nan),
         )
+
+
+def largest(values: Floats) -> float:
+    """NaN where one is, 0 where there is none: for a few thousand values, `max` takes twice as long as finding it."""
+    flat = values.ravel()
+    return float(flat[flat.argmax()]) if len(flat) else 0.0
 
 
 def is_finite(values: Floats) -> bool:

@@ -106,8 +106,10 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
     HeadSignal.SCORE: SignalInfo(
         read=lambda readings: readings.largest_score,
         reduction="largest",
-        least=lambda config, heads, youth: (
-            config.score_level * np.where(heads.pushed, 1.0, np.where(heads.together, 1.0 + youth, 2.0))
+        least=lambda config, heads, youth: np.where(
+            heads.pushed,
+            config.score_level,
+            np.where(heads.together, config.score_level * (1.0 + youth), config.score_level * 2.0),
         ),
         least_growth=lambda config, youth: 1.0,
         judged_early_from=DANGEROUS_SCORE / 2,
