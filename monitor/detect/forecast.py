@@ -20,8 +20,8 @@ CAME: Final = (0.14, 0.6, 1.5)
 the tuning runs, rounded outwards (`foreshock lab forecasts`; lab/NOTEBOOK.md has the table)."""
 NEAR_LIVES: Final = 0.5
 """A course that ends within this part of the run's life so far is near."""
-
-
+_NEVER: Final = 1e9
+"""Steps that no run has: a course may take any number while a learning rate falls."""
 FORESEEN: Final = slice(HeadSignal.OFFSET, HeadSignal.SCORE + 1)
 """Signals whose course a forecast goes on with."""
 
@@ -38,10 +38,11 @@ class Forecast(NamedTuple):
 
 def forecast(course: float, *, near_steps: float) -> Forecast:
     """What is told of a head whose course takes so many steps: inf if it levels off before, NaN if nobody can say.
+    A billion and more is never.
 
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
-    if not math.isfinite(course):
+    if math.isnan(course) or course > _NEVER:
         return Forecast(in_sight=None if math.isnan(course) else False)
     earliest, likely, latest = (part * course for part in CAME)
     return Forecast(likely, earliest, latest if course <= near_steps else None, True)

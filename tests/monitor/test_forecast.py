@@ -1,6 +1,7 @@
 """Forecasts of many heads at once beside the same worked out one by one, and the horizon that a warning may ask for."""
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,12 @@ def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_
             assert told.earliest <= told.likely <= course
             assert (told.latest is not None) == (course <= near)
             assert told.latest is None or told.latest >= course
+
+
+@pytest.mark.parametrize("course", [1e10, 1.1e162, sys.float_info.max])
+def test_a_course_that_no_run_is_long_enough_for_is_told_as_no_harm_in_sight(course: float) -> None:
+    assert forecast(course, near_steps=math.inf) == forecast(math.inf, near_steps=math.inf)
+    assert forecast(9e8, near_steps=0.0).in_sight
 
 
 @pytest.mark.parametrize(
