@@ -1,6 +1,7 @@
 """Recorded runs played through today's detectors, alone and into a service."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -9,10 +10,15 @@ import pytest
 from tests.lab.short_traces import FAILS, TRACES, write
 
 from foreshock.contract import wire
-from foreshock.lab.recording.replay import replay, verdicts
+from foreshock.contract.slots import Floats
+from foreshock.lab.recording.replay import judged, replay, verdicts
 from foreshock.lab.recording.trace import read_trace, readings
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.service import local_service
+from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.run import Training, train
 from foreshock.monitor.detect.detectors import Detectors
 
 CONTROL = TRACES / "key-bias_fp32_batch32.jsonl.gz"
@@ -73,6 +79,28 @@ def test_a_replay_says_what_the_detectors_said_live(tmp_path: Path) -> None:
     again = read_trace(write(tmp_path / "recorded.jsonl.gz", recorded))
     assert len(said) > 5
     assert verdicts(again) == said
+
+
+@pytest.mark.full
+def test_a_replay_finds_each_head_as_near_a_warning_as_the_agent_did_that_sampled_it_more_often(tmp_path: Path) -> None:
+    """Of a run that drifts by rounding within some hundred steps, whose recording holds blocks of its samples."""
+    recipe, arm, path = find_recipe("fast-biases"), find_arm("paper"), tmp_path / "run.jsonl.gz"
+    training = Training(replace(recipe, sample_every_steps=2), arm, 2)
+    live: dict[int, Floats] = {}
+    training.agent.subscribe(lambda event: live.update(_risk(event)))
+    with TraceWriter(path, recipe.header(arm, 2, "run")) as writer:
+        train(training, 700, writer=writer)
+    replayed: dict[int, Floats] = {}
+    for event in judged(read_trace(path)):
+        replayed.update(_risk(event))
+    assert 3 * len(replayed) < len(live)
+    assert max(risk.max() for risk in replayed.values()) > 0.5
+    for step, risk in replayed.items():
+        np.testing.assert_allclose(risk, live[step], atol=0.02, err_msg=f"step {step}")
+
+
+def _risk(event: wire.Event) -> dict[int, Floats]:
+    return {event.step: event.risk.numpy()} if isinstance(event, wire.Sample) and event.risk is not None else {}
 
 
 def test_a_replay_reaches_the_service_as_a_run_with_its_warning(tmp_path: Path) -> None:
