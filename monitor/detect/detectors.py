@@ -203,7 +203,7 @@ class Detectors:
     def _judge(self, growth: Growth, step: int) -> dict[int, str]:
         """The heads that trip now, with their signal."""
         near = self._recent[self._history.closed % len(self._recent)]
-        self._near(growth, step=step, ripe=step >= self._ripe_from(), push=self._push(), out=near)
+        self._near(growth, step=step, ripe=step >= self._ripe_from(), push=self.push, out=near)
         np.minimum(self._recent[0], self._recent[-1], out=self._pressure)
         for between in self._recent[1:-1]:
             np.minimum(self._pressure, between, out=self._pressure)
@@ -215,7 +215,8 @@ class Detectors:
         tripped = {index: SIGNAL_NAMES[signal] for index, signal in zip(heads.tolist(), signals, strict=True)}
         return self._name_heads(tripped, growth)
 
-    def _push(self) -> Floats:
+    @property
+    def push(self) -> Floats:
         """The accumulated delta bias of every head in units of its standard error, [N]; 0 where it is not applied."""
         if not self._rounds:
             return np.zeros(len(self.heads))

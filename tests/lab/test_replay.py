@@ -11,7 +11,7 @@ from tests.lab.short_traces import FAILS, TRACES, write
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
-from foreshock.lab.recording.replay import judged, replay, verdicts
+from foreshock.lab.recording.replay import replay, verdicts
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.report import lab_score
@@ -90,13 +90,15 @@ def test_a_replay_finds_each_head_as_near_a_warning_as_the_agent_did_that_sample
     training.agent.subscribe(lambda event: live.update(_risk(event)))
     with TraceWriter(path, recipe.header(arm, 2, "run")) as writer:
         train(training, 700, writer=writer)
-    replayed: dict[int, Floats] = {}
-    for event in judged(read_trace(path)):
-        replayed.update(_risk(event))
-    assert 3 * len(replayed) < len(live)
-    assert max(risk.max() for risk in replayed.values()) > 0.5
-    for step, risk in replayed.items():
-        np.testing.assert_allclose(risk, live[step], atol=0.02, err_msg=f"step {step}")
+    trace, replayed = read_trace(path), Detectors([(0, 0), (0, 1), (1, 0), (1, 1)])
+    assert 3 * len(trace.samples) < len(live)
+    for sample, seen in zip(trace.samples, readings(trace), strict=True):
+        replayed.update(seen)
+        np.testing.assert_allclose(replayed.risk, live[sample.step], atol=0.02, err_msg=f"step {sample.step}")
+    assert replayed.risk.max() > 0.5
+    assert isinstance(training.agent.detectors, Detectors)
+    assert np.abs(replayed.push).max() > 2.0
+    np.testing.assert_allclose(replayed.push, training.agent.detectors.push, atol=0.02)
 
 
 def _risk(event: wire.Event) -> dict[int, Floats]:
