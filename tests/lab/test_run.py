@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from foreshock.contract import wire
+from foreshock.contract.slots import Words
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
@@ -83,6 +86,36 @@ def test_one_seed_gives_one_run_and_another_seed_another(begin: Begin) -> None:
     first, again, other = (losses(begin(UNTREATED, seed), 6) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+@pytest.mark.full
+def test_runs_of_one_process_that_share_a_compiled_graph_are_each_counted_by_themselves(corpus: Corpus) -> None:
+    """As on a GPU (`Recipe.compiled`), but without code generation, so that every bit is that of the eager run."""
+
+    def words(compiled: bool) -> list[list[Words]]:
+        runs = [Training(TINY, UNTREATED, seed, corpus=corpus) for seed in (5, 6)]
+        counted: list[list[Words]] = [[], []]
+        for run, samples in zip(runs, counted, strict=True):
+            run.agent.subscribe(partial(_keep, samples))
+            if compiled:
+                run._whole = torch.compile(run.model, backend="aot_eager", dynamic=False, fullgraph=True)
+        for _ in range(12):
+            for run in runs:
+                run.advance()
+        for run in runs:
+            run.agent.close("completed")
+        return counted
+
+    eager, compiled = words(False), words(True)
+    assert len(eager[0]) > 2
+    for one, other in zip(eager, compiled, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(eager[0], eager[1])
+
+
+def _keep(samples: list[Words], event: wire.Event) -> None:
+    if isinstance(event, wire.Sample) and (words := event.words()) is not None:
+        samples.append(words)
 
 
 def test_a_branch_is_identical_until_a_head_is_switched(begin: Begin) -> None:
