@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
 
     Raises ValueError for held-out runs without a `seal`, and where that file tells of other detectors or other runs.
     """
-    held_out = sealed(paths)
+    held_out = sorted(sealed(paths), key=lambda path: path.name)
     if not held_out:
         return
+    if twice := next((one.name for one, other in pairwise(held_out) if one.name == other.name), None):
+        raise ValueError(f"two held-out runs are named {twice}; give each a name of its own")
     if seal is None:
         names = ", ".join(path.name for path in held_out[:_NAMED])
         more = f" and {len(held_out) - _NAMED} more" if len(held_out) > _NAMED else ""
@@ -44,14 +47,18 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         )
     told = {
         "detectors": fingerprint(config),
-        "runs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(held_out)},
+        "runs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in held_out},
     }
     if not seal.exists():
         seal.write_text(json.dumps({**told, "said": said(held_out, config)}, indent=1) + "\n")
         return
     before = json.loads(seal.read_text())
-    other = next((what for what in ("runs", "detectors") if before.get(what) != told[what]), None)
-    if other == "runs" or (other and before.get("said") != said(held_out, config)):
+    other = None if before.get("runs") == told["runs"] else "runs"
+    if other is None and "said" in before:
+        other = None if before["said"] == said(held_out, config) else "detectors"
+    elif other is None:  # of before the words were kept
+        other = None if before.get("detectors") == told["detectors"] else "detectors"
+    if other is not None:
         raise ValueError(
             f"{seal} says that held-out runs were scored before, with other {other}; what was seen is not held "
             "out any more. Score new runs, by a new split"
@@ -59,9 +66,12 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
 
 
 def said(paths: Sequence[Path], config: DetectorConfig) -> str:
-    """SHA-256 of every warning that the detectors give in the runs of `paths`: its words, cause and forecast."""
+    """SHA-256 of every warning that the detectors give in the runs of `paths`, by name: its words, cause and forecast.
+
+    The numbers of its evidence are left out: a sum in another order moves their last digits.
+    """
     digest = hashlib.sha256()
-    for path in sorted(paths):
+    for path in sorted(paths, key=lambda path: path.name):
         digest.update(path.name.encode())
         for told in verdicts(read_trace(path), config):
             digest.update(told.model_dump_json(exclude={"evidence"}).encode())

@@ -167,8 +167,8 @@ class Detectors:
         open_ += draw
 
     def _close_bias(self) -> None:
-        """A block counts as one draw: rows of one step are not independent, and how often a run is sampled is no
-        evidence."""
+        """A block counts as one draw, also one that a switch left a part of: rows of one step are not independent, and
+        more samples of a block are no more evidence."""
         total, squares, open_ = self._bias
         total += open_
         open_ *= open_
@@ -217,10 +217,12 @@ class Detectors:
 
     @property
     def push(self) -> Floats:
-        """The accumulated delta bias of every head in units of its standard error, [N]; 0 where it is not applied."""
+        """The accumulated delta bias of every head in units of its standard error, [N]; 0 where it is not applied or
+        nothing was sampled, NaN before a block of it was closed."""
         if not self._rounds:
             return np.zeros(len(self.heads))
-        push: Floats = self._bias[0] / np.sqrt(self._bias[1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            push: Floats = self._bias[0] / np.sqrt(self._bias[1])
         if np.count_nonzero(self._modes):
             push[self._modes & ROUNDING_ENDS != 0] = 0.0
         return push
@@ -378,7 +380,7 @@ class Detectors:
             saved = array(state[name])
             if name == "_rate" and len(saved) == 2:  # a run that was watched from its first step on
                 saved = np.append(saved, 0.0)
-            if name == "_bias" and len(saved) == 2:  # saved when a sample was a draw
+            if name == "_bias" and len(saved) == 2:  # its draws were samples: more certain, until blocks outweigh them
                 saved = np.vstack([saved, np.zeros(len(self.heads))])
             if name in self._OF_SIGNALS:
                 saved = by_name(saved, state.get("signals"), getattr(self, name))

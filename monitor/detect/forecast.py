@@ -42,7 +42,7 @@ def forecast(course: float, *, near_steps: float) -> Forecast:
 
     near_steps: a longer course has no latest step, since some of the heads that are warned about so early settle.
     """
-    if math.isnan(course) or course > _NEVER:
+    if not math.isfinite(course) or course >= _NEVER:
         return Forecast(in_sight=None if math.isnan(course) else False)
     earliest, likely, latest = (part * course for part in CAME)
     return Forecast(likely, earliest, latest if course <= near_steps else None, True)

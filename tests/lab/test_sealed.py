@@ -73,9 +73,29 @@ def test_detectors_whose_code_changed_score_again_what_they_say_the_same_of_and_
     told = json.loads(seal.read_text())
     seal.write_text(json.dumps(told | {"detectors": "of other code"}))
     break_seal([run], SHIPPED, seal)
-    seal.write_text(json.dumps(told | {"detectors": "of other code", "said": "something else"}))
+    seal.write_text(json.dumps(told | {"said": "something else"}))
     with pytest.raises(ValueError, match="with other detectors"):
         break_seal([run], SHIPPED, seal)
+
+
+def test_a_seal_of_before_words_were_kept_admits_its_own_detectors_alone(tmp_path: Path) -> None:
+    run = a_run(tmp_path, HELD_OUT[0])
+    seal = tmp_path / "seal.json"
+    break_seal([run], SHIPPED, seal)
+    told = json.loads(seal.read_text())
+    del told["said"]
+    seal.write_text(json.dumps(told))
+    break_seal([run], SHIPPED, seal)
+    seal.write_text(json.dumps(told | {"detectors": "of other code"}))
+    with pytest.raises(ValueError, match="with other detectors"):
+        break_seal([run], SHIPPED, seal)
+
+
+def test_two_held_out_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    runs = [a_run(folder, HELD_OUT[0]) for folder in (tmp_path, tmp_path / "other")]
+    with pytest.raises(ValueError, match="two held-out runs are named"):
+        break_seal(runs, SHIPPED, tmp_path / "seal.json")
 
 
 def test_the_score_command_refuses_them_before_it_looks(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from foreshock.contract import wire
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.growth import array
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.signals import HeadSignal
 
@@ -344,3 +345,16 @@ def test_a_run_set_back_to_an_older_step_forgets_its_past_and_keeps_its_verdicts
     again = detectors.update(reading(3000, line))
     assert again == []
     assert [(v.layer, v.head) for v in detectors.active] == [HEADS[SICK]]
+
+
+def test_a_state_of_before_blocks_were_draws_keeps_its_delta_bias() -> None:
+    detectors, _ = play(line, until=3000, bias=0.8)
+    state = detectors.state_dict()
+    state["_bias"] = wire.Array.of(array(state["_bias"])[:2]).model_dump()
+    resumed = Detectors(HEADS)
+    assert not resumed.push.any()
+    resumed.load_state_dict(state)
+    np.testing.assert_array_equal(resumed.push, detectors.push)
+    for step in range(3050, 3301, 50):
+        resumed.update(reading(step, line, bias=0.8))
+    assert resumed.push[SICK] > detectors.push[SICK] > 2.0
