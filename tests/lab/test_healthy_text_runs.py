@@ -30,12 +30,9 @@ def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_an
     assert runs
     assert runs == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in runs}
     assert {path.name for path in sealed(sorted(folder.glob("*.gz")))} <= set(runs)
-    spent = {
-        f"{recipe}_untreated_seed{seed}.jsonl.gz"
-        for recipe, halves in real_text_split().items()
-        for seed in halves.get("spent", ())
-    }
-    assert spent <= set(runs)  # what detectors may be tuned on now was scored first
+    scored = {(name.split("_")[0], name.split("_seed")[1].removesuffix(".jsonl.gz")) for name in runs}
+    spent = {(recipe, str(seed)) for recipe, halves in real_text_split().items() for seed in halves.get("spent", ())}
+    assert spent <= scored  # what detectors may be tuned on now was scored first
 
 
 @pytest.mark.full

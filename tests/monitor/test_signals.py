@@ -50,7 +50,7 @@ def test_a_state_that_0_1_saved_goes_on_in_the_middle_of_a_block_as_0_1_itself_d
     detectors = Detectors(HEADS, CONFIG)
     detectors.load_state_dict(SAVED["state"])
     told = [v.model_dump(mode="json") for step in range(412, 904, 4) for v in detectors.update(reading(step))]
-    known = SAVED["verdicts"][0]["evidence"].keys()
+    known = SAVED["verdicts"][0]["evidence"].keys() - {"delta_bias_z"}  # 0.1 took every sample for a draw
     assert [without_what_is_newer(v, known) for v in told] == [
         without_what_is_newer(v, known) for v in SAVED["verdicts"]
     ]
