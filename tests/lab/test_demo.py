@@ -207,7 +207,7 @@ def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path, capf
     said = io.StringIO()
     told = demo.main(
         tmp_path / "report.json",
-        seed=1,
+        seed=6,  # three of its four heads are far beyond these thresholds, whatever a processor rounds
         port=0,
         picture=tmp_path / "picture.png",
         show=replace(SHOW, numerics="kernel"),
