@@ -217,8 +217,12 @@ class Agent:
     def _act(self, verdicts: list[wire.Verdict]) -> None:
         done = act(self._switchboard, verdicts, self.config, step=self.current_step)
         for switched in done:
-            self._outbox.tell(switched)
+            self._outbox.tell_after_start(switched, started=self._started)
         self._voice.say(self._voice.switched([each for each in done if each.outcome != "refused"]))
+
+    def _act_on_what_stands(self) -> None:
+        # "updated", since a new warning would end the hold that a person has put on a head
+        self._act([verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active])
 
     def _switched_modes(self) -> dict[tuple[int, int], str]:
         return {head: mode_name(mode) for head, mode in self._switchboard.modes().items() if mode}
@@ -310,6 +314,7 @@ class Agent:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, as a new process start of the same run. Call it before the first step.
+        The policy acts on warnings that stand, where heads do not have what they call for.
 
         Raises ValueError after a step, or for a state that this version cannot read.
         """
@@ -323,6 +328,8 @@ class Agent:
         self.current_step = self._collector.since_step = int(state["step"])
         if not self.config.run:
             self.run = str(state["run"])
+        if self.config.policy != "observe":  # it may be another than that of the process that warned
+            self._guards["policy"].run(self._act_on_what_stands)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

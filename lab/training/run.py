@@ -328,7 +328,8 @@ def train(
                 on_warning(warned[0], before)
                 on_warning = None
             elif on_warning and sampled and sampled[-1] > before["step"]:  # it is judged a step after it is taken
-                before = training.checkpoint()
+                made = training.checkpoint()
+                before = before if warned else made  # to make one is to sample the rest, which may warn
         if recorder is not None:
             recorder.flush()
     return finished[0]

@@ -21,6 +21,10 @@ class Detecting(Protocol):
     def pressure(self) -> Floats:
         """How near a warning each signal of each head is, [len(SIGNALS), N], 0 or more; at 1 it warns."""
 
+    @property
+    def active(self) -> list[wire.Verdict]:
+        """The verdicts that are raised and not cleared."""
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
 

@@ -16,6 +16,7 @@ class ScriptedDetectors:
         self.readings: list[Readings] = []
         self._heads = heads
         self._script = dict(script or {})
+        self.active: list[wire.Verdict] = []
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
         self.readings.append(readings)

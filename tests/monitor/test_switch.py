@@ -295,6 +295,58 @@ def test_modes_answers_and_detector_state_are_back_before_the_first_step_of_a_re
         resumed.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "mode"),
+    [("observe", [], "plain"), ("approve", ["proposed"], "plain"), ("auto", ["applied"], "exact_delta")],
+)
+def test_a_run_that_resumes_under_another_policy_acts_on_the_warnings_that_stand(
+    policy: str, outcomes: list[str], mode: str
+) -> None:
+    first, _ = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
+    saved = json.loads(json.dumps(first.state_dict()))
+    first.close()
+    agent, listener = resumed(saved, [verdict(1, 0)], policy=policy)
+    assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): mode, (1, 1): "plain"}
+    steps(agent)
+    switched = listener.of(wire.Switched)
+    assert [(each.outcome, each.heads, each.verdict) for each in switched] == [
+        (outcome, ((1, 0),), "verdict-1-0") for outcome in outcomes
+    ]
+    assert isinstance(listener.events[0], wire.Started)
+
+
+@pytest.mark.parametrize(
+    "switch", [{"modes": [[1, 0, "exact_delta"]], "answered": []}, {"modes": [], "answered": [], "held": [[1, 0]]}]
+)
+def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by_a_person(
+    switch: dict[str, Any],
+) -> None:
+    first, _ = run(tiny_gpt(), {}, 1)
+    saved = first.state_dict() | {"switch": switch}
+    first.close()
+    agent, listener = resumed(saved, [verdict(1, 0)], policy="auto")
+    before = agent.modes()
+    steps(agent)
+    assert listener.of(wire.Switched) == []
+    assert agent.modes() == before
+
+
+def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str) -> tuple[Agent, Listener]:
+    agent = attach(tiny_gpt(), **{**QUICK, "policy": policy, "switch_scope": "head", "mitigation": "exact_delta"})
+    listener = Listener()
+    agent.subscribe(listener)
+    detectors = agent.detectors = ScriptedDetectors(4)
+    detectors.active = standing
+    agent.load_state_dict(saved)
+    return agent, listener
+
+
+def steps(agent: Agent) -> None:
+    for _ in range(2):
+        agent.step(1.0)
+    agent.close()
+
+
 def test_a_saved_state_of_another_version_is_refused_with_a_sentence() -> None:
     agent = attach(tiny_gpt(), **QUICK)
     with pytest.raises(ValueError, match="version 7; this agent reads version 1"):
