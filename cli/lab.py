@@ -147,6 +147,23 @@ def lab_demo_seeds(
     laboratory.demo_seeds(seeds, console(), recipe=recipe, processors=processor, processes=processes, json=json)
 
 
+@lab.command("changes")
+def lab_changes(
+    change: Annotated[
+        list[str] | None,
+        typer.Argument(help="none, text, reversed, rate, warm-up, context, batch, thaw or agent; by default all."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="First and last seed, such as 1-3; or one.")] = "1",
+    processes: Annotated[int, typer.Option(help="Trainings side by side, one thread each.", min=1)] = 1,
+    json: Annotated[Path | None, typer.Option(help="File to write every number and warning to.")] = None,
+) -> None:
+    """Train a small healthy model that is changed half-way, and say whether a head was warned about."""
+    from foreshock.cli import laboratory
+    from foreshock.cli.output import console
+
+    laboratory.changes(change or (), seeds, console(), processes=processes, json=json)
+
+
 @lab.command("corpus")
 def lab_corpus(
     text: Annotated[

@@ -238,6 +238,41 @@ def cure(traces: Sequence[Path], console: Console, *, json: Path | None) -> None
         console.print(f"JSON: {json}")
 
 
+def changes(names: Sequence[str], seeds: str, console: Console, *, processes: int, json: Path | None) -> None:
+    """A row for each change of a training and seed: whether a head was warned about, and what the loss did.
+
+    Raises ValueError for seeds that are no range, and for a change that does not exist.
+    """
+    from foreshock.lab.changes import CHANGED_AFTER, CHANGES, Seen
+    from foreshock.lab.changes import changes as measure
+
+    def told(seen: Seen) -> None:
+        said = "quiet" if not seen.warnings else f"{len(seen.warnings)} heads from step {seen.first_step} on"
+        console.print(f"{seen.change}, seed {seen.seed}: {said}, {seen.processor_seconds:.0f} s", highlight=False)
+
+    found = measure(names or tuple(CHANGES), _range(seeds), processes=processes, json_file=json, on_seen=told)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("seed", "warned about", "first at step", "loss before", "after", "at the end", "change"):
+        table.add_column(name, justify="left" if name == "change" else "right")
+    for each in found:
+        losses = (f"{loss:.2f}" for loss in (each.loss_before, each.loss_after, each.loss_end))
+        heads = len(each.warnings)
+        table.add_row(str(each.seed), str(heads), cell(each.first_step), *losses, CHANGES[each.change])
+    console.print(table)
+    console.print(f"Changed after step {CHANGED_AFTER}; losses are means of 100 steps.", highlight=False)
+    for sentence in [sentence for each in found for sentence in each.warnings]:
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _range(seeds: str) -> range:
+    """Of the first and the last, or of one. Raises ValueError."""
+    first, dash, last = seeds.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
+        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
+    return range(int(first), int(last) + 1)
+
+
 def demo_seeds(
     seeds: str, console: Console, *, recipe: str, processors: Sequence[str] | None, processes: int, json: Path | None
 ) -> None:
@@ -249,11 +284,7 @@ def demo_seeds(
     from foreshock.lab.demo_seeds import demo_seeds as measure
     from foreshock.lab.demo_show import SHOWS
 
-    first, dash, last = seeds.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
-
+    chosen = _range(seeds)
     if recipe not in SHOWS:
         raise ValueError(f"the demo has no recipe {recipe!r}; allowed are {', '.join(SHOWS)}")
 
@@ -263,7 +294,7 @@ def demo_seeds(
 
     found = measure(
         SHOWS[recipe],
-        range(int(first), int(last) + 1),
+        chosen,
         processors=processors or tuple(PROCESSORS),
         processes=processes,
         json_file=json,
