@@ -67,6 +67,9 @@ class Nearness:
             np.minimum(found, factor if least_growth == 1.0 else factor / least_growth, out=found)
             if info.least_change is not None:
                 np.minimum(found, growth.changes(signal) / info.least_change(config), out=found)
+            if info.ahead_of_score:
+                score = levels[HeadSignal.SCORE] / (config.score_level / 2)
+                np.minimum(found, np.where(np.isnan(score), math.inf, score), out=found)
             if info.pushed:
                 np.minimum(found, np.where(heads.pushed, math.inf, _UNPUSHED), out=found)
             likely = (found >= _WORTH_A_LOOK).nonzero()[0]

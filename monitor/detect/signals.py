@@ -72,6 +72,9 @@ class SignalInfo:
     """A little growth that all heads of a layer share is no warning."""
     goes_on: bool = True
     """Growth must go on in the newer half of the window; not of a share, which cannot grow for ever."""
+    ahead_of_score: bool = False
+    """It warns of a score that is yet to come. One that is recorded has to be half of what may warn by itself: weights
+    that were frozen, or began near zero, grow by large factors, and nothing comes of it."""
     of_scores: bool = True
     """It speaks of the scores that a head computes with, which a mode may move."""
     one_for_a_layer: bool = False
@@ -132,6 +135,7 @@ SIGNALS: Final[dict[HeadSignal, SignalInfo]] = {
         reduction="last",
         least=lambda config, heads, youth: 0.0,
         least_growth=lambda config, youth: config.norm_growth,
+        ahead_of_score=True,
         of_scores=False,
         evidence={"query_norm": "end", "query_norm_before": "start"},
         says="grows: the spectral norm of its W_Q went from",

@@ -358,3 +358,16 @@ def test_a_state_of_before_blocks_were_draws_keeps_its_delta_bias() -> None:
     for step in range(3050, 3301, 50):
         resumed.update(reading(step, line, bias=0.8))
     assert resumed.push[SICK] > detectors.push[SICK] > 2.0
+
+
+@pytest.mark.parametrize(("score", "warned"), [(40.0, False), (126.0, False), (130.0, True), (math.nan, True)])
+def test_a_norm_that_grows_from_next_to_nothing_is_a_sign_only_beside_a_score_that_is_halfway_or_unknown(
+    score: float, warned: bool
+) -> None:
+    detectors, told = Detectors(HEADS, HOWEVER_FAR), []
+    for step in range(EVERY, 6001, EVERY):
+        norm = 2 + 1e-3 * noise(step)
+        norm[SICK] = 0.2 * 2 ** (max(0, step - 3000) / 500)  # frozen, or of zeros, until then
+        scores = np.full(N, score) + noise(step + 1)
+        told += detectors.update(reading(step, query_norm=norm, largest_score=scores))
+    assert raised(told) == ([HEADS[SICK]] if warned else [])
