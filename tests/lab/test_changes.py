@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +19,29 @@ TINY = replace(RECIPE, model=ModelConfig(layers=1, heads=2, width=16, context=16
 AFTER = 5
 
 
-def trained(change: str, steps: int) -> Changed:
-    training = Changed(change, 3, recipe=TINY, after=AFTER)
-    for _ in range(steps):
-        training.advance()
-    return training
+Begin = Callable[..., Changed]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts a tiny training and makes some steps; its agent is gone after the test."""
+    begun: list[Changed] = []
+
+    def start(change: str, steps: int = 0, after: int = AFTER) -> Changed:
+        begun.append(Changed(change, 3, recipe=TINY, after=after))
+        for _ in range(steps):
+            begun[-1].advance()
+        return begun[-1]
+
+    yield start
+    for training in reversed(begun):
+        training.agent.close("stopped")
 
 
 @pytest.mark.parametrize("change", [name for name in CHANGES if name not in ("none", "agent")])
-def test_a_change_moves_the_training_from_its_step_on_and_not_before(change: str) -> None:
+def test_a_change_moves_the_training_from_its_step_on_and_not_before(begin: Begin, change: str) -> None:
     def losses(name: str, after: int) -> list[float]:
-        training = Changed(name, 3, recipe=TINY, after=after)
+        training = begin(name, after=after)
         return [float(training.advance()) for _ in range(AFTER + 3)]
 
     late, now = losses(change, AFTER + 3), losses(change, AFTER)
@@ -41,17 +54,17 @@ def test_a_change_moves_the_training_from_its_step_on_and_not_before(change: str
     ("change", "before", "after"), [("none", (4, 9), (4, 9)), ("context", (8, 5), (2, 17)), ("batch", (1, 9), (8, 9))]
 )
 def test_batches_have_the_shape_that_the_change_asks_for(
-    change: str, before: tuple[int, int], after: tuple[int, int]
+    begin: Begin, change: str, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    assert trained(change, AFTER)._windows.shape == before
-    assert trained(change, AFTER + 1)._windows.shape == after
+    assert begin(change, AFTER)._windows.shape == before
+    assert begin(change, AFTER + 1)._windows.shape == after
 
 
-def test_a_rate_is_tripled_or_warms_up_again() -> None:
+def test_a_rate_is_tripled_or_warms_up_again(begin: Begin) -> None:
     rates = {
         change: [training._set_rate() for training.step in (199, 999, 1999, 2099, 2999)]
         for change in ("none", "rate", "warm-up")
-        for training in [Changed(change, 3, recipe=TINY, after=2000)]
+        for training in [begin(change, after=2000)]
     }
     full = TINY.learning_rate
     assert rates["none"] == pytest.approx([full] * 5)
@@ -59,8 +72,8 @@ def test_a_rate_is_tripled_or_warms_up_again() -> None:
     assert rates["warm-up"] == pytest.approx([x * full for x in (0.9768, 0.525, 0.05, 0.525, 1.0)], rel=1e-3)
 
 
-def test_frozen_attention_stands_still_until_it_is_thawed() -> None:
-    training = trained("thaw", 0)
+def test_frozen_attention_stands_still_until_it_is_thawed(begin: Begin) -> None:
+    training = begin("thaw")
     weight = training.model.get_parameter("h.0.attn.c_attn.weight")
     before = weight.detach().clone()
     for _ in range(AFTER):
@@ -70,8 +83,8 @@ def test_frozen_attention_stands_still_until_it_is_thawed() -> None:
     assert not torch.equal(weight, before)
 
 
-def test_another_agent_takes_over_at_the_change_and_the_training_goes_on_as_it_was() -> None:
-    alone, changed = trained("none", AFTER), trained("agent", AFTER)
+def test_another_agent_takes_over_at_the_change_and_the_training_goes_on_as_it_was(begin: Begin) -> None:
+    alone, changed = begin("none", AFTER), begin("agent", AFTER)
     first = changed.agent
     assert [float(alone.advance()) for _ in range(3)] == [float(changed.advance()) for _ in range(3)]
     assert changed.agent is not first
