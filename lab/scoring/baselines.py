@@ -67,7 +67,8 @@ def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
 def _spike(window: int, in_a_row: int) -> Callable[[Trace], Signal | None]:
     """Signal: the least of `in_a_row` losses in a row over the mean of the `window` losses before each of them.
 
-    Infinite for a loss that is not finite. A loss that was an outlier enters the mean as any other does.
+    Infinite for a loss that is not finite, unknown where none of those before it is. A loss that was an outlier enters
+    the mean as any other does.
     """
 
     def signal(trace: Trace) -> Signal | None:
