@@ -7,6 +7,7 @@ and peers are worked out as well). The mean is the figure; the slowest samples a
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words, identity_row
 from foreshock.monitor.detect.detectors import Detectors, Readings
 
@@ -25,7 +27,7 @@ EVERY: Final = 10
 _ROWS: Final = 65_536
 
 
-def course(*, drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]]]":
+def _course(*, drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]]]":
     """Steps, words and norms of W_Q of one course, a few samples apart in time; samples between repeat the last."""
     random = np.random.default_rng(0)
     count = LAYERS * HEADS
@@ -49,25 +51,28 @@ def course(*, drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]
     return samples
 
 
-def measure(*, drifting: bool) -> dict[str, float]:
-    """Microseconds a sample: mean, median, 99th percentile and largest; and the verdicts of the course."""
+def judged(*, drifting: bool) -> Iterator[tuple[float, list[wire.Verdict]]]:
+    """The microseconds that each sample of a course took, and what was told of it."""
     heads = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
-    taken: list[float] = []
-    told = 0
-    for start, words, norms in course(drifting=drifting):
+    for start, words, norms in _course(drifting=drifting):
         for step in range(start - 100 + EVERY, start + 1, EVERY):
             began = time.thread_time()
             seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes, query_norm=norms)
-            told += len(detectors.update(seen))
-            taken.append(1e6 * (time.thread_time() - began))
+            told = detectors.update(seen)
+            yield 1e6 * (time.thread_time() - began), told
+
+
+def measure(*, drifting: bool) -> dict[str, float]:
+    """Microseconds a sample: mean, median, 99th percentile and largest; and the verdicts of the course."""
+    taken, told = zip(*judged(drifting=drifting), strict=True)
     spread = np.percentile(taken, [50, 99, 100])
     return {
         "mean_us": float(np.mean(taken)),
         "median_us": float(spread[0]),
         "p99_us": float(spread[1]),
         "largest_us": float(spread[2]),
-        "verdicts": told,
+        "verdicts": sum(map(len, told)),
     }
 
 

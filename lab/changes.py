@@ -46,7 +46,6 @@ RECIPE: Final[Recipe] = replace(
     steps=5000,
 )
 CHANGED_AFTER: Final = 2000
-_WARM_UP: Final = 200
 _LOWEST_RATE: Final = 0.05
 _LEVEL: Final = 100
 """Steps of which a loss is the mean."""
@@ -78,22 +77,19 @@ class Changed(Training):
         """One optimizer step, of the batch that the change asks for."""
         if self.step == self.after and self.change == "agent":
             self.agent.close()
-            self.agent = attach(
-                self.model,
-                run="another",
-                attention="kernels",
-                sample_every_steps=self.recipe.sample_every_steps,
-                sample_every_seconds=0.0,
-                spool_directory=None,
-                quiet=True,
-                url=None,
-            )
+            with self.on_stream():
+                self.agent = attach(self.model, **self._agent_settings)
             self.agent.begin_at(self.step)
         if self.change == "thaw":
             for name, weight in self.model.named_parameters():
                 weight.requires_grad_(self.step >= self.after or "attn" not in name)
-        self._windows = torch.zeros(*self._shape(), dtype=self._corpus.tokens.dtype)
+        with self.on_stream():
+            self._windows = torch.zeros(*self._shape(), dtype=self._corpus.tokens.dtype, device=self.device)
         return super().advance()
+
+    @property
+    def _steady(self) -> bool:
+        return False  # a GPU would go on with the graph that it captured
 
     def _shape(self) -> tuple[int, int]:
         """Sequences, and tokens of each with the one that follows."""
@@ -113,21 +109,15 @@ class Changed(Training):
             windows = windows.flip(1)
         return windows
 
-    def _set_rate(self) -> float:
-        rate = self.recipe.learning_rate * self._rate_share(self.step + 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
     def _rate_share(self, step: int) -> float:
-        risen = min(1.0, step / _WARM_UP)
+        share = super()._rate_share(step)
         if self.change == "rate" and step > self.after:
-            return 3 * risen
+            return 3 * share
         if self.change == "warm-up":
             fallen = 0.5 * (1 + math.cos(math.pi * step / self.after))
-            risen = min(risen, fallen) if step <= self.after else min(1.0, (step - self.after) / _WARM_UP)
-            return _LOWEST_RATE + (1 - _LOWEST_RATE) * risen
-        return risen
+            share = min(share, fallen) if step <= self.after else super()._rate_share(step - self.after)
+            return _LOWEST_RATE + (1 - _LOWEST_RATE) * share
+        return share
 
 
 def measure(change: str, seed: int, *, recipe: Recipe = RECIPE, after: int = CHANGED_AFTER) -> Seen:

@@ -122,8 +122,9 @@ class Training:
             "spool_directory": None,
             "quiet": True,
         } | (FAST_CONTROL if self._fast else {})
+        self._agent_settings = settings | agent_settings
         with self.on_stream():
-            self.agent: Agent = attach(self.model, **(settings | agent_settings))
+            self.agent: Agent = attach(self.model, **self._agent_settings)
         compiled = recipe.compiled and self.device.type == "cuda"
         self._whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
         self._begun = False
@@ -162,14 +163,18 @@ class Training:
 
     def _set_rate(self) -> float:
         recipe = self.recipe
-        share = recipe.rate_share(self.step + 1)
-        moving = self.step <= recipe.warmup_steps or recipe.schedule == "cosine" or self._eager_steps == 0
+        share = self._rate_share(self.step + 1)
+        rising = self.step <= recipe.warmup_steps
+        moving = rising or recipe.schedule == "cosine" or self._eager_steps == 0 or not self._steady
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if not torch.is_tensor(group["lr"]):
                 group["lr"] = group["initial_lr"] * share
             elif moving:
                 group["lr"].fill_(group["initial_lr"] * share)
         return recipe.learning_rate * share
+
+    def _rate_share(self, step: int) -> float:
+        return self.recipe.rate_share(step)
 
     def _next_windows(self) -> Tensor:
         recipe, length = self.recipe, self.recipe.model.context

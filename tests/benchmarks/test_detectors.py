@@ -1,21 +1,11 @@
 """The courses of the detectors' benchmark: one is quiet, and in the other a whole layer is told about."""
 
-import numpy as np
-
-from foreshock.benchmarks.detectors import EVERY, HEADS, LAYERS, course
-from foreshock.monitor.detect.detectors import Detectors, Readings
+from foreshock.benchmarks.detectors import HEADS, judged
 
 
 def told(*, drifting: bool) -> set[tuple[int | None, int | None]]:
     """The heads that were warned about in a course."""
-    heads = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
-    detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
-    found = set()
-    for start, words, norms in course(drifting=drifting):
-        for step in range(start - 100 + EVERY, start + 1, EVERY):
-            seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes, query_norm=norms)
-            found |= {(verdict.layer, verdict.head) for verdict in detectors.update(seen)}
-    return found
+    return {(verdict.layer, verdict.head) for _, told in judged(drifting=drifting) for verdict in told}
 
 
 def test_healthy_heads_are_not_warned_about() -> None:
