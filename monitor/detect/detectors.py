@@ -45,7 +45,7 @@ class _Alarm(BaseModel):
 
 
 _ENDS: Final = int(ROUNDING_ENDS)
-"""A flag beside a number of NumPy's takes twenty times as long."""
+"""A flag beside a number of NumPy's takes some forty times as long."""
 _PUSHED: Final = HeadSignal.OFFSET.name.lower()
 _ONE_FOR_A_LAYER: Final = {signal.name.lower(): signal for signal, info in SIGNALS.items() if info.one_for_a_layer}
 _MOST_RAISED: Final = 16
