@@ -12,7 +12,7 @@ PROSE := *.md docs lab contract kernels monitor server/*.py server/*/*.py dashbo
 # Tests start hundreds of processes; where this is set, each of them compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: site help demo test test-full faults-long check check-types check-rest format docs servers screenshots clean
+.PHONY: site help demo demo-train test test-full faults-long check check-types check-rest format docs servers screenshots clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,18 +21,26 @@ help: ## this list
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"foreshock needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
 	@$(PYTHON) -m venv .venv || { echo "python3 has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
 
+.venv/.server: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing foreshock[server] into .venv (a minute)"
+	@$(INSTALL) --editable '.[server]'
+	@touch $@
+
 .venv/.demo: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing foreshock[demo] into .venv (PyTorch is the large part; a few minutes)"
 	@$(INSTALL) --editable '.[demo]'
-	@touch $@
+	@touch $@ .venv/.server
 
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing foreshock[dev] into .venv (PyTorch is the large part; a few minutes)"
 	@$(INSTALL) --editable '.[dev]'
-	@touch $@ .venv/.demo
+	@touch $@ .venv/.demo .venv/.server
 
-demo: .venv/.demo ## watch a real training run being warned about and rescued (five minutes, two cores)
+demo: .venv/.server ## recorded failures beside the run that was switched, played on the live page (two minutes, no PyTorch)
 	@$(PY) -m foreshock demo $(ARGS)
+
+demo-train: .venv/.demo ## the same kind of drift in a small GPT that is trained here (PyTorch; five minutes on two cores)
+	@$(PY) -m foreshock demo --train $(ARGS)
 
 servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages
 	@scripts/install-servers
@@ -52,7 +60,7 @@ test-full: .venv/.dev servers ## the tests that `test` leaves out: kernels in th
 	@$(PYTEST) --tier full -m "full and alone" $(ARGS) $(OR_NONE)
 
 faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours
-	@$(PY) -m pytest tests/faults tests/server --tier long --record long.json $(ARGS)
+	@$(PY) -m pytest tests/faults tests/server --tier long $(ARGS)
 
 check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-rest

@@ -1,12 +1,11 @@
 """What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
 
-Five arms train the same weights in turn, block of steps by block of steps, in one process:
+Four arms train the same weights in turn, block of steps by block of steps, in one process:
 - none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
 - kernels: our operator with its statistics, and no agent;
-- kernels_agent: `attach(model)` with everything on at its default cadence, and a service that is down, at
-  an address where nobody listens. These are the first steps of a run, in which all rows are counted;
-- quiet_agent: the same past those first steps (`settle_steps` is 1), when a layer far from any warning counts few rows;
-- keep_agent: `attach(model, attention="keep")` over the fastest of PyTorch's backends.
+- kernels_agent: `attach(model, attention="kernels")` with everything on at its default cadence, and a service that is
+  down, at an address where nobody listens;
+- keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
 least as long as the agent's cadence, so that each one holds a sample. The mean over all blocks, with the spectral norms
 of every hundredth step, stands beside it.
@@ -26,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch._functorch.config
@@ -44,9 +43,16 @@ from foreshock.benchmarks.agent_models import (
 )
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor import Agent, attach
-from foreshock.monitor.detect.thresholds import DetectorConfig
 
 FAST_BACKENDS: Final = ("flash", "cudnn", "efficient")
+WATCHED: Final = ("kernels", "kernels_agent", "keep_agent")
+
+
+class Stepped(Protocol):
+    """What is called after each step: an agent, or more."""
+
+    def step(self, loss: Tensor, grad_norm: Tensor, learning_rate: float, /) -> None:
+        """As the agent's."""
 
 
 @dataclass(slots=True)
@@ -56,7 +62,7 @@ class Arm:
     name: str
     model: Callable[[Tensor], Tensor]
     backend: str | None = None
-    agent: Agent | None = None
+    agent: Stepped | None = None
     seconds: list[float] = field(default_factory=list)
 
 
@@ -78,7 +84,7 @@ class Bench:
         name: str,
         kind: type[Attention],
         backend: str | None,
-        attached: Callable[[nn.Module], Agent] | None = None,
+        attached: Callable[[nn.Module], Stepped] | None = None,
     ) -> None:
         """Add an arm over the same weights; one that fails says so and is left out."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
@@ -150,7 +156,7 @@ class Bench:
 
 
 @contextmanager
-def _nobody_listens() -> Iterator[dict[str, Any]]:
+def nobody_listens() -> Iterator[dict[str, Any]]:
     """Settings of an agent whose service is down, so that sender, spool and retries are all at work."""
     with socket.create_server(("127.0.0.1", 0)) as unused, tempfile.TemporaryDirectory() as spool:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -164,11 +170,12 @@ def measure(
     device: str = "cuda",
     compiler: str = "inductor",
     backends: Sequence[str] = FAST_BACKENDS,
+    arms: Sequence[str] = WATCHED,
 ) -> dict[str, Any]:
-    """One shape's figures, in milliseconds a step."""
+    """One shape's figures, in milliseconds a step; None for what is not in `arms`."""
     bench, steps = Bench(shape, device, compiler), shape.block_steps
     with ExitStack() as stack:
-        settings = stack.enter_context(_nobody_listens())
+        settings = stack.enter_context(nobody_listens())
 
         def watched(**options: Any) -> Callable[[nn.Module], Agent]:
             return lambda model: stack.enter_context(attach(model, **settings, **options))
@@ -179,20 +186,21 @@ def measure(
         best = min((arm for arm in bench.arms.values()), key=lambda arm: statistics.median(arm.seconds))
         for arm in bench.arms.values():
             arm.seconds.clear()
-        bench.arm("kernels", KernelAttention, None)
-        bench.arm("kernels_agent", Attention, None, watched())
-        bench.arm("quiet_agent", Attention, None, watched(detectors=DetectorConfig(settle_steps=1)))
-        bench.arm("keep_agent", Attention, best.backend, watched(attention="keep"))
+        added: dict[str, tuple[Any, ...]] = {
+            "kernels": (KernelAttention, None),
+            "kernels_agent": (Attention, None, watched(attention="kernels")),
+            "keep_agent": (Attention, best.backend, watched()),
+        }
+        for name in arms:
+            bench.arm(name, *added[name])
         bench.run(rounds, steps)
         result = _figures(bench, rounds, steps)
     return result
 
 
-_WATCHED: Final = ("kernels", "kernels_agent", "quiet_agent", "keep_agent")
 _PAIRS: Final = (
     ("kernels_agent", "kernels"),
     ("kernels_agent", "none"),
-    ("quiet_agent", "none"),
     ("keep_agent", "none"),
 )
 """Arms whose ratio is told."""
@@ -202,7 +210,7 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     medians = {name: 1e3 * statistics.median(arm.seconds) for name, arm in bench.arms.items()}
     means = {name: 1e3 * statistics.fmean(arm.seconds) for name, arm in bench.arms.items()}
     best = min((name for name in medians if name.startswith("none_")), key=medians.__getitem__)
-    arms = {"none": best, **{name: name for name in _WATCHED}}
+    arms = {"none": best, **{name: name for name in WATCHED}}
 
     def ratio(values: dict[str, float], arm: str, base: str) -> float | None:
         both = values.get(arms[arm]), values.get(arms[base])
@@ -223,8 +231,12 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def main(json_path: Path | None = None, rounds: int = 12, only: str | None = None) -> None:
+def main(
+    json_path: Path | None = None, rounds: int = 12, only: str | None = None, arms: Sequence[str] = WATCHED
+) -> None:
     """Measure the shapes, print their figures, and write them to `json_path`. Needs a CUDA GPU."""
+    if unknown := set(arms) - set(WATCHED):
+        raise ValueError(f"arm {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
     if not torch.cuda.is_available():
         raise SystemExit("foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees")
     # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
@@ -234,8 +246,9 @@ def main(json_path: Path | None = None, rounds: int = 12, only: str | None = Non
     for shape in SHAPES:
         if only in (None, shape.name):
             torch.compiler.reset()
-            measured = measure(shape, max(1, rounds // shape.share))
-            measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}"
+            measured = measure(shape, max(1, rounds // shape.share), arms=arms)
+            asked = "".join(f" --arm {name}" for name in arms if tuple(arms) != WATCHED)
+            measured["command"] = f"foreshock bench agent --rounds {rounds} --shape {shape.name}{asked}"
             measured["date"] = datetime.now(UTC).date().isoformat()
             shapes.append(measured)
             print(json.dumps({k: v for k, v in measured.items() if k not in ("blocks", "shape")}, indent=1))
@@ -257,7 +270,7 @@ def _write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     """The table of docs/agent.md from what `main` wrote: milliseconds a step, and ratios as median (mean)."""
-    pairs, arms = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *_WATCHED)
+    pairs, arms = tuple(f"{a} / {b}" for a, b in _PAIRS), ("none", *WATCHED)
     lines = [
         f"| {' | '.join(('model', 'S, batch', 'best backend', *arms, *pairs))} |",
         "|---" * (3 + len(arms + pairs)) + "|",

@@ -1,10 +1,9 @@
-"""What it costs to attach, to prove the kernels, and what each way to watch costs a step.
+"""What it costs to attach, to compare the kernels before they serve, and what each way to watch costs a step.
 
 The command: `python -P -m foreshock.benchmarks.attach_cost --json benchmarks/results/attach_cost.json`; about two
 minutes on two quiet cores. Attach is timed on a model of 32 layers. Steps of a GPT of two layers at S = 1024 are timed
 in interleaved blocks of a multiple of the probe's cadence, with no agent and with each value of `attention`; told are
-medians and their ratios to none. The proof is what the first steps of `auto` take longer, where it proves: on a GPU by
-itself, on a CPU because it is told to here, with the reference in the kernels' place, which is the slower of the two.
+medians and their ratios to none. The proof is one comparison of the kind of calls that the model makes.
 """
 
 import argparse
@@ -15,13 +14,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foreshock.monitor import attach
+from foreshock.monitor.attention.proof import Kind, difference
 
 ALONE: dict[str, Any] = {"url": None, "quiet": True, "spool_directory": None}
 
@@ -67,8 +66,8 @@ def attach_seconds(repeats: int) -> list[float]:
 def step_seconds(blocks: int, steps: int, length: int) -> dict[str, list[float]]:
     """Mean seconds of a step in each block, by what serves the attention."""
     x = torch.randn(2, length, 256)
-    ways: dict[str, dict[str, Any] | None] = {"none": None, "keep": {"attention": "keep"}, "auto": {}}
-    ways["kernels"] = {"attention": "kernels"}
+    ways: dict[str, dict[str, Any] | None] = {way: {"attention": way} for way in ("keep", "kernels")}
+    ways["none"] = None
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     template = model(2, 256, 4)
     for block in range(blocks):
@@ -97,31 +96,17 @@ def step_seconds(blocks: int, steps: int, length: int) -> dict[str, list[float]]
     return seconds
 
 
-def proof_steps(repeats: int, length: int) -> list[float]:
-    """What the proof of all layers takes, in steps of the model alone: steps with it less as many without."""
-    x, first = torch.randn(2, length, 256), 4
-    template, costs = model(2, 256, 4), []
-    template(x)  # what only the first call of all pays
+def proof_seconds(repeats: int) -> list[float]:
+    """Seconds of each comparison of our kernels with PyTorch's attention, in calls as the model makes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = Kind(device, "bfloat16", "kernel", 64, 1, "top_left")
+    seconds = []
     for _ in range(repeats):
-        seconds = []
-        for proves in (False, True):
-            trained = copy.deepcopy(template)
-            with mock.patch.dict(attach.__globals__, {"_accelerated": lambda device: True}):
-                agent = attach(trained, **ALONE, probe_every_steps=10**6) if proves else None
-            began = time.perf_counter()
-            for _ in range(first):
-                loss = trained(x).square().mean()
-                torch.autograd.backward(loss)
-                if agent is not None:
-                    if all(proof.done for proof in agent._instruments.keeper.proofs):  # type: ignore[union-attr]
-                        break  # our kernels would serve from here on
-                    agent.step(loss.detach())
-            seconds.append(time.perf_counter() - began)
-            if agent is not None:
-                agent.close()
-        done = 2  # calls of a layer that a proof takes, one in each step
-        costs.append((seconds[1] - seconds[0] * done / first) / (seconds[0] / first))
-    return costs
+        began = time.perf_counter()
+        told = difference(kind)
+        assert told is None, told
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def main() -> None:
@@ -133,10 +118,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     chosen = parser.parse_args()
     attaches = attach_seconds(10)
-    proof = statistics.median(proof_steps(3, chosen.length))
+    proofs = proof_seconds(3)
     medians = {way: statistics.median(s) for way, s in step_seconds(chosen.blocks, chosen.steps, chosen.length).items()}
     print(f"attach to 32 layers: first {attaches[0]:.3f} s, median {statistics.median(attaches):.3f} s (0.5 at most)")
-    print(f"proof of all layers: the time of {proof:.1f} steps (3 at most)")
+    print(f"proof of a kind of calls: first {proofs[0]:.3f} s, median {statistics.median(proofs):.3f} s")
     for way, median in medians.items():
         print(f"{way:8} {1e3 * median:8.1f} ms a step, {median / medians['none']:.3f} of none")
     if chosen.json is not None:
@@ -145,7 +130,7 @@ def main() -> None:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "attach_seconds": attaches,
-            "proof_in_steps": proof,
+            "proof_seconds": proofs,
             "step_seconds": medians,
             "ratio_to_none": {way: median / medians["none"] for way, median in medians.items()},
         }

@@ -23,13 +23,12 @@ from foreshock.benchmarks import machine
 from foreshock.benchmarks.stopwatch import PASSES, Contender, Stopwatch, passes
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
-from foreshock.kernels.flash_attention.backward import launch_backward
-from foreshock.kernels.flash_attention.forward import launch_forward
 from foreshock.kernels.flash_attention.launch import call_of
-from foreshock.kernels.flash_attention.passes import Tensors
 from foreshock.kernels.flash_attention.spec import Arguments
-from foreshock.kernels.flash_attention.tuning import configs
-from foreshock.monitor.config import AgentConfig
+from foreshock.kernels.flash_attention.triton_kernels.backward import launch_backward
+from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
+from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
@@ -37,9 +36,6 @@ _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 _TIMED_MODES = ("exact_delta", "stable_softmax", "row_corrected", "centred_keys", "centred_values")
 """What is told of their cost on every head."""
-
-_QUIET = int(AgentConfig.model_fields["count_every_blocks"].default)
-"""Of so many blocks of rows one is looked at in a layer that is far from any warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +93,13 @@ class _Plain(torch.autograd.Function):
         return (*grads, None)
 
 
-def foreshock(shape: Shape, mode: Mode, every: int | None = None, device: str = "cuda") -> Contender:
-    """With statistics of all rows, or of one in `every` blocks of rows, as a quiet layer of a training counts them."""
+def foreshock(shape: Shape, mode: Mode, device: str = "cuda") -> Contender:
+    """With statistics of all rows."""
     state = new_state(shape.heads, device)
     modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device=device)
-    cadence = None if every is None else torch.tensor([every, 0], device=device)
     causal = "top_left" if shape.causal else "none"
     return lambda q, k, v: flash_attention(  # type: ignore[call-overload]
-        q, k, v, causal=causal, state=state, modes=modes, cadence=cadence
+        q, k, v, causal=causal, state=state, modes=modes
     )
 
 
@@ -136,7 +131,6 @@ def contenders(shape: Shape, mitigations: bool) -> dict[str, Contender]:
     """Who is timed on a shape, by the name of its column."""
     found: dict[str, Contender] = {
         "foreshock": foreshock(shape, Mode.PLAIN),
-        "foreshock_quiet": foreshock(shape, Mode.PLAIN, _QUIET),
         "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
     }
     if mitigations:
@@ -232,7 +226,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     """Milliseconds of foreshock, and how many times as long each peer takes: from 1.00 on foreshock is as fast."""
     lines = [
         "  D  heads  kv      S  causal  pass          ms  TFLOP/s  / flash  / cuDNN  / flex   "
-        "counting    quiet    exact   stable"
+        "counting    exact   stable"
     ]
     for cell in cells:
         shape = Shape(*(cell[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
@@ -241,7 +235,6 @@ def table(cells: list[dict[str, Any]]) -> str:
             f"{100 * (cell[a] / cell[b] - 1):+8.1f}%" if cell.get(a) and cell.get(b) else f"{'-':>9}"
             for a, b in (
                 ("foreshock", "foreshock_plain"),
-                ("foreshock_quiet", "foreshock_plain"),
                 ("foreshock_exact_delta", "foreshock"),
                 ("foreshock_stable_softmax", "foreshock"),
             )
@@ -280,7 +273,6 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
     result = {}
     for name, a, b in (
         ("statistics_cost", "foreshock", "foreshock_plain"),
-        ("quiet_statistics_cost", "foreshock_quiet", "foreshock_plain"),
         *((f"{mode}_cost", f"foreshock_{mode}", "foreshock") for mode in _TIMED_MODES),
     ):
         ratios = [c[a] / c[b] for c in both if c.get(a) and c.get(b)]

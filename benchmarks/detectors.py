@@ -1,7 +1,7 @@
 """What the detectors cost a sample: 80 layers of 64 heads on one core, words to verdicts, blocks that close included.
 
-Two courses of 10,000 steps, sampled every 10: healthy heads, and one layer whose heads all drift (verdicts, forecasts
-and peers are worked out as well). The mean is the figure; the slowest samples are those that close a block.
+Two courses of 10,000 steps, sampled every 10: healthy heads, and one layer whose heads all drift (verdicts and
+forecasts are worked out as well). The mean is the figure; the slowest samples are those that close a block.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -27,8 +26,8 @@ EVERY: Final = 10
 _ROWS: Final = 65_536
 
 
-def _course(*, drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64]]]":
-    """Steps, words and norms of W_Q of one course, a few samples apart in time; samples between repeat the last."""
+def _course(*, drifting: bool) -> list[tuple[int, Words]]:
+    """Steps and words of one course, a few samples apart in time; samples between repeat the last."""
     random = np.random.default_rng(0)
     count = LAYERS * HEADS
     level = random.uniform(-8, 8, count)
@@ -47,7 +46,7 @@ def _course(*, drifting: bool) -> "list[tuple[int, Words, npt.NDArray[np.float64
         if drifting and step > 2000:
             floats[:HEADS, Slot.DELTA_BIAS_SUM] += 3e-4  # without it a drift is not told
         floats[:, Slot.DELTA_BIAS_ABS], floats[:, Slot.DELTA_BIAS_SUMSQ] = 1e-2, 1e-6
-        samples.append((step, words, 2 + 1e-4 * step + 0.01 * random.normal(size=count)))
+        samples.append((step, words))
     return samples
 
 
@@ -55,10 +54,10 @@ def judged(*, drifting: bool) -> Iterator[tuple[float, list[wire.Verdict]]]:
     """The microseconds that each sample of a course took, and what was told of it."""
     heads = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
-    for start, words, norms in _course(drifting=drifting):
+    for start, words in _course(drifting=drifting):
         for step in range(start - 100 + EVERY, start + 1, EVERY):
             began = time.thread_time()
-            seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes, query_norm=norms)
+            seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes)
             told = detectors.update(seen)
             yield 1e6 * (time.thread_time() - began), told
 

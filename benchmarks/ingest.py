@@ -80,11 +80,14 @@ def main(
     `service_cpus` are the cores of the service; bind this process, and so the clients, to others.
     """
     # The limit for each run is taken away: what is measured is the service, not its fairness.
-    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9", "FORESHOCK_METRICS_SECONDS": "1"}
+    environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}
     if database_url is not None:
         environment |= {"FORESHOCK_DATABASE_URL": database_url, "FORESHOCK_MIGRATE": "true"}
     name = f"bench-{time.time_ns():x}"
-    with tempfile.TemporaryDirectory() as folder, LiveService(Path(folder), environment) as service:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LiveService(Path(folder), environment, metrics_seconds=1.0) as service,
+    ):
         _bind(service.pid, service_cpus)
         run_load(Load(service.url, CLIENTS, CLIENTS, 2.0, f"{name}-warm"))
         report = device(database_url)

@@ -52,6 +52,9 @@ def delete(
     with Service(url, token) as client:
         step = client.run(run)["last_step"]
         if not yes:
+            session = client.get("/v1/session")  # nobody is asked to confirm what would be refused
+            if not {"delete", "admin"} & set(session["scopes"]):
+                raise CommandError(f"the token {session['name']} lacks the scope 'delete'; give another with --token")
             question = f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back."
             typer.confirm(question, abort=True, err=as_json)
         client.delete(run, reason=reason)

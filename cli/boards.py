@@ -66,12 +66,6 @@ def dashboards_push(
     prometheus_url: Annotated[
         str | None, typer.Option(help="Also make the data source, for this Prometheus; needs the role Admin.")
     ] = None,
-    alert_rules: Annotated[
-        str,
-        typer.Option(
-            help="leave, push or remove the rules that Grafana evaluates itself. Prometheus has the same rules."
-        ),
-    ] = "leave",
     as_json: AsJson = False,
 ) -> None:
     """Load the boards into a running Grafana, by its HTTP interface."""
@@ -80,13 +74,11 @@ def dashboards_push(
     from foreshock.dashboards.push import push
     from foreshock.dashboards.rules import Links
 
-    if alert_rules not in ("leave", "push", "remove"):
-        raise ValueError(f"--alert-rules {alert_rules!r} is unknown; allowed are leave, push, remove")
     client = GrafanaClient(grafana_url, grafana_token)
     try:
         links = Links(grafana=grafana_url, service=service_url)
         lines = []
-        for line in push(client, links, prometheus_url=prometheus_url, alert_rules=alert_rules):  # type: ignore[arg-type]
+        for line in push(client, links, prometheus_url=prometheus_url):
             lines.append(line)
             if not as_json:
                 typer.echo(line)

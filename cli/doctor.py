@@ -57,6 +57,12 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     return Finding(f"extra [{extra}]", "ok", ", ".join(versions))
 
 
+def _pytorchs_choice(device: str) -> str:
+    from foreshock.monitor.assessment import COSTS, pytorchs_choice
+
+    return f"{pytorchs_choice(device)}; {COSTS}"
+
+
 def _attention() -> Iterator[Finding]:
     import torch
 
@@ -67,9 +73,14 @@ def _attention() -> Iterator[Finding]:
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
         yield Finding("GPU", "ok", name)
     else:
-        yield Finding("GPU", "absent", "attention runs on the CPU reference; right, and slow")
+        yield Finding(
+            "GPU",
+            "absent",
+            "your own attention is measured here; attention='kernels' would run the CPU reference, which is slow",
+        )
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield _guarded(f"attention on {device}", lambda device=device: self_check.run(device))  # type: ignore[misc]
+    yield _guarded("PyTorch's attention", lambda: _pytorchs_choice("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _guarded(what: str, check: Callable[[], str]) -> Finding:
@@ -112,14 +123,16 @@ def report_json(url: str) -> bool:
 
 
 def report_model(path: str, console: Console) -> None:
-    """Print what attach() would watch in the model that `module:factory` builds, and how.
+    """Print which failures the model that `module:factory` builds is open to, and what attach() would watch in it.
 
     Raises ValueError when the path does not name a callable that returns a torch module.
     """
     from torch import nn
+    from torch.optim import Optimizer
 
     from foreshock.lab.diagnosis.own_code import made_by
     from foreshock.monitor import attach
+    from foreshock.monitor.assessment import assess
 
     if not path.partition(":")[2]:
         raise ValueError(f"{path!r} names no factory; write module:factory, such as my_package.model:build")
@@ -127,5 +140,7 @@ def report_model(path: str, console: Console) -> None:
     model = made[0] if isinstance(made, tuple) and made else made  # diagnose's functions give the loss too
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path} is not a callable that returns a torch.nn.Module")
+    optimizer = next((each for each in made if isinstance(each, Optimizer)), None) if isinstance(made, tuple) else None
+    assessment = assess(model, optimizer)
     with attach(model, url=None, spool_directory=None, quiet=True) as agent:
-        console.print(agent.report())
+        console.print(f"{assessment}\n\n{agent.report()}", markup=False, highlight=False)

@@ -1,5 +1,6 @@
 """One way to end a command in error: a sentence on standard error and a non-zero exit code."""
 
+import os
 import sys
 from typing import Any
 
@@ -43,7 +44,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; see the class."""
         try:
-            return super().invoke(ctx)
+            done = super().invoke(ctx)
+            sys.stdout.flush()  # here, where a reader that has gone is no error
+            return done
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered has nowhere to go at the end either
+            sys.exit(0)
         except (CommandError, ServiceError, ModuleNotFoundError, ValueError, OSError) as error:
             if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):
                 raise

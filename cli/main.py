@@ -4,6 +4,7 @@ Parts are imported inside the commands, so that a service without torch and a tr
 both have the same command.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,15 +12,13 @@ import typer
 
 from foreshock import __version__
 from foreshock.cli.about import delete, describe
-from foreshock.cli.benchmarks import bench
 from foreshock.cli.boards import boards
 from foreshock.cli.errors import CommandError, Commands
 from foreshock.cli.incidents import incidents
-from foreshock.cli.lab import lab
 from foreshock.cli.options import AsJson, Token, Url
 from foreshock.cli.store import audit, store
 from foreshock.client import DEFAULT_URL
-from foreshock.contract.modes import MODE_NAMES
+from foreshock.contract.modes import CLIP_ORDERS, MODE_NAMES
 
 app = typer.Typer(
     cls=Commands,
@@ -30,14 +29,18 @@ app = typer.Typer(
     "explodes, and switches the affected heads to a stable kernel while the run goes on.\n\n"
     "Start with [bold]foreshock demo[/bold]; [bold]foreshock doctor[/bold] says what this machine can do.",
 )
-app.add_typer(lab, name="lab")
-app.add_typer(bench, name="bench")
 app.add_typer(boards, name="dashboards")
 app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
 app.command()(incidents)
 app.command()(describe)
 app.command()(delete)
+if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark
+    from foreshock.cli.research.benchmarks import bench
+    from foreshock.cli.research.lab import lab
+
+    app.add_typer(lab, name="lab")
+    app.add_typer(bench, name="bench")
 
 
 def _version(value: bool) -> None:
@@ -57,20 +60,43 @@ def main(
 
 @app.command()
 def demo(
+    train: Annotated[
+        bool, typer.Option("--train", help="Train a small GPT here instead; needs PyTorch and some minutes.")
+    ] = False,
+    steps_per_second: Annotated[
+        float | None,
+        typer.Option(help="How fast the recorded runs begin; 100 by default. Keys change it.", min=0.001),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write what happened as JSON.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed of weights and batches. By default 8 on a CPU, which no tuning saw; 2 on a GPU, which explodes."
+            help="With --train: seed of weights and batches. By default 8 on a CPU, which no tuning saw; 2 on a GPU, "
+            "which explodes."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,
-    picture: Annotated[Path, typer.Option(help="Where the closing picture goes.")] = Path("foreshock-demo.png"),
+    picture: Annotated[Path | None, typer.Option(help="With --train: where the closing picture goes.")] = None,
 ) -> None:
-    """Train a small GPT three times - baseline, rescued, float32 control - and watch the warning and the switch."""
+    """Play recorded failures on real text beside the run that was switched, in two minutes and without PyTorch.
+
+    With --train the failure happens here, live: a small GPT is trained several times.
+    """
+    from foreshock.cli.output import console
+
+    if not train:
+        from foreshock.cli import demo as player
+
+        if seed is not None or picture is not None:
+            raise CommandError("--seed and --picture are for training: give --train as well")
+        pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
+        player.play(console(), port=port, steps_per_second=pace, report=report)
+        return
     from foreshock.lab import demo as lab_demo
 
-    lab_demo.main(report=report, seed=seed, port=port, picture=picture)
+    if steps_per_second is not None:
+        raise CommandError("--steps-per-second is for the recorded runs: leave out --train")
+    lab_demo.main(report=report, seed=seed, port=port, picture=picture or Path("foreshock-demo.png"))
 
 
 @app.command()
@@ -179,6 +205,13 @@ def switch(
     mode: Annotated[
         str | None, typer.Option(help=f"New mode: plain, {', '.join(MODE_NAMES)}, or several joined by +.")
     ] = None,
+    qk_clip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHEN",
+            help="Set QK-Clip instead, of all heads: always, warned (from a warning that scores grow) or never.",
+        ),
+    ] = None,
     undo: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Undo a switch instead: the id of the order, or `last`.")
     ] = None,
@@ -206,10 +239,17 @@ def switch(
 
     order: dict[str, Any] = {"run": run, "reason": reason, "dry_run": dry_run, "wait_seconds": wait}
     with Service(url, token) as client:
-        if mode is not None and undo is None and cancel is None:
+        one = [given for given in (mode, qk_clip, undo, cancel) if given is not None]
+        if len(one) != 1 or (mode is None and (layer is not None or head)):
+            raise CommandError(
+                "give --mode, with --layer and --head or without them, or give --qk-clip, --undo or --cancel alone"
+            )
+        if mode is not None:
             commands = text.switch(client, layer=layer, heads=head, mode=mode, **order)
-        elif (undo is None) == (cancel is None) or mode is not None or layer is not None or head:
-            raise CommandError("give --mode, with --layer and --head or without them, or give --undo or --cancel alone")
+        elif qk_clip is not None:
+            if qk_clip not in CLIP_ORDERS.values():
+                raise CommandError(f"--qk-clip {qk_clip} does not exist; give always, warned or never")
+            commands = text.switch(client, layer=None, heads=None, mode=f"qk_clip_{qk_clip}", **order)
         elif undo is not None:
             commands = text.undo(client, command=undo, **order)
         else:
@@ -238,10 +278,10 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Play a recorded run through the same detectors, service and page. What was not recorded stays unknown."""
-    from foreshock.cli import laboratory
+    from foreshock.cli import replay as player
     from foreshock.cli.output import console
 
-    laboratory.play(
+    player.play(
         trace,
         console(),
         as_json=as_json,

@@ -3,22 +3,40 @@
 import csv
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from io import StringIO
 from typing import Any, Final
 
 from rich.console import Console
 
 _PIPED_COLUMNS: Final = 10_000
 """Nothing is shortened or broken where nobody watches."""
+_BLANKS: Final = re.compile(r" +$", re.MULTILINE)
 
 DONE, FAILED, UNANSWERED, REFUSED = 0, 1, 3, 4
 """Exit codes: done; an error in a sentence; ordered and not answered yet; answered, and not done (2 is wrong usage)."""
 
 
+class _Unpadded(StringIO):
+    """Standard output without the blanks at the ends of lines that fill a table's last column."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(_BLANKS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
 def console() -> Console:
     """A console for tables and sentences."""
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, file=_Unpadded())
 
 
 def print_json(data: Any) -> None:

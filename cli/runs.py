@@ -4,46 +4,53 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from foreshock.cli.errors import CommandError
 from foreshock.cli.output import DONE, REFUSED, UNANSWERED, print_csv
 from foreshock.client import SETTLED, Series, Service
-from foreshock.contract.modes import parse_mode
+from foreshock.contract.modes import CLIP_ORDERS, parse_mode
 
 
 def list_runs(client: Service, console: Console) -> None:
-    """A table of every run, the one heard from last first."""
-    rows = list(client.runs())
+    """A table of every run: what needs a person first, and what has ended last."""
+    rows = sorted(client.runs(), key=lambda run: -run["urgency"])
     if not rows:
         console.print("No run has sent anything yet. Attach one: docs/quickstart.md")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("run", "left"), ("status", "left"), ("step", "right"), ("loss", "right"), ("risk", "right"),
-                          ("warnings", "right"), ("policy", "left"), ("heard from", "right")):  # fmt: skip
+    for name, justify in (("run", "left"), ("state", "left"), ("severity", "left"), ("step", "right"),
+                          ("loss", "right"), ("risk", "right"), ("warnings", "right"),
+                          ("policy", "left"), ("heard from", "right")):  # fmt: skip
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     now = time.time()
     for run in rows:
         table.add_row(
             run["run"],
-            run["status"],
+            state_of(run, now),
+            run["severity"] or "-",
             _text(run["last_step"], "{}"),
             _text(run["loss"], "{:.4f}"),
             _text(run["worst_risk"], "{:.2f}"),
             str(run["active_warnings"]),
             run["policy"] or "-",
-            f"{max(now - run['last_seen_unix_seconds'], 0):.0f} s ago",
+            f"{duration(now - run['last_seen_unix_seconds'])} ago",
         )
     console.print(table)
+    for run in rows:
+        if shared := run.get("shared_ranks"):
+            console.print(f"{run['run']}: {shared}", style="yellow", markup=False)
 
 
 def show_run(client: Service, run: str, console: Console) -> None:
     """One run: its layers, the modes of its heads, and its active warnings in words."""
     detail = client.run(run)
     console.print(
-        f"[bold]{detail['run']}[/bold]  {detail['status']}  step {_text(detail['last_step'], '{}')}  "
+        f"[bold]{detail['run']}[/bold]  {state_of(detail, time.time())}  step {_text(detail['last_step'], '{}')}  "
         f"loss {_text(detail['loss'], '{:.4f}')}  policy {detail['policy'] or '-'}"
+        + (f"  QK-Clip {detail['qk_clip']}" if detail.get("qk_clip") else "")
         + (f" (a warning switches its {detail['switch_scope']})" if detail.get("switch_scope") else "")
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -63,10 +70,27 @@ def show_run(client: Service, run: str, console: Console) -> None:
         )
     console.print(table)
     show_description(detail, console)
+    if shared := detail.get("shared_ranks"):
+        console.print(shared, style="yellow", markup=False)
     for warning in detail["warnings"]:
         console.print(f"[yellow]{warning['severity']}[/yellow]  step {warning['step']}: {warning['sentence']}")
     if not detail["warnings"]:
         console.print("No active warning.")
+
+
+def state_of(run: dict[str, Any], now: float) -> str:
+    """How a run is by now: silent and hung with their time."""
+    since = run["condition_since_unix_seconds"]
+    return str(run["condition"]) + ("" if since is None else f" {duration(now - since)}")
+
+
+def duration(seconds: float) -> str:
+    """A time in words: 42 s, 16 min, 3 h, 12 days."""
+    seconds = max(seconds, 0.0)
+    for most, unit, word in ((90, 1, "s"), (5400, 60, "min"), (129_600, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / unit:.0f} {word}"
+    return f"{seconds / 86_400:.0f} days"
 
 
 def show_description(detail: dict[str, Any], console: Console) -> None:
@@ -85,6 +109,8 @@ def csv_of_runs(client: Service) -> None:
     columns = (
         "run",
         "status",
+        "condition",
+        "severity",
         "last_step",
         "loss",
         "worst_risk",
@@ -131,16 +157,23 @@ def switch(
 ) -> list[dict[str, Any]]:
     """Order a switch, wait for the agents' answers, and return the command.
 
-    Without `layer` every head of the run is meant; with `layer` and no `heads`, every head of that layer.
+    Without `layer` every head of the run is meant, and keeps its own mode beside the ordered one: that takes an order
+    for each mode that comes of it. With `layer` and no `heads`, every head of that layer gets this mode alone.
     Raises CommandError for an unknown mode, layer or head.
     """
     try:
-        parse_mode(mode)
+        mode in CLIP_ORDERS or parse_mode(mode)
     except ValueError as error:
         raise CommandError(str(error)) from None
     refs = _head_refs(client, run, layer, heads)
-    command = client.switch(run, mode, reason=reason, heads=refs, dry_run=dry_run)
-    return [client.wait(command, wait_seconds)]
+    changes: list[dict[str, Any]] = [{"mode": mode, "heads": refs}]
+    if refs is None and mode not in CLIP_ORDERS:  # each head keeps its own mode beside it
+        planned = client.switches(run, mode)
+        changes = planned["changes"]
+        if kept := planned["kept"]:
+            typer.echo(f"{len(kept)} heads have {mode} beside other modes already, and keep what they have.", err=True)
+    orders = [client.switch(run, each["mode"], reason=reason, heads=each["heads"], dry_run=dry_run) for each in changes]
+    return [client.wait(order, wait_seconds) for order in orders]
 
 
 def undo(
@@ -153,9 +186,7 @@ def undo(
     """
     if command == "last":
         known = client.commands(run)
-        standing = [
-            c["id"] for c in known if c["state"] == "applied" and c["undone_by"] is None and c["undoes"] is None
-        ]
+        standing = [c["id"] for c in known if c["state"] == "applied" and {c["undone_by"], c["undoes"]} == {None}]
         if not standing:
             raise CommandError(f"run {run} has no applied switch that stands; `foreshock runs {run}` shows its modes")
         command = standing[0]
@@ -186,7 +217,7 @@ def tell(commands: list[dict[str, Any]], console: Console, wait_seconds: float) 
                 console.print(f"  step {answer['step']}: layer {at_layer} head {head}: {before} -> {after}")
             if command["state"] == "cancelled":
                 console.print(f"  rank {answer['rank']} had it: {answer['outcome'] or 'no answer yet'}")
-            elif answer["outcome"] not in (None, "applied"):
+            elif answer["outcome"] not in (None, "applied") or (answer["outcome"] and not answer["heads"]):
                 console.print(f"  rank {answer['rank']}: {answer['outcome']}: {answer['reason']}")
         run = command["run"]
         if command["state"] == "cancelled" and command["ranks"]:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from foreshock.contract.modes import stronger
+from foreshock.contract.orders import Ordered, clip_order
 from foreshock.contract.wire import Policy, Verdict
 
 IncidentCause = Literal["rounding", "score growth", "not finite", "other"]
 Act = Literal["switch", "propose", "none"]
 """What a machine does: switch by itself, propose a switch to people, or nothing."""
+Ask = Literal["approve", "switch", "qk_clip", "none"]
+"""What people are asked for: to approve the proposal that waits, to order a switch or QK-Clip, or none of it."""
 Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
 
@@ -26,14 +29,27 @@ SHOWN_BY: Final[dict[IncidentCause, str]] = {
 """Key of the metric that shows a cause; what alerts and messages open is its chart."""
 STEPS_BEFORE: Final = 1000
 """A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
+HOLDS: Final = "no machine asks for it again until a warning of these heads is raised anew."
+"""How long a person's no holds: it was an answer to the evidence of the warnings that stood then."""
+_CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
+"""What holds scores that grow; it is never proposed for rounding, where it would cut what heads have learnt."""
+_LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
+_NO_MODE: Final = "No mode helps: each changes rounding alone."
+SWITCH_ON: Final = "Switch QK-Clip on"
+_FOR_GOOD: Final = "which scales weights for good; a dry run shows which"
+_RESUMED: Final = {
+    "not finite": "without the batches that led here, or with a lower learning rate.",
+    "rounding": "with {mitigation} on every head from the start.",
+    "rounding, cured": "with a lower learning rate.",
+    "score growth": f"with a lower learning rate or a longer warm-up{_CLIP}.",
+    "other": "with a lower learning rate or a longer warm-up.",
+}
+"""How a run that has ended is resumed, by cause; `mitigation` is filled in."""
 _ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
-UNTOLD_SCOPE: Final = "untold"
-"""The scope of a run whose reader is not told it: an alert knows its labels alone."""
 _WHOSE: Final = {
     "head": "the heads that are warned about",
     "layer": "their layers",
     "model": "every head",
-    UNTOLD_SCOPE: "the heads that the run's switch_scope names (by default every head)",
 }
 
 
@@ -53,18 +69,26 @@ def calls_for_switch(verdict: Verdict) -> bool:
     return verdict.state != "cleared" and verdict.severity != "info" and named and curable(cause_of(verdict))
 
 
-def act_on(cause: IncidentCause, policy: Policy | None) -> Act:
-    """What a machine may do about a cause; a run that has not told its policy is only observed."""
+def calls_for_clip(verdict: Verdict) -> bool:
+    """Whether a standing verdict is of scores that grow, which QK-Clip holds and no mode does."""
+    return verdict.state != "cleared" and verdict.severity != "info" and cause_of(verdict) == "score growth"
+
+
+def act_on(cause: IncidentCause, policy: Policy | None, clip: str | None = None) -> Act:
+    """What a machine may do about a cause; a run that has not told its policy is only observed. clip: as `decision`."""
+    if cause == "score growth" and clip_order(clip, policy) is not None:
+        return "propose"
     return _ACTS[policy or "observe"] if curable(cause) else "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`act` is the machines' part, `done` and `to_do` say it in words."""
+    """`act` is the machines' part, `done` and `to_do` say it in words; `ask` is the button that `to_do` means."""
 
     act: Act
     done: str
     to_do: str
+    ask: Ask = "none"
 
 
 def decision(
@@ -78,14 +102,28 @@ def decision(
     heads: int = 0,
     before_step: int | None = None,
     finite: bool = True,
+    orders_known: bool = False,
+    order: Ordered | None = None,
+    over: bool = False,
+    ended: bool = False,
+    clip: str | None = None,
+    drifts: bool = False,
 ) -> Decision:
     """What is done about an incident, and what is left to people.
 
     heads: those that are warned about, 0 where that is not known; switched: how many of them have a cure; before_step:
-    where the incident began, where that is known; finite: False where numbers that are not finite were seen.
+    where the incident began, where that is known; finite: False where numbers that are not finite were seen;
+    orders_known: whether the reader knows what was ordered, as the service does; order: the newest that concerns it;
+    over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`; drifts: whether
+    rounding drives heads of the run too, and no switch has ended that.
     """
-    act = act_on(cause, policy)
+    act = act_on(cause, policy, clip) if not drifts else act_on(cause, policy)
     checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
+    if ended and progress != "arrested":
+        how = _RESUMED["rounding, cured" if curable(cause) and progress == "not arrested" else cause]
+        to_do = f"The run has ended. Resume it from {checkpoint} {how.format(mitigation=mitigation)}"
+        done = f"{_count(switched, heads)} switched.{_way(order)}" if switched else "Nothing is switched."
+        return Decision(act, done, to_do)
     if cause == "not finite":
         return Decision(
             act,
@@ -93,12 +131,13 @@ def decision(
             f"Stop the run and resume from {checkpoint}; leave out the batches that led here, or lower the learning "
             "rate.",
         )
+    if cause == "score growth" and clip is not None:
+        return _clipped(act, clip, checkpoint, order, drifts)
     if not curable(cause):
         return Decision(
             act,
             "Nothing is switched: rounding could not be shown to be the cause, and a switch changes rounding alone.",
-            "Lower the learning rate or lengthen its warm-up, and look at the data of these steps; if it goes on, "
-            f"resume from {checkpoint}.",
+            f"{_LOWER}; if it goes on, resume from {checkpoint}{_CLIP if cause == 'score growth' else ''}.",
         )
     if not finite:
         return Decision(
@@ -107,37 +146,130 @@ def decision(
             f"Stop the run and resume from {checkpoint} with {mitigation} on every head from the start.",
         )
     if progress == "arrested":
-        return Decision(act, f"{_count(switched, heads)} switched, and the growth has stopped.", "Nothing.")
+        return Decision(
+            act, f"{_count(switched, heads)} switched, and the growth has stopped.{_way(order)}", "Nothing."
+        )
     if progress == "not arrested":
         further = stronger(mitigation)
-        more = f"Switch on to {further}, or resume" if further else "Resume"
+        waits = order is not None and order.state == "proposed"
+        on = f"Approve the switch to {order.mode}" if order is not None and waits else f"Switch on to {further}"
+        more = f"{on}, or resume" if further or waits else "Resume"
         return Decision(
             act,
-            f"{_count(switched, heads)} switched, and the growth goes on: rounding is not all of it.",
+            f"{_count(switched, heads)} switched, and the growth goes on: rounding is not all of it."
+            + ("" if waits else _way(order)),
             f"{more} from {checkpoint} with a lower learning rate.",
+            "approve" if waits else "none",
         )
     if progress == "switched":
         return Decision(
             act,
-            f"{_count(switched, heads)} switched.",
+            f"{_count(switched, heads)} switched.{_way(order)}",
             "Wait for the verdict on the switch: by default it comes a thousand steps later.",
+        )
+    return _unswitched(act, mitigation, scope, switched, heads, order, orders_known, over)
+
+
+def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None, drifts: bool) -> Decision:
+    """Scores grow where QK-Clip can scale: no mode holds them, and it changes weights, so that people decide."""
+    otherwise = f"{_LOWER[0].lower()}{_LOWER[1:]}, or resume from {checkpoint}"
+    if clip == "on":
+        return Decision(
+            act,
+            f"QK-Clip is on: after each step it scales heads whose largest score passed its threshold.{_way(order)}",
+            f"Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
+        )
+    if drifts:
+        return Decision(
+            act,
+            f"QK-Clip is off. {_NO_MODE}",
+            "First end the drift: do what the incident rounding asks for. If scores still grow then, switch QK-Clip "
+            f"on; it would also cut heads that have drifted. Or {otherwise}.",
+        )
+    if order is not None and order.state in ("pending", "delivered"):
+        return Decision(act, f"{order.way}.", "Wait for the agents' answer.")
+    if order is not None and order.state == "proposed":
+        return Decision(
+            act,
+            f"QK-Clip waits for your approval. {_NO_MODE}",
+            f"Approve QK-Clip, {_FOR_GOOD}. Or {otherwise}.",
+            "approve",
+        )
+    if order is not None and order.state == "rejected":
+        return Decision(act, f"{order.way}: {HOLDS}", f"{otherwise[0].upper()}{otherwise[1:]}.")
+    if clip == "warned":
+        return Decision(act, f"QK-Clip comes on with a warning that is raised anew.{_way(order)}", f"{_LOWER}.")
+    return Decision(
+        act, f"QK-Clip is off.{_way(order)} {_NO_MODE}", f"{SWITCH_ON}, {_FOR_GOOD}. Or {otherwise}.", "qk_clip"
+    )
+
+
+def _unswitched(
+    act: Act,
+    mitigation: str,
+    scope: str | None,
+    switched: int,
+    heads: int,
+    order: Ordered | None,
+    orders_known: bool,
+    over: bool,
+) -> Decision:
+    """Rounding drives heads that have no cure: what was ordered counts more than what the policy would do."""
+    by_hand = f"Switch every head to {mitigation}."
+    if over and (order is None or order.state in ("expired", "refused", "cancelled")):
+        return Decision(
+            act,
+            f"Nothing grows any more, without a switch.{_so_far(switched, heads)}",
+            "Look at the loss. If it stays on its track, wait: the warning is cleared when nothing has grown for "
+            "a while.",
+        )
+    later = f"Watch the growth; if it goes on, switch every head to {mitigation}."
+    if order is not None and order.state in ("pending", "delivered"):
+        far = "it goes out with the agents' next batch" if order.state == "pending" else "not every rank has answered"
+        return Decision(act, f"{order.way}; {far}.", "Wait for the agents' answer.")
+    if order is not None and order.state == "rejected":
+        return Decision(act, f"{order.way}: {HOLDS}", later)
+    if order is not None and order.state == "applied":
+        return Decision(act, f"{order.way}: these heads are set to {order.mode}. {HOLDS.capitalize()}", later)
+    if order is not None and order.state != "proposed":
+        return Decision(act, f"Nothing is switched.{_way(order)}", by_hand, "switch")
+    if order is not None:
+        whose = _WHOSE.get(scope or "head", "every head")
+        return Decision(
+            act,
+            f"A switch of {whose} to {order.mode} waits for your approval.{_so_far(switched, heads)}",
+            f"Approve the switch to {order.mode}.",
+            "approve",
+        )
+    if act == "propose" and orders_known:
+        return Decision(
+            act, f"Nothing is switched, and no proposal waits.{_so_far(switched, heads)}", by_hand, "switch"
         )
     to_do = {
         "switch": "Look whether the growth stops.",
         "propose": f"Approve the switch to {mitigation}.",
-        "none": f"Switch every head to {mitigation}.",
+        "none": by_hand,
     }[act]
-    return Decision(act, _given(act, mitigation, scope, switched, heads), to_do)
+    ask: Ask = "switch" if act == "none" else "none"
+    return Decision(act, _given(act, mitigation, scope, switched, heads), to_do, ask)
+
+
+def _way(order: Ordered | None) -> str:
+    return "" if order is None else f" {order.way}."
 
 
 def _given(act: Act, mitigation: str, scope: str | None, switched: int, heads: int) -> str:
-    whose = _WHOSE.get(scope or "head", "every head")  # agents of 0.1.0 tell no scope: they switch the head alone
-    so_far = f" So far {switched} of {heads} are switched." if 0 < switched < heads else ""
+    whose = _WHOSE.get(scope or "head", "every head")
+    so_far = _so_far(switched, heads)
     return {
         "switch": f"Policy auto: the agent switches {whose} to {mitigation} at the next step.{so_far}",
         "propose": f"A switch of {whose} to {mitigation} waits for your approval.{so_far}",
         "none": f"Nothing is switched: the run's policy is observe.{so_far}",
     }[act]
+
+
+def _so_far(switched: int, heads: int) -> str:
+    return f" So far {switched} of {heads} are switched." if 0 < switched < heads else ""
 
 
 def _count(switched: int, heads: int) -> str:

@@ -1,8 +1,11 @@
-"""What is wrong with the FORESHOCK_ variables of this process, in sentences that hold no value: it may be a secret."""
+"""What is wrong with the FORESHOCK_ variables of this process, and what a misspelt name was meant to be.
+
+The sentences hold no value: it may be a secret.
+"""
 
 import os
-from collections.abc import Mapping
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
 from pydantic import ValidationError
@@ -10,25 +13,52 @@ from pydantic import ValidationError
 from foreshock.contract.variables import VARIABLES
 
 PREFIX: Final = "FORESHOCK_"
+_NEARLY_PREFIX: Final = 0.8
+"""How alike the beginning of a name is to the prefix, of 1, when it is taken for it: FORESHOK, not AFTERSHOCK."""
 _NEARLY: Final = 0.75
-"""How alike two names are without their prefix, of 1, when one is taken for a slip of the other."""
+"""How alike the rests of two names are, of 1, when one is taken for a slip of the other."""
+
+_FIXED: Final = (
+    "BODY_SECONDS", "CLOSE_SECONDS", "CLOSE_WATCH_STEPS", "COMMAND_EXPIRY_SECONDS", "COMMIT_BATCHES",
+    "FINISHED_RUN_SECONDS", "HEADER_SECONDS", "HEARTBEAT_SECONDS", "INGEST_QUEUE_BATCHES", "INGEST_QUEUE_BYTES",
+    "MAX_BODY_BYTES", "METRICS_SECONDS", "NOTIFY_GATHER_SECONDS", "QUEUE_BYTES", "REQUEST_SECONDS",
+    "SEND_EVERY_SECONDS", "SESSION_SECONDS", "SILENT_RUN_SECONDS", "STREAM_CLIENTS", "STREAM_QUEUE_EVENTS",
+    "WEBHOOK_COOLDOWN_SECONDS", "WEBHOOK_SWITCHES_PER_HOUR", "WORST_HEADS",
+)  # fmt: skip
+"""Settings of builds before, which are constants now: who set one is told so, for it would be passed over."""
 
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for a variable that nothing reads and that is nearly one which something does.
+    """Raises ValueError for a variable that nothing reads: it is nearly one that something does, or was one.
 
-    Others are left alone: a cluster sets FORESHOCK_SERVICE_HOST and the like for a service of this name.
+    The prefix may be misspelt too, or the name be in lower case. Others are left alone: a cluster sets
+    FORESHOCK_SERVICE_HOST and the like for a service of this name.
     """
     for given in sorted(os.environ if environment is None else environment):
-        if not given.startswith(PREFIX) or given in VARIABLES:
+        if given.removeprefix(PREFIX) in _FIXED and given.startswith(PREFIX):
+            raise ValueError(f"{given} can no longer be set: its value is fixed; leave it out")
+        rest = None if given in VARIABLES else _without_prefix(given)
+        if rest is None:
             continue
-        likeness, nearest = max((_alike(given, name), name) for name in VARIABLES)
+        likeness, nearest = max((_alike(rest, _letters(name.removeprefix(PREFIX))), name) for name in VARIABLES)
         if likeness >= _NEARLY:
             raise ValueError(f"{given} is no setting of foreshock; did you mean {nearest}?")
 
 
+def _without_prefix(name: str) -> str | None:
+    """The letters of a name after what stands for the prefix; None where nothing does."""
+    letters, prefix = _letters(name), _letters(PREFIX)
+    lengths = range(len(prefix) - 1, len(prefix) + 2)  # a letter may be left out, or one too many
+    likeness, length = max((_alike(letters[:length], prefix), length) for length in lengths)
+    return letters[length:] if likeness >= _NEARLY_PREFIX else None
+
+
+def _letters(name: str) -> str:
+    return name.upper().replace("_", "")
+
+
 def _alike(one: str, other: str) -> float:
-    return SequenceMatcher(None, one.removeprefix(PREFIX), other.removeprefix(PREFIX)).ratio()
+    return SequenceMatcher(None, one, other).ratio()
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -40,3 +70,9 @@ def sentences(error: ValidationError) -> list[str]:
         said = item["msg"].removeprefix("Value error, ")
         found.append(f"{where}: {said}" if name else said)
     return found
+
+
+def meant(given: str, names: Iterable[str]) -> str:
+    """The clause `did you mean NAME? ` for an error's sentence; empty where no name is near."""
+    near = get_close_matches(given[:64].lower(), names, n=1, cutoff=0.7)
+    return f"did you mean {near[0]!r}? " if near else ""

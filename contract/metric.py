@@ -1,6 +1,9 @@
-"""What an entry of the catalogue says of a metric, and the readings from which per-head metrics are made."""
+"""What an entry of the catalogue says of a metric, and the readings from which per-head metrics are made.
 
-from collections.abc import Callable
+Words that agents send and that become labels are closed sets. What is not in them is shown as "other".
+"""
+
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -46,7 +49,9 @@ class HeadReading:
     """How a head's value is read: from its state words, or from a named array of the sample."""
 
     read: Callable[[Words], Floats] | None = None
-    field: Literal["query_norm", "key_norm", "query_key_norm", "risk", "modes"] | None = None
+    field: (
+        Literal["query_norm", "key_norm", "query_key_norm", "risk", "modes", "clip_factor", "clipped_steps"] | None
+    ) = None
     now_and_then: bool = False
     """Not in every sample: the newest known value is shown."""
 
@@ -115,7 +120,10 @@ class Metric:
         return bool(self.head or self.sample or self.worst_of)
 
     def badness(self, values: Floats) -> Floats:
-        """By which the worst head is chosen: the size of what has a sign, otherwise the value itself."""
+        """By which the worst head is chosen: the size of what has a sign, the value itself, or how small it is where
+        small values are the bad ones."""
+        if self.levels is not None and self.levels.below:
+            return -values
         return np.abs(values) if self.signed else values
 
 
@@ -125,7 +133,7 @@ def share(part: Slot, whole: Slot = Slot.ROWS) -> HeadReading:
 
 
 def share_of_looked_at(part: Slot) -> HeadReading:
-    """One slot over the rows that a cadence did not skip, NaN where all were."""
+    """One slot over the rows that were not skipped, NaN where all were."""
     return HeadReading(read=lambda words: ratio(slot_values(words, part), looked_at(words)))
 
 
@@ -157,3 +165,42 @@ def ratio(part: Floats | Words, whole: Floats) -> Floats:
         return part / whole
     result: Floats = np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
     return result
+
+
+OTHER: Final = "other"
+SIGNALS: Final = ("offset", "score", "nonfinite")
+"""Signals that trip (wire.Verdict.signal)."""
+DROP_REASONS: Final = (
+    "queue_full",
+    "sender_off",
+    "spool_full",
+    "spool_lost",
+    "unbuilt",
+    *(f"refused_{status}" for status in (400, 401, 403, 404, 405, 409, 413, 415, 422)),
+)
+"""Why an agent loses events (wire.AgentHealth.dropped)."""
+GUARDED: Final = (
+    "agent",
+    "loss",
+    "collector",
+    "sample",
+    "detectors",
+    "policy",
+    "voice",
+    "switch",
+    "answers",
+    "norms",
+    "qk_clip",
+    "sinks",
+    "sender",
+    "mirror",
+    "tracker",
+)
+"""Parts of an agent that run under a guard of their own."""
+FAULT_COMPONENTS: Final = (*GUARDED, "probe", "spool")
+"""Parts of an agent that contain their faults (wire.AgentHealth.faults)."""
+
+
+def known(word: str, words: Collection[str]) -> str:
+    """The word itself if it is one of `words`, else "other"."""
+    return word if word in words else OTHER

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from enum import IntFlag
 from functools import reduce
 from operator import or_
-from typing import Final
+from typing import Final, Literal, get_args
+
+from foreshock.contract.environment import meant
 
 
 class Mode(IntFlag):
@@ -110,6 +112,16 @@ MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(MODE_NAMES))
 """Of a mode's name, as a regular expression; exclusions stand in the list."""
 
 
+ClipWhen = Literal["never", "warned", "always"]
+CLIP_ORDERS: Final[dict[str, ClipWhen]] = {f"qk_clip_{when}": when for when in get_args(ClipWhen)}
+"""Orders that change no head's mode: when QK-Clip scales weights from now on (docs/score-growth.md)."""
+CLIP_DOES: Final[dict[ClipWhen, str]] = {
+    "never": "QK-Clip ends. Weights that it scaled stay so.",
+    "warned": "It begins with a warning that scores grow, also one that stands now.",
+    "always": "From the next step on, heads whose largest score passes the threshold are scaled down to it.",
+}
+
+
 def _all_of(modes: "tuple[ModeInfo, ...]") -> Mode:
     return reduce(or_, (mode.flag for mode in modes), Mode.PLAIN)
 
@@ -139,8 +151,9 @@ def parse_mode(name: str) -> Mode:
     """The flags of a mode's name. Raises ValueError with a sentence for a name that does not exist."""
     flags = {each.name: each.flag for each in MODES}
     parts = [] if name == "plain" else name.split("+")
-    if not flags.keys() >= set(parts):
-        raise ValueError(f"mode {name[:64]!r} does not exist; {_allowed()}")
+    if unknown := [part for part in parts if part not in flags]:
+        hint = meant(unknown[0], flags if len(parts) > 1 else ["plain", *flags])
+        raise ValueError(f"mode {name[:64]!r} does not exist; {hint}{_allowed()}")
     mode = reduce(or_, (flags[part] for part in parts), Mode.PLAIN)
     modes_in(mode)
     return mode

@@ -2,12 +2,12 @@
 
 from typing import Final
 
-from foreshock.contract.incident_metrics import INCIDENT_METRICS
 from foreshock.contract.metric import (
     Alert,
     Levels,
     Metric,
 )
+from foreshock.contract.service_metrics import INCIDENT_METRICS
 
 SILENT_SECONDS: Final = 300.0
 """A run that claims to be active and was not heard of for longer has fallen silent."""
@@ -45,7 +45,7 @@ RUN_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockRunUnreachable",
-                expr=f"time() - {{m}} > {SILENT_SECONDS:g} and on (run) foreshock_run_active == 1",
+                expr=f"time() - {{m}} > {SILENT_SECONDS:g}",
                 for_="1m",
                 keep_firing_for="2m",
                 severity="warning",
@@ -69,8 +69,7 @@ RUN_METRICS: Final = (
                 expr="time() - {m} > on (run) "
                 f"(clamp_min({HUNG_STEPS} * foreshock_run_step_time_seconds, {HUNG_SECONDS:g}) "
                 f"or on (run) foreshock_run_active * {FIRST_STEP_SECONDS:g}) "
-                f"and on (run) time() - foreshock_run_last_heard_timestamp_seconds <= {SILENT_SECONDS:g} "
-                "and on (run) foreshock_run_active == 1",
+                f"and on (run) time() - foreshock_run_last_heard_timestamp_seconds <= {SILENT_SECONDS:g}",
                 for_="1m",
                 severity="warning",
                 summary="Run {{ $labels.run }} is alive and has ended no step for {{ $value | humanizeDuration }}",
@@ -88,7 +87,7 @@ RUN_METRICS: Final = (
         board="run",
         sample="loss",
         across_ranks="mean",
-        chart=3,
+        chart=4,
         alerts=(
             Alert(
                 name="ForeshockLossNotFinite",
@@ -124,7 +123,7 @@ RUN_METRICS: Final = (
         board="run",
         sample="grad_norm",
         scale="log",
-        chart=4,
+        chart=5,
     ),
     Metric(
         key="run.learning_rate",
@@ -171,6 +170,23 @@ RUN_METRICS: Final = (
                 action="Treat it as a failure in progress: a step that a loss scaler skips has a finite loss.",
             ),
         ),
+    ),
+    Metric(
+        key="run.clipped_heads",
+        title="QK-Clip: heads",
+        help="Heads that QK-Clip scaled since the last sample; none while it is off.",
+        bad="More and more of them.",
+        board="run",
+        chart=None,
+    ),
+    Metric(
+        key="run.clips",
+        title="QK-Clip: scalings",
+        help="How often QK-Clip scaled a head of the run so far: heads times steps.",
+        bad="Grows at a steady rate: the learning rate is too high.",
+        board="run",
+        kind="counter",
+        chart=None,
     ),
     Metric(
         key="run.worst_risk",

@@ -1,4 +1,9 @@
-"""The catalogue's entries on the service itself: what it takes in, stores and sends."""
+"""The catalogue's entries on incidents, and on the service itself: what it takes in, stores and sends.
+
+One alert is about failing heads: an incident, never a head alone. Its text is the service's own: `incident.words`
+carries it in labels, and the rule looks it up. So messages of Alertmanager and those of the service say the same, with
+the run's heads, mode and numbers.
+"""
 
 from typing import Final
 
@@ -49,7 +54,7 @@ SERVICE_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockCommandUnanswered",
-                expr="{m} > 0 and on (run) foreshock_run_active == 1",
+                expr="{m} > 0",
                 for_="5m",
                 severity="warning",
                 summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
@@ -117,6 +122,15 @@ SERVICE_METRICS: Final = (
         labels=(),
     ),
     Metric(
+        key="service.log_lines_dropped",
+        title="Log lines left out",
+        help="Log lines left out since the service began, as the same message was logged within ten seconds.",
+        bad="Grows: somebody sends what is no HTTP; the log says so once in ten seconds, with the number left out.",
+        board="service",
+        kind="counter",
+        labels=(),
+    ),
+    Metric(
         key="service.store",
         title="Store size",
         help="Size of the store.",
@@ -124,5 +138,96 @@ SERVICE_METRICS: Final = (
         board="service",
         unit="bytes",
         labels=(),
+    ),
+)
+
+
+def _in_words(label: str, otherwise: str) -> str:
+    """A template that looks up one text of the incident; `otherwise` where the series budget left it out."""
+    asked = 'printf "foreshock_incident_words{run=%q,cause=%q}" $labels.run $labels.cause | query'
+    return f'{{{{ with {asked} }}}}{{{{ . | first | label "{label}" }}}}{{{{ else }}}}{otherwise}{{{{ end }}}}'
+
+
+INCIDENT_METRICS: Final = (
+    Metric(
+        key="incident.active",
+        title="Incidents",
+        help="1 for every incident that is not closed: all warnings of a run of one cause. act: what machines do about "
+        "it under the run's policy.",
+        bad="Any of severity warning or critical.",
+        board="overview",
+        labels=("run", "cause", "state", "severity", "act"),
+        levels=Levels(alarm=1.0),
+        alerts=(
+            Alert(
+                name="ForeshockHeadFailing",
+                expr='{m}{severity=~"warning|critical"} == 1',
+                for_="0s",
+                severity="warning",
+                summary="Run {{ $labels.run }}: {{ $labels.cause }} in "
+                + _in_words("heads", "some heads")
+                + "{{ if ne "
+                '$labels.state "open" }}, {{ $labels.state }}{{ end }}',
+                description=_in_words("sentence", "The page shows the incident."),
+                action="Look at the incident's first head on the run's page, and do what the page says. If the cause "
+                "is rounding, switch every head. If scores grow, lower the learning rate or switch QK-Clip on. "
+                "Otherwise look at the data, or resume from an earlier checkpoint.",
+                done=_in_words("done", "The page tells what was done."),
+                to_do=_in_words("to_do", "Look at the run's page, and do what it says."),
+            ),
+        ),
+    ),
+    Metric(
+        key="incident.words",
+        title="Incidents in words",
+        help="1 for every incident that is not closed. Its labels are what alerts say: the heads, the incident, what "
+        "was done and what to do.",
+        bad="Any.",
+        board="overview",
+        labels=("run", "cause", "heads", "sentence", "done", "to_do"),
+    ),
+    Metric(
+        key="incident.heads",
+        title="Heads in incidents",
+        help="Heads that an incident warns about now; 0 where it concerns the whole run alone.",
+        bad="Many at once: look at the learning rate and the data first.",
+        board="overview",
+        labels=("run", "cause"),
+    ),
+    Metric(
+        key="incident.opened_step",
+        title="Incidents opened at step",
+        help="The step at which an incident opened: links of alerts lead to the steps from shortly before it on.",
+        bad="Long ago: nobody has acted on it.",
+        board="overview",
+        labels=("run", "cause"),
+    ),
+    Metric(
+        key="incident.corrected_step",
+        title="Incidents corrected at step",
+        help="The step at which the cause of an incident was corrected; was: the cause that it was told under before. "
+        "None where it was not.",
+        bad="Shortly ago: look again at what to do, which goes by the cause.",
+        board="overview",
+        labels=("run", "cause", "was"),
+    ),
+    Metric(
+        key="incident.forecast",
+        title="Steps left",
+        help="Forecast: steps until the largest |score| of an incident's first head reaches 512.",
+        bad="Fewer steps than you need to react.",
+        board="overview",
+        unit="steps",
+        labels=("run", "cause"),
+        levels=Levels(alarm=1000.0, below=True),
+        scale="log",
+    ),
+    Metric(
+        key="incident.acknowledged",
+        title="Incidents acknowledged",
+        help="1 where somebody has acknowledged the incident, else 0.",
+        bad="0 for longer than it takes to wake somebody.",
+        board="overview",
+        labels=("run", "cause"),
     ),
 )

@@ -12,8 +12,6 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foreshock.contract.modes import Mode as Mode  # where it stood in 0.1.0
-
 Words = npt.NDArray[np.int64]
 """Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
 
@@ -42,20 +40,13 @@ class Slot(IntEnum):
     DELTA_BIAS_ABS = 11
     DELTA_BIAS_SUMSQ = 12
     SKIPPED_ROWS = 13
-
-    # What 0.1.0 called them.
-    ROWS_TIED_BF16 = 1
-    ROWS_TIED_ONE = 2
-    ROWS_SHIFTED = 3
-    ROWS_EMPTY = 4
-    ROWS_NONFINITE = 5
-    OFFSET_SUM = 8
-    OFFSET_SUMSQ = 9
+    ENTROPY_ROWS = 14
+    ENTROPY_SUM = 15
 
 
 SLOT_COUNT: Final = len(Slot)
 OLDEST_SLOT_COUNT: Final = 13
-"""Slots of version 0.1.0, the fewest that a row ever had."""
+"""The fewest that a row ever had: those of the first recorded runs. It stays when a slot is appended."""
 MOST_SLOTS: Final = 64
 """No version's rows are longer."""
 
@@ -90,8 +81,10 @@ SLOTS: Final[dict[Slot, SlotInfo]] = {
     Slot.DELTA_BIAS_ABS: SlotInfo("float64", "sum", 0, "Sum of |delta_lp - delta_hp|."),
     Slot.DELTA_BIAS_SUMSQ: SlotInfo("float64", "sum", 0, "Sum of squares of delta_lp - delta_hp."),
     Slot.SKIPPED_ROWS: SlotInfo(
-        "int64", "sum", 0, "Rows counted in ROWS whose ties, shift and delta bias a cadence left out."
+        "int64", "sum", 0, "Rows counted in ROWS whose ties, shift and delta bias an earlier version left out."
     ),
+    Slot.ENTROPY_ROWS: SlotInfo("int64", "sum", 0, "Rows counted in ROWS whose entropy is known: sampled ones."),
+    Slot.ENTROPY_SUM: SlotInfo("float64", "sum", 0, "Sum of the entropies of rows, lse - sum P S (nats)."),
 }
 
 COUNT_SLOTS: Final = tuple(slot for slot, info in SLOTS.items() if info.dtype == "int64")
@@ -145,7 +138,6 @@ def merge_words(states: Sequence[Words]) -> Words:
 
 def looked_at(words: Words) -> Floats:
     """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
-    # An older version skipped none, and so its rows need no other rule: they hold 0 there.
     return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 

@@ -6,7 +6,7 @@ bytes, so that a NaN arrives as the same NaN; a non-finite scalar travels as a s
 
 Agents and services of different versions work together (docs/service.md, Compatibility): what a reader does not know,
 a field, a slot, a kind of event, the name of a mode, it skips or keeps as text. What it does know it checks: what is
-acknowledged can be read by everybody afterwards. Version 0.1.0 skipped nothing; `version_0_1_0` writes what it reads.
+acknowledged can be read by everybody afterwards.
 """
 
 import re
@@ -28,12 +28,12 @@ from foreshock.contract.message import MAX_BATCH_BYTES as MAX_BATCH_BYTES
 from foreshock.contract.message import Array as Array
 from foreshock.contract.message import Message as Message
 from foreshock.contract.message import at_most
-from foreshock.contract.modes import MODE_PATTERN, mode_name, parse_mode
+from foreshock.contract.modes import CLIP_ORDERS, DEFAULT_MITIGATION, MODE_PATTERN, mode_name, parse_mode
 from foreshock.contract.slots import MOST_SLOTS, OLDEST_SLOT_COUNT, Words, fitted
 
 WIRE_VERSION: Final = 1
 WIRE_REVISION: Final = 1
-"""Told by agents that skip what they do not know; 0.1.0 tells none."""
+"""Each batch names the revision of its sender. It rises when a reader has to tell one build from another."""
 MAX_LAYERS: Final = 1024
 MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
@@ -42,8 +42,6 @@ MAX_VALUES: Final = 2**20
 """Most values in a batch, arrays aside: its lists and objects, and what stands in them."""
 MAX_ACK_BYTES: Final = 2**20
 """Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
-MAX_GRAM_DIM: Final = 256
-"""Widest head whose Gram matrices travel."""
 AGE_HEADER: Final = "foreshock-process-age"
 """Beside a batch: how many seconds ago the process started that the batch is of, by a monotonic clock, when sent."""
 REPLAYED_HEADER: Final = "foreshock-replayed"
@@ -73,10 +71,18 @@ ModeName = Annotated[
     AfterValidator(lambda name: mode_name(parse_mode(name))),
 ]
 """A mode that exists, for requests and settings; its parts in the order of contract.modes.MODES."""
+OrderName = Annotated[
+    str,
+    Field(max_length=64, json_schema_extra={"pattern": f"^({'|'.join(CLIP_ORDERS)}|{MODE_PATTERN})$"}),
+    AfterValidator(lambda name: name if name in CLIP_ORDERS else mode_name(parse_mode(name))),
+]
+"""What people may order: a mode for heads, or when QK-Clip scales weights."""
 ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 """The name of a mode as another process tells it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
+ClipState = Literal["never", "warned", "on"]
+"""Of QK-Clip: off, off until scores grow, on."""
 Policy = Literal["observe", "approve", "auto"]
 
 
@@ -87,7 +93,7 @@ class Layer(Message):
     name: Identifier
     heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
     kv_heads: int = Field(ge=1, le=MAX_HEADS)
-    head_dim: int = Field(ge=1, le=4096)
+    head_dim: int = Field(ge=0, le=4096, description="0: neither the model nor a call told it")
     served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
     sampled: bool = False
     kv_heads_known: bool = Field(default=True, description="false: nothing tells them, and kv_heads counts the heads")
@@ -114,9 +120,12 @@ class Started(Message):
     layers: Annotated[tuple[Layer, ...], FailFast()] = Field(max_length=MAX_LAYERS)
     policy: Policy
     numerics: str = Field(max_length=32)
-    mitigation: ToldModeName = "exact_delta"
+    mitigation: ToldModeName = DEFAULT_MITIGATION
     switch_scope: str | None = Field(
         default=None, pattern="^[a-z_]{1,16}$", description="what a warning switches: head, layer, model"
+    )
+    qk_clip: str | None = Field(
+        default=None, pattern="^[a-z_]{1,16}$", description="QK-Clip: never, warned, on; null: it cannot scale here"
     )
     labels: Annotated[dict[Identifier, Annotated[str, Field(max_length=256)]], at_most(32)] = Field(
         default_factory=dict, max_length=32
@@ -126,8 +135,11 @@ class Started(Message):
     )
 
 
-PER_HEAD: Final = {"modes": "<i4", "query_norm": "<f4", "key_norm": "<f4", "query_key_norm": "<f4", "risk": "<f4"}
-"""Arrays of a sample with one number per head, [heads], and their dtypes."""
+PER_HEAD: Final = {
+    "modes": "<i4", "query_norm": "<f4", "key_norm": "<f4", "query_key_norm": "<f4", "risk": "<f4",
+    "clip_factor": "<f4", "clipped_steps": "<f4",
+}  # fmt: skip
+"""Arrays of a sample with one number per head, [heads], and their dtypes. Stores count their places: append alone."""
 
 
 class Sample(Message):
@@ -151,6 +163,11 @@ class Sample(Message):
     step_seconds: float | None = Field(default=None, description="mean wall time of a step")
     agent_seconds: float | None = Field(default=None, description="mean host time of the agent in a step")
     risk: Array | None = Field(default=None, description="float32 in [0, 1], [heads]: how near a warning each head is")
+
+    clip_factor: Array | None = Field(
+        default=None, description="smallest gamma by which QK-Clip scaled each head's scores, float32 [heads]; 1: not"
+    )
+    clipped_steps: Array | None = Field(default=None, description="of how many steps each was, float32 [heads]")
 
     @field_validator("states")
     @classmethod
@@ -202,7 +219,7 @@ class Verdict(Message):
     layer: LayerNumber | None = None
     head: HeadNumber | None = None
     cause: Cause
-    signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/signals.py names them")
+    signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
     evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
     corrected_from: Literal["rounding", "score growth", "not finite", "other"] | None = Field(
         default=None, description="the cause that this warning was told under before; null: it is the first one"
@@ -246,6 +263,30 @@ class Switched(Message):
         return self
 
 
+class Clipped(Message):
+    """QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the last such event."""
+
+    kind: Literal["clipped"] = "clipped"
+    id: Identifier
+    step: Step
+    on: bool
+    heads: Annotated[tuple[HeadRef, ...], FailFast()] = Field(default=(), max_length=MAX_LAYERS * 64)
+    factors: Annotated[tuple[float, ...], FailFast()] = Field(
+        default=(), max_length=MAX_LAYERS * 64, description="the smallest gamma of each head: its scores times gamma"
+    )
+    times: Annotated[tuple[Count, ...], FailFast()] = Field(
+        default=(), max_length=MAX_LAYERS * 64, description="how many steps scaled each head"
+    )
+    total: Count = Field(default=0, description="how often heads were scaled so far, also before the run was resumed")
+    reason: str = Field(max_length=500)
+
+    @model_validator(mode="after")
+    def _one_factor_per_head(self) -> Self:
+        if not len(self.heads) == len(self.factors) == len(self.times):
+            raise ValueError("heads, factors and times must have the same length")
+        return self
+
+
 class AgentHealth(Message):
     """The agent's own losses and faults since its boot. Totals, never differences."""
 
@@ -260,39 +301,6 @@ class AgentHealth(Message):
     retries: Count = 0
     spool_bytes: Count = 0
     oldest_unsent_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-
-class Grams(Message):
-    """W_Q W_Q^T and W_K W_K^T of a layer's heads, over those inputs of the weights that one process holds.
-
-    Where a shard cuts the inputs the matrices of the shards add up to those of the whole weights: the service adds
-    them, and stores the spectral norms. Each part of the inputs is sent by one process.
-    """
-
-    kind: Literal["grams"] = "grams"
-    step: Step
-    began_step: Step = Field(description="where the boot began; only parts of boots that began together are added up")
-    layer: LayerNumber
-    heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
-    head_dim: int = Field(ge=1, le=MAX_GRAM_DIM)
-    inputs: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = Field(description="[start, stop)")
-    all_inputs: int = Field(ge=1, le=2**31 - 1)
-    query: Array = Field(description="float32 [heads, D (D + 1) / 2], upper triangles row by row")
-    key: Array = Field(description="the same of the key heads, [kv_heads, D (D + 1) / 2]")
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        if not self.inputs[0] < self.inputs[1] <= self.all_inputs:
-            raise ValueError(f"inputs {self.inputs} do not lie within 0 to {self.all_inputs}")
-        size = self.head_dim * (self.head_dim + 1) // 2
-        shapes = self.query.shape, self.key.shape
-        fits = all(len(shape) == 2 and shape[1] == size for shape in shapes) and shapes[0][0] == len(self.heads)
-        if {self.query.dtype, self.key.dtype} != {"<f4"} or not fits or not shapes[1][0] or shapes[0][0] % shapes[1][0]:
-            raise ValueError(
-                f"query and key must be float32 [{len(self.heads)}, {size}] and [kv_heads, {size}], kv_heads a divisor "
-                f"of {len(self.heads)}; got {self.query.dtype} {shapes[0]} and {self.key.dtype} {shapes[1]}"
-            )
-        return self
 
 
 class Finished(Message):
@@ -313,7 +321,7 @@ class Unknown(Message):
 
 
 Event = Annotated[
-    Started | Sample | Verdict | Switched | AgentHealth | Grams | Finished | Unknown,
+    Started | Sample | Verdict | Switched | Clipped | AgentHealth | Finished | Unknown,
     Field(discriminator="kind"),
 ]
 
@@ -322,9 +330,7 @@ class Batch(Message):
     """What the agent posts to /v1/batches. Written whole or not at all."""
 
     wire: Literal[1] = 1
-    revision: int = Field(
-        default=0, ge=0, le=2**31, description="0: the sender reads an acknowledgement as the first builds do"
-    )
+    revision: int = Field(default=0, ge=0, le=2**31, description="revision of the wire that the sender writes")
     run: Identifier
     rank: int = Field(ge=0, lt=10**6)
     boot: Identifier = Field(description="new at every process start of a rank")

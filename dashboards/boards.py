@@ -47,7 +47,7 @@ def _overview(links: Links) -> Board:
     active, risk, warning, forecast = (
         BY_KEY[key] for key in ("run.active", "run.worst_risk", "warning.active", "warning.forecast")
     )
-    warnings = select(warning, MANY_RUNS)
+    words, warnings = BY_KEY["incident.words"], select(warning, MANY_RUNS)
     living = f"{select(active, MANY_RUNS)} == 1"
     columns = [
         ("active", _by_run("run.active"), "bool_yes_no"),
@@ -88,6 +88,16 @@ def _overview(links: Links) -> Board:
                 "Warnings that are raised now",
                 f"{describe(warning)} Click the run to see the evidence and to switch the head.",
                 [("raised", f"max by (run, layer, head, cause, signal, severity) ({warnings} == 1)", "short")],
+                hide=("Value",),  # always 1; the labels are what is read
+            ),
+            24,
+            6,
+        ),
+        (
+            table(
+                "Incidents in words",
+                f"{describe(words)} This is what an alert says.",
+                [("open", f"max by ({', '.join(words.labels)}) ({select(words, MANY_RUNS)})", "short")],
                 hide=("Value",),  # always 1; the labels are what is read
             ),
             24,

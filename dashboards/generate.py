@@ -1,4 +1,4 @@
-"""Writes every generated file of this room, and compares the committed ones with what the catalogue says now."""
+"""Writes every generated file of the dashboards, and compares the committed ones with what the catalogue says now."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.provisioning import (
     boards_config,
     datasource_config,
-    grafana_alerting_config,
     prometheus_config,
 )
 from foreshock.dashboards.rules import Links, prometheus_rules
@@ -64,9 +63,6 @@ def files(links: Links) -> dict[Path, str]:
         ),
         "grafana/datasources/prometheus.yml": datasource_config("http://prometheus:9090"),
         "grafana/dashboards/boards.yml": boards_config(Path("/var/lib/foreshock/boards")),
-        "grafana-alerting.yml": grafana_alerting_config(
-            links, f"http://{_SERVICE}/v1/webhooks/grafana", _SECRETS / "foreshock_grafana_hmac_secret"
-        ),
     }
     return {
         **{GENERATED / name: f"# {_NOTE}\n{text}" for name, text in yaml_files.items()},

@@ -6,7 +6,6 @@ here and nowhere else, so that another client can take its place:
 
 - It reads every answer as JSON, so an empty one (204 No Content) raises after the call has succeeded.
 - Its data source methods use numeric ids, which Grafana 13 refuses; uids go through the generic caller.
-- It knows nothing of unified alerting; the same way out.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from grafana_api.grafana_face import GrafanaFace
 Json = dict[str, Any]
 
 _NOT_FOUND: Final = 404
-# Without this header what the API creates is locked in Grafana's user interface.
-_EDITABLE: Final = {"X-Disable-Provenance": "true"}
 
 
 class GrafanaError(Exception):
@@ -91,28 +88,6 @@ class GrafanaClient:
         saved = self._call(lambda: self._face.dashboard.update_dashboard(body))
         return f"{self.url}/d/{saved['uid']}"
 
-    def put_rule_group(self, folder_uid: str, group: str, rules: list[Json], interval_seconds: int) -> None:
-        """Replace a group of Grafana-managed alert rules."""
-        body = {
-            "title": group,
-            "folderUid": folder_uid,
-            "interval": interval_seconds,
-            "rules": [{**rule, "orgID": 1, "folderUID": folder_uid, "ruleGroup": group} for rule in rules],
-        }
-        path = _group_path(folder_uid, group)
-        self._call(lambda: self._face.api.PUT(path, json=body, headers=_EDITABLE))
-
-    def delete_rule_group(self, folder_uid: str, group: str) -> bool:
-        """Delete a group of Grafana-managed alert rules; False when there was none."""
-        path = _group_path(folder_uid, group)
-        try:
-            self._call(lambda: self._face.api.DELETE(path, headers=_EDITABLE))
-        except GrafanaError as error:
-            if error.status == _NOT_FOUND:
-                return False
-            raise
-        return True
-
     def _find(self, call: Callable[[], Any]) -> Any:
         """The answer, or None where Grafana says that there is no such thing."""
         try:
@@ -134,7 +109,3 @@ class GrafanaClient:
             raise GrafanaError(f"{self.url} answered with something else than JSON; is it a Grafana?") from error
         except requests.RequestException as error:
             raise GrafanaError(f"{self.url} cannot be reached: {error}") from error
-
-
-def _group_path(folder_uid: str, group: str) -> str:
-    return f"/v1/provisioning/folder/{quote(folder_uid, safe='')}/rule-groups/{quote(group, safe='')}"

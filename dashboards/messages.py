@@ -1,4 +1,4 @@
-"""What a person is sent, in words: one template text for Alertmanager's receivers and Grafana's contact points.
+"""What a person is sent, in words: one template text for Alertmanager's receivers.
 
 What, where, why, how long is left, what was done, what to do, and the link; the annotations of the rules say each. Of
 more than two alerts every one is a line, and of more than six the rest is counted: a message stays readable.

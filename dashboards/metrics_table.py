@@ -9,9 +9,9 @@ from foreshock.dashboards.rules import alerts
 _SECTIONS = (
     (
         "Per head",
-        "Read from every head of every sample; the service stores every head. Prometheus gets the worst heads of each "
-        "run, under a series budget (`foreshock_head_*`, labels run, layer, head). For every layer it also gets the "
-        "value of the worst head (`foreshock_layer_*`, labels run, layer).",
+        "The service stores every head of every sample. Prometheus gets the worst heads of each run, under a series "
+        "budget (`foreshock_head_*`, labels run, layer, head). Of every layer it gets the value of the worst head "
+        "(`foreshock_layer_*` for each name below, labels run, layer).",
         HEAD_METRICS,
     ),
     ("Per run", "What a run and its agents report.", RUN_METRICS),
@@ -24,23 +24,23 @@ def metrics_page() -> str:
     parts = ["# Metrics and alerts\n"]
     for title, text, metrics in _SECTIONS:
         parts += [f"\n## {title}\n\n{text}\n\n", *_table(metrics)]
-    parts.append("\n## Alerts\n\nEach has a page under [runbooks](runbooks/).\n\n")
-    parts.append(_row("Alert", "Severity", "Fires when", "For", "What to do"))
-    parts.append(_row(*["---"] * 5))
+    parts.append("\n## Alerts\n\nThe page of each begins with what to do.\n\n")
+    parts.append(_row("Alert", "Severity", "Fires when", "For"))
+    parts.append(_row(*["---"] * 4))
     for metric, alert in alerts():
         expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
         severity = "the warning's own" if metric and "severity" in metric.labels else alert.severity
         name = f"[{alert.name}](runbooks/{alert.name}.md)"
-        parts.append(_row(name, severity, f"`{expr}`", alert.for_, alert.action))
+        parts.append(_row(name, severity, f"`{expr}`", alert.for_))
     return "".join(parts)
 
 
 def _table(metrics: Iterable[Metric]) -> Iterable[str]:
-    yield _row("Metric", "Kind", "Labels", "What it is", "Bad")
-    yield _row(*["---"] * 5)
+    yield _row("Metric", "What it is", "Bad")
+    yield _row(*["---"] * 3)
     for metric in metrics:
-        names = f"`{metric.name}`" if metric.head is None else f"`{metric.name}`, `{metric.layer_name}`"
-        yield _row(names, metric.kind, ", ".join(metric.labels) or "none", metric.help, metric.bad)
+        labels = "" if metric.head else "".join(f", {label}" for label in metric.labels)
+        yield _row(f"`{metric.name}` ({metric.kind}{labels})", metric.help, metric.bad)
 
 
 def _row(*cells: str) -> str:

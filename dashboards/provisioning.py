@@ -3,20 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from foreshock.contract.catalog import WATCHDOG
-from foreshock.dashboards.alertmanager import FLEET_ALERTS, FLEET_INTERVAL, FLEET_WAIT
-from foreshock.dashboards.messages import TEMPLATES
 from foreshock.dashboards.plain import to_yaml
-from foreshock.dashboards.rules import (
-    DATASOURCE_UID,
-    FOLDER,
-    GRAFANA_INTERVAL_SECONDS,
-    GROUP,
-    JOB,
-    SCRAPE_INTERVAL_SECONDS,
-    Links,
-    grafana_rules,
-)
+from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS
 
 
 def prometheus_config(
@@ -87,69 +75,6 @@ def boards_config(folder: Path) -> str:
                     "disableDeletion": True,
                     "allowUiUpdates": False,
                     "options": {"path": str(folder)},
-                }
-            ],
-        }
-    )
-
-
-def grafana_alerting_config(links: Links, webhook_url: str, secret_file: Path) -> str:
-    """Grafana's provisioning file for the rules, a signed webhook to the service and the route to it.
-
-    For installations without Alertmanager: load either this or the Prometheus rules, never both. The `policies` part
-    replaces the whole tree of notification policies of the organisation.
-    """
-    receiver = {
-        "uid": "foreshock-webhook",
-        "type": "webhook",
-        "settings": {
-            "url": webhook_url,
-            "httpMethod": "POST",
-            "hmacConfig": {
-                "secret": f"$__file{{{secret_file}}}",
-                "header": "X-Grafana-Alerting-Signature",
-                "timestampHeader": "X-Grafana-Alerting-Signature-Timestamp",
-            },
-        },
-    }
-    return to_yaml(
-        {
-            "apiVersion": 1,
-            "groups": [
-                {
-                    "orgId": 1,
-                    "name": GROUP,
-                    "folder": FOLDER,
-                    "interval": f"{GRAFANA_INTERVAL_SECONDS}s",
-                    "rules": grafana_rules(links),
-                }
-            ],
-            "templates": [{"orgId": 1, "name": "foreshock", "template": TEMPLATES}],
-            "contactPoints": [{"orgId": 1, "name": "foreshock", "receivers": [receiver]}],
-            "policies": [
-                {
-                    "orgId": 1,
-                    "receiver": "foreshock",
-                    "group_by": ["alertname", "run"],
-                    "group_wait": "5s",
-                    "group_interval": "1m",
-                    "repeat_interval": "4h",
-                    "routes": [
-                        {
-                            "receiver": "foreshock",
-                            "object_matchers": [["alertname", "=", WATCHDOG.name]],
-                            "group_wait": "0s",
-                            "group_interval": "30s",
-                            "repeat_interval": "30s",
-                        },
-                        {
-                            "receiver": "foreshock",
-                            "object_matchers": [["alertname", "=~", "|".join(FLEET_ALERTS)]],
-                            "group_by": ["alertname"],
-                            "group_wait": FLEET_WAIT,
-                            "group_interval": FLEET_INTERVAL,
-                        },
-                    ],
                 }
             ],
         }

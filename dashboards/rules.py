@@ -1,10 +1,5 @@
-"""Alert rules from the catalogue: one list, written out for Prometheus and for Grafana's own alerting.
+"""Alert rules from the catalogue, as Prometheus evaluates them."""
 
-Prometheus rules are the source of truth; Grafana-managed ones are generated beside them for installations without
-Alertmanager. Load one of the two, or every alert comes twice.
-"""
-
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,12 +13,10 @@ JOB: Final = "foreshock"
 
 GROUP: Final = "foreshock"
 FOLDER: Final = "foreshock"
-"""The Grafana folder of the boards and rules; its title and its uid."""
+"""The Grafana folder of the boards; its title and its uid."""
 
 DATASOURCE_UID: Final = "foreshock-prometheus"
 SCRAPE_INTERVAL_SECONDS: Final = 15
-GRAFANA_INTERVAL_SECONDS: Final = 30
-"""How often Grafana evaluates its rules; its scheduler works in steps of ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +59,8 @@ def rules(links: Links) -> list[Rule]:
 
 def _rule(metric: Metric | None, alert: Alert, links: Links) -> Rule:
     expr = alert.expr.replace("{m}", metric.name) if metric else alert.expr
+    if metric is not None and "run" in metric.labels:  # nobody is woken for a run that has ended
+        expr = f"({expr}) and on (run) foreshock_run_active == 1"
     # A label of the rule would hide the series' own, and a warning knows best how severe it is.
     own_severity = metric is not None and "severity" in metric.labels
     run = "{{ $labels.run | urlquery }}"
@@ -150,50 +145,3 @@ def prometheus_rules(links: Links) -> dict[str, Any]:
 
 def _held(alert: Alert) -> dict[str, str]:
     return {} if alert.keep_firing_for == "0s" else {"keep_firing_for": alert.keep_firing_for}
-
-
-def grafana_rules(links: Links) -> list[dict[str, Any]]:
-    """The same rules as Grafana manages them, in the form that its provisioning files and its API share."""
-    return [_grafana_rule(rule) for rule in rules(links)]
-
-
-_PROMETHEUS_QUERY_TEMPLATE = re.compile(r"\{\{ with printf (?:(?!\{\{ with).)*?\{\{ else \}\}(.*?)\{\{ ?end \}\}")
-
-
-def grafana_template(text: str) -> str:
-    """A Prometheus annotation as Grafana understands it.
-
-    Grafana's `$value` is a sentence about every query, its `$values.A` the number; it has no `query` function, so what
-    Prometheus looks up by a second query reads as its `else` branch.
-    """
-    return _PROMETHEUS_QUERY_TEMPLATE.sub(r"\1", text).replace("$value ", "$values.A.Value ")
-
-
-def _grafana_rule(rule: Rule) -> dict[str, Any]:
-    return {
-        "uid": "foreshock-" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", rule.alert.name.removeprefix("Foreshock")).lower(),
-        "title": rule.alert.name,
-        "condition": "B",
-        "data": [
-            {
-                "refId": "A",
-                "relativeTimeRange": {"from": 600, "to": 0},
-                "datasourceUid": DATASOURCE_UID,
-                "model": {"refId": "A", "expr": rule.expr, "instant": True, "range": False},
-            },
-            {
-                # The expression has compared already: whatever series it returns is an alert, a NaN included.
-                "refId": "B",
-                "relativeTimeRange": {"from": 600, "to": 0},
-                "datasourceUid": "__expr__",
-                "model": {"refId": "B", "type": "math", "expression": "is_number($A) || is_nan($A) || is_inf($A)"},
-            },
-        ],
-        "noDataState": "OK",
-        "execErrState": "Error",
-        "for": rule.alert.for_,
-        **_held(rule.alert),
-        "labels": rule.labels,
-        "annotations": {key: grafana_template(text) for key, text in rule.annotations.items()},
-        "isPaused": False,
-    }

@@ -29,6 +29,8 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["conf.py"]
 html_theme = "furo"
 html_title = "foreshock"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 default_role = "code"
@@ -39,6 +41,10 @@ autodoc_member_order = "bysource"
 suppress_warnings = ["myst.header", "misc.highlighting_failure", "toc.empty_glob"]
 """Headings may skip a level, and a block of a terminal is no language. A page that no list leads to stops the build."""
 
+_TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
+_TEXT = re.compile(r"(?<=>)[^<]+")
+_JOINT = re.compile(r"(?<=[\w/][_./:=+-])(?=[A-Za-z])|(?<=[a-z]{2})(?=[A-Z][a-z])")
+"""Where a name in a table may break: a browser keeps FORESHOCK_RUN_BATCHES_PER_SECOND whole, wider than the page."""
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>(?!https?:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -76,6 +82,15 @@ def _read(app: Any, name: str, content: list[str]) -> None:
         content[0] = content[0].replace("\nothers\n", "".join(f"\n{page}" for page in others) + "\n")
 
 
+def _breakable(_app: Any, _page: str, _template: str, context: dict[str, Any], _tree: Any) -> None:
+    """Let long names in tables break at their joints; what is copied from there is as it was."""
+
+    def broken(table: re.Match[str]) -> str:
+        return _TEXT.sub(lambda text: _JOINT.sub("<wbr>", text[0]), table[0])
+
+    context["body"] = _TABLE.sub(broken, context.get("body", ""))
+
+
 def _outdated(*_: Any) -> list[str]:
     """The pages whose text lies elsewhere are read at each build: Sphinx looks at the age of its own files alone."""
     return [page.removesuffix(".md") for page in PAGES.values()]
@@ -85,3 +100,4 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _read)
     app.connect("env-get-outdated", _outdated)
+    app.connect("html-page-context", _breakable)

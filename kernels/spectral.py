@@ -76,7 +76,9 @@ class SpectralNorms:
         """Two vectors for each matrix, [N, D, 2]: the last call's, where it is sound, and a random one."""
         if self._generator is None:
             self._generator = torch.Generator(own.device).manual_seed(0)
-        fresh = torch.randn(len(own) + both, own.shape[-1], 2, generator=self._generator, device=own.device)
+        fresh = torch.randn(
+            len(own) + both, own.shape[-1], 2, generator=self._generator, dtype=own.dtype, device=own.device
+        )
         if self._vectors is not None:
             known = torch.cat(self._vectors)
             fresh[..., 0] = torch.where(torch.isfinite(known).all(-1, keepdim=True), known, fresh[..., 0])

@@ -1,9 +1,8 @@
-"""`foreshock demo`: one natural failure, live: untreated beside its float32 control, and rescued from its warning on.
+"""`foreshock demo --train`: one natural failure, live: untreated beside the same without its cause, and rescued.
 
-Nothing is scripted or injected while it trains: the drift comes from the rounding of attention in bf16, the warning
-from the shipped detectors with their shipped thresholds, the switch from the agent's own policy. What is not ordinary
-about the recipe is said first (demo_show.py). `foreshock lab demo-seeds` measures on how many seeds it shows what it
-promises. Where a training ends without a warning all the same, recorded runs are told instead (recorded_story.py).
+Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
+detectors with their shipped settings, the switch from the agent's own policy. What is not ordinary about the recipe is
+said first (demo_show.py). `foreshock lab demo-seeds` measures on how many seeds it shows what it promises.
 """
 
 import json
@@ -21,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreshock.contract import wire
-from foreshock.lab import recorded_story
+from foreshock.contract.incident_form import page_of
 from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
-from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, variant
+from foreshock.lab.training.arm import RESCUED, UNTREATED, Arm, variant
 from foreshock.lab.training.workers import ArmOrder, Branched, Progressed, Told, Workers, in_seconds
 
 SECONDS = 270.0
@@ -59,9 +58,8 @@ class _Story:
         event = told.event
         self.records[told.arm].add(event)
         if isinstance(event, wire.Verdict) and event.state != "updated":
-            self.say(
-                told.arm, event.step, f"{event.severity if event.state == 'raised' else 'quiet'}: {event.sentence}"
-            )
+            word = "" if event.severity == "info" else f"{event.severity}: " if event.state == "raised" else "quiet: "
+            self.say(told.arm, event.step, f"{word}{event.sentence}")
         elif isinstance(event, wire.Switched):
             heads = ", ".join(f"layer {layer} head {head}" for layer, head in event.heads)
             self.say(told.arm, event.step, f"{heads}: switched from {event.before[0]} to {event.after[0]}.")
@@ -76,7 +74,7 @@ class _Story:
         return f"loss {record.losses[-1]:.2f}, offset {record.offsets[-1][row]:+.1f} (layer {layer} head {head})"
 
     def say(self, arm: str, step: int, text: str) -> None:
-        self.console.print(f"[bold]step {step:>5}[/bold]  {variant(arm):<9}  {text}", highlight=False)
+        self.console.print(f"[bold]step {step:>5}[/bold]  {variant(arm):<11}  {text}", highlight=False)
 
 
 def main(
@@ -105,8 +103,9 @@ def main(
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-")))
         url = stack.enter_context(local_service(directory, port))
         stamp = time.strftime("%H%M%S")
-        runs = {arm.name: f"demo-{stamp}-{variant(arm.name)}" for arm in (UNTREATED, RESCUED, CONTROL)}
-        page = f"{url}/?runs={','.join(runs.values())}"
+        arms = (show.untreated, show.rescued, show.control)
+        runs = {arm.name: f"demo-{stamp}-{variant(arm.name)}" for arm in arms}
+        page = page_of(url, *runs.values())
         console.print(_opening(show, seed), highlight=False)
         console.print(f"\nLive page: [link={page}]{page}[/link]\n", soft_wrap=True)
         branch, deadline = directory / "branch.pt", in_seconds(seconds)
@@ -123,7 +122,7 @@ def main(
                 leave_branch=branch if arm.name == UNTREATED.name else None,
                 trace=traces and traces / f"{recipe.name}_{arm.name}_seed{seed}.jsonl.gz",
                 deadline=deadline,
-                agent_settings={"detectors": show.detectors, **(agent_settings or {})},
+                agent_settings=agent_settings or {},
             )
 
         story = _train(show, order, console)
@@ -137,16 +136,8 @@ def main(
             "switched": story.switch.step if story.switch else None,
         }
         console.print(f"\n{comparison(result)}")
-        if story.warning is None:
-            result["recorded"] = recorded_story.tell(console, url, stamp, picture)
-        if not result.get("recorded"):
-            draw(
-                picture,
-                {variant(name): record for name, record in story.records.items()},
-                head,
-                f"{recipe.name}, seed {seed}",
-                marks,
-            )
+        records = {variant(name): record for name, record in story.records.items()}
+        draw(picture, records, head, f"{recipe.name}, seed {seed}", marks)
         if report is not None:
             report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         console.print(f"\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
@@ -165,20 +156,22 @@ def _opening(show: Show, seed: int) -> str:
     """What one is about to see, and what is natural about it."""
     return (
         f"One small GPT is trained three times from seed {seed}, on the same batches:\n"
-        "  baseline  left alone\n"
-        "  control   the same with attention in float32\n"
-        "  rescued   goes on from the baseline just before its first warning; its agent may switch "
-        f"(to {show.mitigation})\n"
-        "Watch the score offset: how far all scores of a head have moved together, in nats. A warning, then a switch, "
-        "should come. Nothing is scripted: the warning is the shipped detectors', the switch the agent's own.\n\n"
+        f"  {'baseline':<11}  left alone\n"
+        f"  {show.control.name:<11}  {show.without_is}\n"
+        f"  {'rescued':<11}  goes on from the baseline just before its first warning; its agent may switch "
+        f"(to {show.rescued.mitigation})\n"
+        "Watch the score offset: how far all scores of a head have moved together, in nats. It is measured of the "
+        f"scores as they are: {show.rescued.mitigation} does not move them. A warning, then a switch, should come. "
+        "Nothing is scripted: detectors and switch are as shipped. One setting of the agent is not: it counts every "
+        f"row, every {show.recipe.sample_every_steps} steps, where by default it measures a sample of them.\n\n"
         f"{show.recipe.summary} {show.starts_from}"
     )
 
 
 def _train(show: Show, order: Callable[[Arm], ArmOrder], console: Console) -> _Story:
-    """Baseline and control side by side, and the rescued arm from the warning on."""
+    """Baseline and what it is held against side by side, and the rescued arm from the warning on."""
     workers, story = Workers(), _Story(console)
-    columns = (TextColumn("{task.description:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<11}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bars: dict[str, Any] = {}
         tenths: dict[str, int] = {}
@@ -219,7 +212,8 @@ def _result(story: _Story, show: Show, seed: int, page: str, seconds: float) -> 
         "recipe": recipe.name,
         "on_gpu": recipe.on_gpu,
         "numerics": show.numerics,
-        "mitigation": show.mitigation,
+        "mitigation": show.rescued.mitigation,
+        "control": show.control.name,
         "seed": seed,
         "planned_steps": recipe.steps,
         "seconds": round(seconds, 1),
@@ -248,29 +242,29 @@ def _result(story: _Story, show: Show, seed: int, page: str, seconds: float) -> 
     }
 
 
-def _furthest(arms: dict[str, Any]) -> str:
-    """How far the head that lies furthest from its own float32 self has come."""
-    here, there = (list(arms[arm.name]["offset_by_step"].values())[-1:] for arm in (UNTREATED, CONTROL))
+def _furthest(arms: dict[str, Any], control: str) -> str:
+    """How far the head that lies furthest from its own self in the control has come."""
+    here, there = (list(arms[arm]["offset_by_step"].values())[-1:] for arm in (UNTREATED.name, control))
     if not here or not there:
         return "Nothing was measured in that time."
     gap, row = max((abs(a - b), row) for row, (a, b) in enumerate(zip(here[0], there[0], strict=True)))
     layer, head = arms[UNTREATED.name]["heads"][row]
     return (
         f"Layer {layer} head {head} drifted furthest: its score offset is {here[0][row]:+.2f} nats, "
-        f"{gap:.2f} from the same head in float32."
+        f"{gap:.2f} from the same head of {control}."
     )
 
 
 def comparison(result: dict[str, Any]) -> str:
     """The report in words."""
-    arms, first = result["arms"], result["first_warning"]
-    control = arms[CONTROL.name]
-    quiet = "stayed quiet" if not control["warnings"] else f"was warned about {control['warnings']} times"
+    arms, first, control = result["arms"], result["first_warning"], result["control"]
+    warnings = arms[control]["warnings"]
+    quiet = f"{control} stayed quiet" if not warnings else f"{control} was warned about {warnings} times"
     if first is None:
         steps = arms[UNTREATED.name]["steps"]
         return (
             f"No head was warned about within {steps} of {result['planned_steps']} steps on this seed and machine; "
-            f"other processors round otherwise. {_furthest(arms)} The float32 control {quiet}."
+            f"other processors round otherwise. {_furthest(arms, control)} The run {quiet}."
         )
     row = arms[UNTREATED.name]["heads"].index([first["layer"], first["head"]])
 
@@ -286,7 +280,7 @@ def comparison(result: dict[str, Any]) -> str:
     told = ", ".join(f"{variant(arm)} {end:+.2f}" for arm, end in ends.items())
     lines = [
         f"Layer {first['layer']} head {first['head']} was warned about at step {result['first_warning_step']} "
-        f"(signal {first['signal']}, cause {first['cause']}). The float32 control {quiet}.",
+        f"(signal {first['signal']}, cause {first['cause']}). The run {quiet}.",
         f"Score offset of that head at step {reached}: {told} nats.",
     ]
     if result["switch_step"] is not None:
@@ -307,7 +301,6 @@ def comparison(result: dict[str, Any]) -> str:
     lines.append(f"Loss over the 500 steps before: {losses}. Largest |score| of any head: {scores}.")
     if not result.get("on_gpu"):
         lines.append(
-            "Such a drift comes before a loss explosion. That takes a larger model and a GPU, where the demo shows it; "
-            "to see a recorded one: foreshock replay lab/traces/key-bias_fa2_batch32.jsonl.gz"
+            "Such a drift comes before a failure, which takes a larger model and a GPU. Recorded ones: foreshock demo"
         )
     return "\n".join(lines)

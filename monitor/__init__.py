@@ -1,7 +1,35 @@
-"""The agent: watches the attention of a model while it trains, warns, and switches heads to a safe kernel."""
+"""The agent: watches the attention of a model while it trains, warns, and switches heads to a safe kernel.
 
-from foreshock.monitor.agent import Agent
-from foreshock.monitor.attach import attach, detach
-from foreshock.monitor.config import AgentConfig
+Names are looked up when they are first used: the detectors, which judge recorded runs as well, need no PyTorch.
+"""
 
-__all__ = ["Agent", "AgentConfig", "attach", "detach"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from foreshock.monitor.agent import Agent as Agent
+    from foreshock.monitor.assessment import Assessment as Assessment
+    from foreshock.monitor.assessment import assess as assess
+    from foreshock.monitor.attaching import attach as attach
+    from foreshock.monitor.attaching import detach as detach
+    from foreshock.monitor.config import AgentConfig as AgentConfig
+
+# No module may bear one of these names: once imported, it would stand in the name's place.
+_HOMES: Final = {
+    "Agent": "agent",
+    "AgentConfig": "config",
+    "Assessment": "assessment",
+    "assess": "assessment",
+    "attach": "attaching",
+    "detach": "attaching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"foreshock.monitor has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(f"foreshock.monitor.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(_HOMES)

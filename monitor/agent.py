@@ -1,36 +1,42 @@
 """The agent: at each optimizer-step boundary it samples, detects, decides and switches; it never raises."""
 
 import atexit
+import functools
+import itertools
 import os
 import secrets
-import sys
+import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
+import torch
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.labels import GUARDED
-from foreshock.contract.modes import mode_name
-from foreshock.contract.slots import Floats
-from foreshock.monitor.acting import act
-from foreshock.monitor.attention.standing import Standing, pause_steps
-from foreshock.monitor.cadence import Cadence
-from foreshock.monitor.config import AgentConfig, new_run_name, versions
+from foreshock.contract.metric import GUARDED
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor.apart import apart
+from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
+from foreshock.monitor.config import AgentConfig, new_run_name
+from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.detect.detectors import Detecting, Detectors
-from foreshock.monitor.guard import Guard
-from foreshock.monitor.instruments import Instruments, near_a_warning
+from foreshock.monitor.detect.notes import Notes
+from foreshock.monitor.guard import Guard, logger
+from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.outbox import Outbox, Sink
-from foreshock.monitor.sampling.collector import Collector, Counted
-from foreshock.monitor.sampling.judging import Judge, Judged
-from foreshock.monitor.sampling.norms import Measured, ModelNorms
-from foreshock.monitor.sampling.sample import GramsDraft, SampleDraft
+from foreshock.monitor.qk_clip.clipping import Clipping
+from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in
+from foreshock.monitor.sampler import Sampler
+from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
+from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.switch import Switchboard
-from foreshock.monitor.voice import Voice
+from foreshock.monitor.switching import Switching
 
 Status = Literal["completed", "failed", "stopped"]
 
@@ -38,7 +44,7 @@ Status = Literal["completed", "failed", "stopped"]
 class Agent:
     """Watches one model in one process; made by `foreshock.monitor.attach`.
 
-    Every public method but `load_state_dict` and `set_mode` is safe to call at any time: its faults are contained and
+    Every public method but `set_mode` is safe to call at any time: its faults are contained and
     counted (`faults`), unless the configuration says strict. In a forked child every method does nothing.
     """
 
@@ -51,31 +57,41 @@ class Agent:
         """This process start. A later one of the same rank sorts after it."""
         self.faults: Counter[str] = Counter()
         """Contained faults by component, since this agent's start."""
-        self.current_step = 0
-        """The last optimizer step that is done."""
         self._instruments = instruments
         self._undo: Callable[[], None] | None = undo
         self._heads = wire.head_refs(instruments.layers)
         self._pid = os.getpid()
-        self._ids = 0
-        self._collector = Collector(instruments.state)
-        self._norms = ModelNorms(instruments.layers, instruments.projections)
-        self._switchboard = Switchboard(self._heads, instruments.modes, self._new_id)
+        boot, ids = self.boot, itertools.count(1)
+        new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
+        self._switchboard = Switchboard(self._heads, instruments.modes, new_id)
         if instruments.keeper is not None:
             self._switchboard.on_change = instruments.keeper.follow
             self._switchboard.refuses = instruments.keeper.refusal
-            self._switchboard.idle = instruments.keeper.idle
+            self._switchboard.serves = instruments.keeper.serves
             instruments.keeper.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
-        self._standing = Standing(instruments.layers, instruments.keeper, instruments.unwatched, pause_steps(config))
-        self._judging = Judge(self._judge)
+        watched = instruments.layers, instruments.keeper, instruments.unwatched
+        self._coverage = CoverageReport(*watched, pause_steps(config), instruments.layouts, shows=config.shows)
+        self._detector_thread = DetectorThread(self._judge)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._outbox = Outbox(self._guards)
-        self._voice = Voice(config)
-        self._cadence = Cadence(config)
+        self._console = ConsoleReporter(config, instruments.layers)
+        self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
+        self._notes = Notes(self._heads)
+        self._clipping = Clipping(config, instruments, self._guards["qk_clip"], new_id, self._outbox.emit)
+        self._sampler = Sampler(config, instruments, self._guards, self._clipping.before_sample)
+        self._cadence = self._sampler.cadence
+        self._switchboard.acts["qk_clip"] = lambda order: self._clipping.obey(
+            order, self.detectors.active, step=self.current_step
+        )
         self._started = self._closed = self._busy = False
-        self._began_at = 0
-        atexit.register(self.close, "stopped")
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    @property
+    def current_step(self) -> int:
+        """The last optimizer step that is done."""
+        return self._cadence.step
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -100,184 +116,155 @@ class Agent:
         began = time.perf_counter()
         self._busy = True
         try:
-            self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
+            with apart(self._instruments.state.device):
+                self._clipping.after_step(self.current_step + 1)  # by itself: other processes may wait for it
+                self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
         finally:
             self._busy = False
             self._cadence.agent_took(time.perf_counter() - began)
-
-    def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
-        self._begin()
-        self._cadence.step_done()
-        self.current_step = self.current_step + 1 if step is None else max(int(step), self.current_step)
-        self._guards["loss"].run(self._collector.note, loss, grad_norm, learning_rate)
-        due = self._cadence.due(self.current_step, self._collector.since_step, crowded=self._collector.crowded)
-        self._settle(self._collect(sample=due))
-        if self._instruments.keeper is not None:
-            self._instruments.keeper.plan(self.current_step, self._cadence.watch_until)
-
-    def _snapshot(self) -> None:
-        step_seconds, agent_seconds = self._cadence.seconds_per_step()
-        taken = self._collector.snapshot(
-            self.current_step,
-            self._switchboard.host,
-            norms=self._measure_norms if self._cadence.norms_due(self.current_step) else None,
-            step_seconds=step_seconds,
-            agent_seconds=agent_seconds,
-        )
-        if taken:
-            self._cadence.sampled()
-
-    def _measure_norms(self) -> Measured:
-        measured = self._guards["norms"].run(self._norms.measure)
-        if measured is None:
-            return Measured({})
-        self._cadence.norms_measured(self.current_step, parts=bool(measured.parts))
-        return measured
-
-    def _collect(self, *, sample: bool, wait: bool = False) -> list[Counted]:
-        """The samples that have arrived, after starting another one if it is due."""
-        counted: list[Counted] = []
-
-        def collect() -> None:
-            if wait:  # makes room for one more
-                counted.extend(self._collector.landed(wait=True))
-            if sample:
-                self._snapshot()
-            counted.extend(self._collector.landed(wait=wait))
-
-        self._guards["collector"].run(collect)
-        return counted
-
-    def _collect_the_rest(self) -> None:
-        """Sample what was counted since the last sample, wait for it and judge it."""
-        rest = self._collect(sample=self.current_step > self._collector.since_step, wait=True)
-        self._settle([])
-        for counted in rest:
-            self._tell(self._judge(counted))
-
-    def _settle(self, counted: list[Counted]) -> None:
-        """Tell of the samples that have been judged, hand those over that have arrived, obey commands that came in."""
-        for judged in self._judging.take():
-            self._tell(judged)
-        for sample in counted:
-            self._judging.put(sample)
-        self._guards["sample"].run(self._outbox.send_parts)
-        self._guards["switch"].run(self._obey)
-
-    def _obey(self) -> None:
-        for command in self._outbox.commands():
-            done = self._switchboard.obey(command, step=self.current_step, unix_seconds=time.time())
-            if done is not None:
-                self._outbox.tell(done)
-
-    def _judge(self, counted: Counted) -> Judged:
-        """What the detectors say; in the judge's thread, but for the last sample."""
-
-        def judge() -> Judged:
-            verdicts = self.detectors.update(self._instruments.readings(counted))
-            risk = self.detectors.risk
-            return Judged(counted, verdicts, risk, near_a_warning(risk, self.detectors.pressure))
-
-        return self._guards["detectors"].run(judge) or Judged(counted, [], None)
-
-    def _tell(self, judged: Judged) -> None:
-        counted, verdicts, risk, near = judged
-        self._guards["sample"].run(self._look, counted)
-        if verdicts and (keeper := self._instruments.keeper) is not None:
-            told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
-            verdicts = verdicts if told is None else told
-        self._guards["sample"].run(self._tell_sample, counted, risk)
-        for verdict in verdicts:
-            self._outbox.tell(verdict)
-        if any(v.state == "raised" and v.severity != "info" for v in verdicts):
-            self._cadence.watch_closely(self.current_step)
-        if verdicts:
-            self._guards["voice"].run(self._hear, verdicts)
-        if self.config.policy != "observe":
-            self._guards["policy"].run(self._act, verdicts)
-        if (thinning := self._instruments.thinning) is not None:
-            step, until = self.current_step, self._cadence.watch_until
-            self._guards["thinning"].run(thinning.follow, counted.words, near, self._switchboard.host, step, until)
-
-    def _hear(self, verdicts: list[wire.Verdict]) -> None:
-        self._voice.say(self._voice.hear(verdicts, self._switched_modes))
-
-    def _look(self, counted: Counted) -> None:
-        """Who serves and measures each layer, told again when it changed."""
-        if self._standing.look(counted.words, counted.since_step, counted.step):
-            table = self._standing.table()
-            if table and self.config.rank == 0 and not self.config.quiet:
-                print(f"foreshock, from step {counted.step} on:\n{table}", file=sys.stderr)
-
-    def _tell_sample(self, counted: Counted, risk: Floats | None) -> None:
-        self._outbox.tell_draft(SampleDraft(counted, risk))
-        if counted.parts:
-            self._outbox.tell_parts(GramsDraft(part, counted.step, self._began_at) for part in counted.parts)
-
-    def _act(self, verdicts: list[wire.Verdict]) -> None:
-        done = act(self._switchboard, verdicts, self.config, step=self.current_step)
-        for switched in done:
-            self._outbox.tell_after_start(switched, started=self._started)
-        self._voice.say(self._voice.switched([each for each in done if each.outcome != "refused"]))
-
-    def _act_on_what_stands(self) -> None:
-        # "updated", since a new warning would end the hold that a person has put on a head
-        self._act([verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active])
-
-    def _switched_modes(self) -> dict[tuple[int, int], str]:
-        return {head: mode_name(mode) for head, mode in self._switchboard.modes().items() if mode}
-
-    # ---- events ---------------------------------------------------------------------------------------------------
-
-    def subscribe(self, sink: Sink) -> None:
-        """Hand every event from now on to `sink`, in this thread, before it is sent."""
-        self._outbox.subscribe(sink)
 
     def _begin(self) -> None:
         if self._started:
             return
         self._started = True
-        self._began_at = self.current_step
-        self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, self._health)
-        self._outbox.tell(
-            wire.Started(
-                step=self.current_step,
-                unix_seconds=time.time(),
-                world_size=self.config.world_size,
-                layers=self._instruments.layers,
-                policy=self.config.policy,
-                numerics=self.config.numerics,
-                mitigation=self.config.mitigation,
-                switch_scope=self.config.switch_scope,
-                labels=self.config.labels,
-                versions=versions(),
-            )
-        )
-        self._outbox.tell_early(self.current_step)
+        cadence, faults = self._cadence, self.faults  # no sender's thread keeps a dropped agent alive
+        health = lambda: (cadence.step, dict(faults))  # noqa: E731
+        self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
+        clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
+        self._outbox.begin(self._instruments.started(self.config, step=self.current_step, qk_clip=clip))
 
-    def _health(self) -> tuple[int, dict[str, int]]:
-        return self.current_step, dict(self.faults)
+    def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
+        self._begin()
+        self._cadence.step_done()
+        since_step = self.current_step
+        self._cadence.step = since_step + 1 if step is None else max(int(step), since_step)
+        self._sampler.note(loss, grad_norm, learning_rate)
+        if self._instruments.lookout is not None and (found := self._instruments.lookout.news()):
+            self._coverage.add_unwatched(found)
+        # before the sample, whose modes are those that ran
+        self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
+        self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
+        if self._instruments.keeper is not None:
+            self._instruments.keeper.plan(self.current_step, self._cadence.watch_until)
 
-    def _new_id(self) -> str:
-        self._ids += 1
-        return f"{self.boot}-{self._ids}"
+    def _collect_the_rest(self) -> bool:
+        """Sample what was counted since the last sample, and have it judged; False where that takes too long."""
+        with apart(self._instruments.state.device):
+            behind = self.current_step > self._sampler.collector.since_step
+            rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
+        self._settle(rest)
+        self._guards["qk_clip"].run(self._clipping.tell_rest)
+        for judged in self._detector_thread.take(last=True):
+            self._tell(judged)
+        return self._detector_thread.idle
+
+    def _settle(self, counted: list[Counted]) -> None:
+        """Tell of the samples that have been judged, hand those over that have arrived, obey commands that came in."""
+        for judged in self._detector_thread.take():
+            self._tell(judged)
+        for sample in counted:
+            self._guards["qk_clip"].run(self._clipping.arrived, sample)
+            self._detector_thread.put(sample)
+        self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
+
+    def _judge(self, counted: Counted) -> DetectorResult:
+        """What the detectors say; in their thread."""
+
+        def judge() -> DetectorResult:
+            verdicts = self.detectors.update(self._instruments.readings(counted))
+            return DetectorResult(counted, verdicts, self.detectors.risk)
+
+        return self._guards["detectors"].run(judge) or DetectorResult(counted, [], None)
+
+    def _tell(self, judged: DetectorResult) -> None:
+        counted, verdicts, risk = judged
+        self._guards["sample"].run(self._look, counted)
+        if verdicts and (keeper := self._instruments.keeper) is not None:
+            told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
+            verdicts = verdicts if told is None else told
+        self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
+        for verdict in verdicts:
+            self._outbox.emit(verdict)
+        self._guards["voice"].run(self._note, counted)
+        if any(v.state == "raised" and v.severity != "info" for v in verdicts):
+            self._cadence.watch_closely(self.current_step)
+        if verdicts:
+            report, modes = self._console.report, self._switchboard.named
+            self._guards["voice"].run(lambda: report(verdicts, modes, self._clipping.state))
+        if self.config.policy != "observe":
+            self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
+        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+
+    def _note(self, counted: Counted) -> None:
+        largest = slot_values(counted.words, Slot.SCORE_MAX)
+        if self._console.first and (note := self._notes.of(counted.step, largest, self.detectors.active)) is not None:
+            self._outbox.emit(note)
+
+    def _look(self, counted: Counted) -> None:
+        """Who serves and measures each layer, told again when it changed."""
+        if self._coverage.look(counted.words, counted.since_step, counted.step):
+            self._coverage.show(counted.step)
+        clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
+        told = self._outbox.started
+        if told is not None and not (told.qk_clip == clip and self._instruments.stand_as(told.layers)):
+            self._outbox.correct(told.model_copy(update={"layers": self._instruments.announced(), "qk_clip": clip}))
 
     # ---- people ---------------------------------------------------------------------------------------------------
 
+    def subscribe(self, sink: Sink) -> None:
+        """Hand every event from now on to `sink`, in this thread, before it is sent."""
+        self._outbox.subscribe(sink)
+
     def modes(self) -> dict[tuple[int, int], str]:
         """The present mode of every (layer, head), global numbers, by name (docs/reference/modes.md)."""
-        return {head: mode_name(mode) for head, mode in self._switchboard.modes().items()}
+        return dict.fromkeys(self._heads, "plain") | self._switchboard.named()
 
-    def set_mode(self, heads: Iterable[tuple[int, int]], mode: str, reason: str) -> wire.Switched:
+    def set_mode(self, heads: Iterable[tuple[int, int]], mode: str, reason: str) -> wire.Switched | None:
         """Switch `heads` ((layer, head), global numbers) to `mode` before the next step, and return the event.
 
         mode: a name of docs/reference/modes.md, several joined by +, or plain. reason: kept with the event.
-        Call it between steps; before the first, it outlives a saved state. Raises ValueError for what does not exist,
-        and for heads whose own attention stays whatever their mode; of every head that is watched those are left out.
+        None for heads whose attention the model keeps: foreshock's kernels take them with the next step, and the event,
+        "applied" or "refused", follows when that has run. Call it between steps; before the first, it outlives a saved
+        state. Raises ValueError for what does not exist, and for heads whose own attention is known to stay whatever
+        their mode; of every head that is watched those are left out.
         """
         switched = self._switchboard.switch(heads, mode, step=self.current_step, reason=reason)
-        self._outbox.tell_after_start(switched, started=self._started)
+        if switched is not None:
+            self._outbox.emit(switched)
         return switched
+
+    def set_qk_clip(self, on: bool, reason: str) -> wire.Clipped:
+        """Switch QK-Clip on or off from the next step on, and return the event. reason: kept with the event.
+
+        It scales weights, which is not taken back: off only ends it. Call it between steps, in every process at the
+        same step. Raises ValueError where QK-Clip had to end.
+        """
+        return self._clipping.set(on, step=self.current_step, reason=reason)
+
+    def qk_clip_dry_run(self) -> dict[wire.HeadRef, float]:
+        """The heads that QK-Clip would scale, (layer, head), each with what its scores would be multiplied by.
+
+        By the largest scores of this process in the last sample and since; it waits for the device, changes nothing.
+        Of attention that is kept these are a sample of the scores: then the largest of all, by which it would go, may
+        be larger.
+        """
+        with apart(self._instruments.state.device):
+            self._settle(self._sampler.collect(self._switchboard.host, sample=False, wait=True))
+            return self._clipping.dry_run()
+
+    def qk_clip_with(
+        self,
+        *,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+        group: "torch.distributed.ProcessGroup | None" = None,
+    ) -> None:
+        """Name the optimizer that owns the weights, and the processes that hold the same heads, before training.
+
+        optimizer: one or several, needed for 16-bit weights, which may be copies of an optimizer's; foreshock's
+        callbacks for trainers give it. group: needed with tensor or pipeline parallelism; by default all processes.
+        Raises ValueError for what is no optimizer, and for a group that comes too late.
+        """
+        self._clipping.given(optimizer, group)
 
     def report(self) -> str:
         """The table of attention modules: heads, dims, layout of W_Q and W_K, and what serves each.
@@ -285,15 +272,15 @@ class Agent:
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
         keeper = self._instruments.keeper
-        standing = self._standing.table()
-        return self._instruments.report + (f"\n{standing}" if standing else "") + (keeper.errors if keeper else "")
+        parts = (self._instruments.report, self._coverage.table(norms=self._started), self._clipping.report())
+        return "\n".join(filter(None, parts)) + (keeper.errors if keeper else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def begin_at(self, step: int) -> None:
         """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
         if not self._started:
-            self.current_step = self._collector.since_step = step
+            self._cadence.step = self._sampler.collector.since_step = step
 
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.
@@ -301,35 +288,51 @@ class Agent:
         """
         detectors = None
         with self._guards["detectors"]:
-            if not self._inert() and self._started:
-                self._collect_the_rest()
-            detectors = self.detectors.state_dict()
+            if self._inert() or not self._started or self._collect_the_rest():
+                detectors = self.detectors.state_dict()
         return {
             "version": 1,
             "run": self.run,
             "step": self.current_step,
             "switch": self._switchboard.state_dict(),
+            "qk_clip": self._clipping.state_dict(),
+            "noted": [list(head) for head in sorted(self._notes.noted)],
             "detectors": detectors,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, as a new process start of the same run. Call it before the first step.
-        The policy acts on warnings that stand, where heads do not have what they call for.
-
-        Raises ValueError after a step, or for a state that this version cannot read.
+        The policy acts on warnings that stand, where heads do not have what they call for. A state that cannot be used
+        stops no training: a line of the log says why, and the detectors begin anew; `strict` raises ValueError.
         """
-        if self._started:
-            raise ValueError(f"load_state_dict came after step {self.current_step}; call it before the first step")
-        if state.get("version") != 1:
-            raise ValueError(f"the saved state has version {state.get('version')!r}; this agent reads version 1")
-        self._switchboard.load_state_dict(state["switch"])
-        if state["detectors"] is not None:  # None: saving them failed and was contained
-            self.detectors.load_state_dict(state["detectors"])
-        self.current_step = self._collector.since_step = int(state["step"])
-        if not self.config.run:
-            self.run = str(state["run"])
+        try:
+            if self._started:
+                raise ValueError(f"it came after step {self.current_step}; call it before the first step")
+            self._take_up(read_saved(state, self._heads))
+        except UNREADABLE as error:
+            self.begin_at(step_in(state) or self.current_step)
+            if self.config.strict:
+                raise ValueError(f"the saved state is not taken up: {error}") from error
+            logger.warning("foreshock: the saved state is not taken up as it is, training goes on: %s", error)
+
+    def _take_up(self, saved: SavedState) -> None:
+        self._switchboard.load_state_dict(saved.switch)
+        if saved.qk_clip is not None:
+            self._clipping.load_state_dict(saved.qk_clip)
+        self._notes.noted = set(saved.noted)
+        self.begin_at(saved.step)
+        self.run = self.config.run or saved.run
+        try:
+            if saved.detectors is not None:
+                self.detectors.load_state_dict(saved.detectors)
+        except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
+            self.detectors = Detectors(self._heads, self.config.detectors)
+            raise ValueError(f"{error} (the detectors begin anew; the modes of the heads are as saved)") from error
+        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
-            self._guards["policy"].run(self._act_on_what_stands)
+            # "updated", since a new warning would end the hold that a person has put on a head
+            standing = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]
+            self._guards["policy"].run(self._switching.act, standing, self.current_step)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -346,25 +349,31 @@ class Agent:
         self._busy = True
         # Whatever fails on the way, under strict as well: the model is let go of.
         with ExitStack() as last:
-            last.callback(self.detach)
-            last.callback(self._close_sender)
-            last.callback(atexit.unregister, self.close)
-            last.callback(self._judging.close)
+            last.callback(self._guards["agent"].finish, self.detach)
+            last.callback(self._guards["sender"].finish, self._outbox.close, self.config.close_seconds)
+            last.callback(atexit.unregister, self._at_exit)
+            last.callback(self._detector_thread.close)
             last.callback(setattr, self, "_closed", True)
             with self._guards["agent"]:
                 if self._started:
                     self._collect_the_rest()
-                    self._outbox.send_parts(every=True)
-                    self._outbox.tell(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
+                    if self._coverage.untold:
+                        self._coverage.show(self.current_step)
+                    self._outbox.emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
                 elif status != "failed" and not self.config.quiet:
-                    self._standing.look_unstepped(self._instruments.state.cpu().numpy())
-
-    def _close_sender(self) -> None:
-        with self._guards["sender"]:
-            self._outbox.close(self.config.close_seconds)
+                    self._coverage.look_unstepped(self._instruments.state.cpu().numpy())
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
+
+    def __del__(self) -> None:
+        # Nobody can step it any more. What was counted is sent in a thread, which the end of the process waits for:
+        # garbage is collected in the middle of anything, and in the agent's own threads too.
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            try:
+                self.detach()  # here, since settings of torch.compile belong to the thread that made them
+            finally:
+                threading.Thread(target=self.close, args=("stopped",), name="foreshock-close").start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a callback, a hook or a trainer that holds it may be copied along with a model
@@ -380,3 +389,9 @@ class Agent:
     ) -> None:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         self.close("completed" if error is None else "stopped" if stopped else "failed")
+
+
+def _close(dropped: "weakref.ref[Agent]") -> None:
+    """Close an agent when the process ends, without having kept it and its model alive until then."""
+    if (agent := dropped()) is not None:
+        agent.close("stopped")

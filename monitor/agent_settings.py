@@ -8,99 +8,41 @@ from typing import Any, TypedDict
 
 from pydantic import SecretStr
 
+from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Policy
-from foreshock.monitor.config import Numerics, Served
+from foreshock.monitor.config import ClipWhen, Numerics, Served
 from foreshock.monitor.detect.detectors import DetectorConfig
-from foreshock.monitor.policy import SwitchScope
 
 
 class AgentSettings(TypedDict, total=False):
-    """Every field of AgentConfig; docs/reference/settings.md has their defaults."""
+    """Every field of AgentConfig, which explains them; docs/reference/settings.md lists them."""
 
     run: str
-    """Name of the run. Every rank and every restart of one run must give the same name. A single process without a name
-    gets a new one. Several processes take the name from torchrun's --rdzv-id or the number of Slurm's job."""
     labels: dict[str, str]
-    """Free text shown beside the run: {"team": "vision"}."""
     url: str | None
-    """Address of the service, such as http://127.0.0.1:8765. None: detect and act locally, send nothing."""
     token: str | SecretStr | None
-    """Token of the service, with the scope `ingest`."""
     token_file: str | Path | None
-    """File that holds the token, used when `token` is not given. It is read again when the service refuses the token,
-    so that a token can be replaced while the run goes on."""
     rank: int
-    """Number of this process among the run's processes."""
     world_size: int
-    """Number of processes of the run."""
     mirror: str | None
-    """Experiment tracker that also receives four numbers of the first process: worst score offset, largest score,
-    active warnings and switched heads. For "wandb", "mlflow" or "trackio" the program must have opened a run before the
-    first step. "tensorboard:FOLDER" writes event files. None: no tracker."""
     policy: Policy
-    """observe: only warn. approve: propose a switch, which a person must approve. auto: switch at the next step
-    boundary. `switch_scope` says which heads are switched."""
     mitigation: str
-    """The mode that a warning switches heads to."""
     switch_scope: SwitchScope
-    """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
-    heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
+    qk_clip: ClipWhen
+    qk_clip_threshold: float
+    qk_clip_every_steps: int
     numerics: Numerics
-    """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
-    counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
-    FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
     attention: Served
-    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on, and a
-    sample of its rows is measured. Only a switch then moves a layer onto foreshock's kernels. With kernels these
-    compute and count every row; calls that they do not support are kept. With auto attention is kept on a CPU. On a GPU
-    the first steps compare the kernels with each layer's own attention. A layer moves to them where both agree within
-    rounding. The name "foreshock" is an old one for kernels."""
-    count_every_blocks: int
-    """Where foreshock's kernels serve, a layer that is far from a warning counts ties, shifts and delta bias in one of
-    so many blocks of 128 rows. It counts more where a sample would look at less than 8192 rows of a head. Near a
-    warning and in a young run (`settle_steps` of the detectors) it counts all rows, as it does with 1."""
-    probe_every_steps: int
-    """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
     probe_rows: int
-    """Where attention is kept: the number of rows of each head that such a step measures, drawn at random each time."""
-    probe_heads: int
-    """Where attention is kept: the number of heads of each layer that such a step measures, in turn. 0 means all."""
     sample_every_steps: int
-    """A sample is taken every so many steps. The number is doubled until samples are `sample_every_seconds` apart."""
     sample_every_seconds: float
-    """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
-    close_watch_steps: int
-    """After a warning is raised, every step is sampled for this many steps."""
     norms_every_steps: int
-    """Spectral norms of W_Q and W_K are measured every so many steps, with the next sample. 0 turns them off."""
     detectors: DetectorConfig | dict[str, Any]
-    """The thresholds that decide when a head is warned about."""
     first_layer: int
-    """Global number of this rank's first attention layer (pipeline parallelism)."""
     layers: dict[str, int]
-    """Global numbers of attention layers by module name, such as {"layers.0.attention": 8}. Needed where the layers of
-    a rank are not consecutive (interleaved pipeline stages)."""
     first_head: int
-    """Global number of this rank's first head in every layer. Needed where the model's own modules hold only some of
-    the heads; tensor parallelism by PyTorch's parallelize_module is recognised and needs no number."""
     heads: dict[str, int]
-    """If the number of heads of an attention module cannot be inferred, pass it, by its name: {"blocks.0.attn": 8}."""
     spool_directory: str | Path | None
-    """Folder for batches that could not be sent, so that they survive the process. By default it lies in the user's
-    cache (XDG_CACHE_HOME). None: memory only."""
     spool_bytes: int
-    """Largest size of unsent batches on disk, for each process."""
-    queue_bytes: int
-    """Largest size of the events that wait in memory. Samples beyond it are dropped and counted."""
-    send_every_seconds: float
-    """How often events are gathered into a batch, written to disk and sent. A SIGKILL loses at most this much time."""
-    heartbeat_seconds: float
-    """When there are no events, the agent reports its health this often. Orders come with the answer."""
-    request_seconds: float
-    """Longest time for one request, from connecting to the last byte of the answer."""
-    close_seconds: float
-    """Longest time that `close` waits for unsent batches."""
     quiet: bool
-    """Do not print the table of the attention that was found."""
     strict: bool
-    """Raise the agent's own errors instead of only logging them. For tests."""

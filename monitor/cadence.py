@@ -11,19 +11,20 @@ class Cadence:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config: Final = config
+        self.step = 0
+        """The last optimizer step that is done."""
         self._sampled = False
         self._last_sample_at = self._last_step_at = time.monotonic()
-        self._step_times: list[float] = []
+        self._steps, self._seconds = 0, 0.0
         self._agent_seconds = 0.0
         self._norms_at: int | None = None
-        self._adds_up = False
         self.watch_until = -1
         """Up to this step every step is sampled, since a warning is fresh."""
 
     def step_done(self) -> None:
         """An optimizer step has ended."""
         now = time.monotonic()
-        self._step_times.append(now - self._last_step_at)
+        self._steps, self._seconds = self._steps + 1, self._seconds + now - self._last_step_at
         self._last_step_at = now
 
     def agent_took(self, seconds: float) -> None:
@@ -48,38 +49,29 @@ class Cadence:
         samples of all ranks at the same steps, without a word between them.
         """
         step_seconds = (time.monotonic() - self._last_sample_at) / since
-        return _doubled(self._config.sample_every_steps, step_seconds, self._config.sample_every_seconds)
+        stride = self._config.sample_every_steps
+        while 0 < stride * step_seconds < self._config.sample_every_seconds:
+            stride *= 2
+        return stride
 
     def norms_due(self, step: int) -> bool:
         """Whether a sample of `step` carries norms."""
         every = self._config.norms_every_steps
         if not every or self._norms_at is None:
             return bool(every)
-        if not self._adds_up:
-            return step - self._norms_at >= every
-        # Parts add up only if all ranks measure at the same step: as with `_stride`.
-        return step % _doubled(self._config.sample_every_steps, 1, every) == 0
+        return step - self._norms_at >= every
 
-    def norms_measured(self, step: int, *, parts: bool) -> None:
-        """The norms were measured; parts: some are sums over several ranks."""
-        self._adds_up |= parts
+    def norms_measured(self, step: int) -> None:
+        """The norms were measured."""
         self._norms_at = step
 
     def seconds_per_step(self) -> tuple[float, float]:
         """Mean wall time of a step since the last sample, and the agent's share of it."""
-        steps = max(len(self._step_times), 1)
-        return sum(self._step_times) / steps, self._agent_seconds / steps
+        steps = max(self._steps, 1)
+        return self._seconds / steps, self._agent_seconds / steps
 
     def sampled(self) -> None:
         """A sample was taken."""
         self._sampled = True
         self._last_sample_at = time.monotonic()
-        self._step_times.clear()
-        self._agent_seconds = 0.0
-
-
-def _doubled(steps: int, worth: float, least: float) -> int:
-    """`steps`, doubled until they are worth `least`; as they are where a step is worth nothing."""
-    while 0 < steps * worth < least:
-        steps *= 2
-    return steps
+        self._steps, self._seconds, self._agent_seconds = 0, 0.0, 0.0

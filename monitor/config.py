@@ -8,20 +8,21 @@ import re
 import secrets
 import time
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from foreshock.contract.environment import refuse_misspelt
 from foreshock.contract.modes import DEFAULT_MITIGATION, check_served, parse_mode
+from foreshock.contract.modes import ClipWhen as ClipWhen
+from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
 from foreshock.monitor.detect.detectors import DetectorConfig
 from foreshock.monitor.mirror import parts_of_mirror
-from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["auto", "kernel", "float32", "paper", "float64"]
-Served = Literal["auto", "kernels", "keep"]
+Served = Literal["keep", "kernels"]
 
 
 def _default_spool_directory() -> Path:
@@ -64,9 +65,10 @@ class AgentConfig(BaseSettings):
     """Number of processes of the run."""
 
     mirror: str | None = None
-    """Experiment tracker that also receives four numbers of the first process: worst score offset, largest score,
-    active warnings and switched heads. For "wandb", "mlflow" or "trackio" the program must have opened a run before the
-    first step. "tensorboard:FOLDER" writes event files. None: no tracker."""
+    """Experiment tracker that also receives a few numbers of the first process: worst score offset, largest |score|,
+    largest attention logit, lowest entropy of attention, active warnings, switched heads, and what QK-Clip did. For
+    "wandb", "mlflow" or "trackio" the program must have opened a run before the first step. "tensorboard:FOLDER" writes
+    event files. None: no tracker."""
 
     policy: Policy = "observe"
     """observe: only warn. approve: propose a switch, which a person must approve. auto: switch at the next step
@@ -76,34 +78,36 @@ class AgentConfig(BaseSettings):
     switch_scope: SwitchScope = "model"
     """Which heads a warning switches under approve and auto: the head that it names (head), its layer (layer), or all
     heads of this process (model). In our runs all heads at the first warning left the least drift (lab/NOTEBOOK.md)."""
+    qk_clip: ClipWhen = "never"
+    """QK-Clip, for scores that grow: after each optimizer step, W_Q and W_K of heads whose largest score passed
+    `qk_clip_threshold` are scaled down to it. It changes weights and cannot be undone. always: from the first step.
+    warned: from the first warning whose cause is score growth, under every policy. With either, attention is "kernels"
+    by default, which give the largest score of every step. Give the same setting on every process."""
+    qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
+    """The largest score that QK-Clip leaves alone; 100 as in Kimi K2."""
+    qk_clip_every_steps: int = Field(default=10, ge=1)
+    """Where attention is kept while QK-Clip is on: one step in so many computes all scores once more, and scales heads
+    by the largest. Other steps measure a sample of rows, and scale nothing. What foreshock's kernels serve is scaled in
+    every step."""
     numerics: Numerics = "auto"
     """How attention is rounded. With auto each call is rounded as its operands are: kernel for 16 bits (with autocast
     counted in), float32 for fp32, float64 for float64. A name holds for every call. Numerics kernel rounds as
     FlashAttention-2 does, and paper as arXiv 2510.04212 does. Both round fp32 operands to bf16."""
 
-    attention: Served = "auto"
-    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on, and a
-    sample of its rows is measured. Only a switch then moves a layer onto foreshock's kernels. With kernels these
-    compute and count every row; calls that they do not support are kept. With auto attention is kept on a CPU. On a GPU
-    the first steps compare the kernels with each layer's own attention. A layer moves to them where both agree within
-    rounding. The name "foreshock" is an old one for kernels."""
-    count_every_blocks: int = Field(default=16, ge=1, le=64)
-    """Where foreshock's kernels serve, a layer that is far from a warning counts ties, shifts and delta bias in one of
-    so many blocks of 128 rows. It counts more where a sample would look at less than 8192 rows of a head. Near a
-    warning and in a young run (`settle_steps` of the detectors) it counts all rows, as it does with 1."""
-    probe_every_steps: int = Field(default=10, ge=1, le=10**6)
-    """Where attention is kept: one step in this many is measured, and every step for a while after a warning."""
-    probe_rows: int = Field(default=32, ge=1, le=2**20)
-    """Where attention is kept: the number of rows of each head that such a step measures, drawn at random each time."""
-    probe_heads: int = Field(default=0, ge=0, le=1024)
-    """Where attention is kept: the number of heads of each layer that such a step measures, in turn. 0 means all."""
+    attention: Served = "keep"
+    """Who computes the attention. With keep the model's own attention (cuDNN, FlashAttention, ...) goes on unchanged,
+    and a sample of its rows is measured. Only a switch moves a layer onto foreshock's kernels. With kernels these
+    compute and count every row; calls that they do not support are kept. Before either, the kernels are compared with
+    PyTorch's attention on drawn operands; what differs by more than rounding stays with the model's own."""
+    probe_rows: int = Field(default=4096, ge=1, le=2**20)
+    """Where attention is kept: one step in `sample_every_steps` is measured, and every step for a while after a
+    warning. This is the number of rows of each head that such a step measures, or all where a batch has no more. They
+    are spread over the batch and drawn anew each time. `foreshock lab power` shows what rows are worth."""
 
     sample_every_steps: int = Field(default=10, ge=1, le=10**6)
     """A sample is taken every so many steps. The number is doubled until samples are `sample_every_seconds` apart."""
     sample_every_seconds: float = Field(default=1.0, ge=0, le=3600)
     """Least time between two samples. It acts by doubling the steps, so that all ranks sample the same steps."""
-    close_watch_steps: int = Field(default=200, ge=0, le=10**6)
-    """After a warning is raised, every step is sampled for this many steps."""
     norms_every_steps: int = Field(default=100, ge=0, le=10**6)
     """Spectral norms of W_Q and W_K are measured every so many steps, with the next sample. 0 turns them off."""
 
@@ -123,29 +127,48 @@ class AgentConfig(BaseSettings):
 
     spool_directory: Path | None = Field(default_factory=_default_spool_directory)
     """Folder for batches that could not be sent, so that they survive the process. By default it lies in the user's
-    cache (XDG_CACHE_HOME). None: memory only."""
+    cache (XDG_CACHE_HOME). A folder of another user, or one that others may write to, is not used. None: memory
+    only."""
     spool_bytes: int = Field(default=256 * 2**20, ge=2**16)
-    """Largest size of unsent batches on disk, for each process."""
-    queue_bytes: int = Field(default=8 * 2**20, ge=2**16)
-    """Largest size of the events that wait in memory. Samples beyond it are dropped and counted."""
-    send_every_seconds: float = Field(default=0.5, gt=0, le=1)
-    """How often events are gathered into a batch, written to disk and sent. A SIGKILL loses at most this much time."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0, le=3600)
-    """When there are no events, the agent reports its health this often. Orders come with the answer."""
-    request_seconds: float = Field(default=10.0, gt=0, le=300)
-    """Longest time for one request, from connecting to the last byte of the answer."""
-    close_seconds: float = Field(default=2.0, ge=0, le=60)
-    """Longest time that `close` waits for unsent batches."""
+    """Largest size of unsent batches on disk, for each process. Events other than samples may take as much again."""
 
     quiet: bool = False
     """Do not print the table of the attention that was found."""
     strict: bool = False
     """Raise the agent's own errors instead of only logging them. For tests."""
 
-    @field_validator("attention", mode="before")
+    # Fixed, since nobody can choose it with a reason. Tests change some of it.
+    close_watch_steps: ClassVar[int] = 200
+    """After a warning is raised, every step is sampled for this many steps: enough to see whether a switch helps."""
+    queue_bytes: ClassVar[int] = 8 * 2**20
+    """Largest size of the events that wait in memory for the sender's next turn. Samples beyond it are dropped and
+    counted."""
+    send_every_seconds: ClassVar[float] = 0.5
+    """How often events are gathered into a batch, written to disk and sent. A SIGKILL loses at most this much time."""
+    heartbeat_seconds: ClassVar[float] = 5.0
+    """When there are no events, the agent reports its health this often. Orders come with the answer, for which people
+    wait."""
+    request_seconds: ClassVar[float] = 10.0
+    """Longest time for one request, from connecting to the last byte of the answer. What fails is sent again."""
+    close_seconds: ClassVar[float] = 2.0
+    """Longest time that `close` waits for unsent batches: what remains lies in the spool, for the next process."""
+
+    @property
+    def shows(self) -> bool:
+        """Whether this process prints tables and addresses."""
+        return self.rank == 0 and not self.quiet
+
     @classmethod
-    def _old_name_of_attention(cls, value: object) -> object:
-        return "kernels" if value == "foreshock" else value
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[Any, ...]:
+        """What is given, then what the nearest launcher set, then the other variables."""
+        return init_settings, _of_the_nearest_launcher, env_settings
 
     @field_validator("mitigation")
     @classmethod
@@ -179,10 +202,17 @@ class AgentConfig(BaseSettings):
             token_in(self.token_file)
         return self
 
-    @model_validator(mode="after")
-    def _nothing_misspelt(self) -> Self:
-        refuse_misspelt()
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_misspelt(cls, given: Any) -> Any:
+        refuse_misspelt()  # first: a name in lower case is read, and its value may be wrong too
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_takes_kernels(cls, given: dict[str, Any]) -> dict[str, Any]:
+        clips = given.get("qk_clip", "never") != "never" and "attention" not in given
+        return given | {"attention": "kernels"} if clips else given
 
     @model_validator(mode="after")
     def _ranks_agree(self) -> Self:
@@ -193,6 +223,27 @@ class AgentConfig(BaseSettings):
                 f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
             )
         return self
+
+
+_LAUNCHERS: Final = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "FORESHOCK_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "FORESHOCK_RANK"),
+)
+"""Rank, number of processes, and what else is set where these number the processes of one run, the nearest first.
+torchrun, DeepSpeed and Accelerate set all three for each process. mpirun's numbers may be those of many runs, unless
+FORESHOCK_RANK says that a job scheduler numbered them too."""
+
+
+def _of_the_nearest_launcher() -> dict[str, str]:
+    """Rank and number of processes as the launcher has them that started this process itself.
+
+    It goes before FORESHOCK_RANK: what a job scheduler set for the launcher, all processes of a node have inherited.
+    """
+    for names in _LAUNCHERS:
+        if all(os.environ.get(name) for name in names):
+            return {"FORESHOCK_RANK": os.environ[names[0]], "FORESHOCK_WORLD_SIZE": os.environ[names[1]]}
+    return {}
 
 
 def token_in(file: Path) -> SecretStr:

@@ -42,6 +42,11 @@ class Guard:
                 return work(*args, **kwargs)
         return None
 
+    def finish(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do `work` even where the component is off: the model is let go of."""
+        with self:
+            work(*args, **kwargs)
+
     def __enter__(self) -> "Guard":
         return self
 

@@ -1,23 +1,19 @@
 """What stands in a watched model."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.contract.slots import Floats
 from foreshock.monitor.attention.keep_attention import Keeper
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
+from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.lookout import Lookout
+from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.readings import Readings
-from foreshock.monitor.detect.signals import HeadSignal
-from foreshock.monitor.detect.thresholds import DetectorConfig
-from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted
-from foreshock.monitor.sampling.thinning import DRIFTING, NEAR, Thinning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +23,55 @@ class Instruments:
     state: Tensor
     modes: Tensor
     layers: tuple[wire.Layer, ...]
-    watched: tuple[nn.Module, ...]
-    projections: tuple[Projection | None, ...]
+    layouts: tuple[LayoutProof, ...]
+    """Where W_Q and W_K of each layer lie, once its calls showed it."""
     report: str
     keeper: Keeper | None = None
     """Who serves each layer; None in tests without a model."""
-    thinning: Thinning | None = None
-    """Of how many rows each layer counts what costs; None where that is all of them always."""
+    lookout: Lookout | None = None
+    """Who looks out for attention that is not watched; None in tests without a model."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 
+    def announced(self) -> tuple[wire.Layer, ...]:
+        """`layers` as they stand now: who serves each, and the head dim that calls told where nothing else did."""
+        if self.keeper is None:
+            return self.layers
+        ours = served_by(self.state, self.keeper.layers[0].numerics)
+        return tuple(
+            layer.model_copy(
+                update={
+                    "head_dim": layer.head_dim or watched.head_dim,
+                    "sampled": watched.sampled,
+                    "served_by": "probe" if watched.sampled else ours,
+                }
+            )
+            for layer, watched in zip(self.layers, self.keeper.layers, strict=True)
+        )
+
+    def started(self, config: AgentConfig, *, step: int, qk_clip: wire.ClipState | None) -> wire.Started:
+        """What the run is that starts after `step`."""
+        return wire.Started(
+            step=step,
+            unix_seconds=time.time(),
+            world_size=config.world_size,
+            layers=self.announced(),
+            policy=config.policy,
+            numerics=config.numerics,
+            mitigation=config.mitigation,
+            switch_scope=config.switch_scope,
+            qk_clip=qk_clip,
+            labels=config.labels,
+            versions=versions(),
+        )
+
+    def stand_as(self, layers: Sequence[wire.Layer]) -> bool:
+        """Whether each is served now as `announced` said."""
+        serving = () if self.keeper is None else zip(layers, self.keeper.layers, strict=True)
+        return all(layer.sampled == watched.sampled for layer, watched in serving)
+
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
-        layers = (getattr(module, LAYER_ATTRIBUTE, None) for module in self.watched)
         return Readings.from_words(
             step=counted.step,
             since_step=counted.since_step,
@@ -49,18 +81,10 @@ class Instruments:
             grad_norm=collecting.largest(counted.grad_norms),
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
-            rounds=any(layer.rounds for layer in layers if layer is not None),
-            **{name: values.astype(np.float64) for name, values in counted.norms.items()},
+            rounds=self.keeper is not None and any(layer.rounds for layer in self.keeper.layers),
         )
 
 
-def thinning_of(cadence: Tensor, heads: Sequence[int], every_blocks: int, config: DetectorConfig) -> Thinning:
-    """The thinning that goes with these detectors: it holds on for as long as they take to believe what they see."""
-    hold = config.persist_blocks * config.block_steps
-    return Thinning(cadence, heads, every_blocks=every_blocks, hold_steps=hold, young_steps=config.settle_steps)
-
-
-def near_a_warning(risk: Floats, pressure: Floats) -> npt.NDArray[np.bool_]:
-    """Whether each head is, [N], by what the detectors tell: `risk` [N] and `pressure` [len(SIGNALS), N]."""
-    near: npt.NDArray[np.bool_] = (risk >= NEAR) | (pressure[HeadSignal.OFFSET] >= DRIFTING)
-    return near
+def served_by(state: Tensor, numerics: str) -> str:
+    """What of ours serves a layer with this state, as `Started` calls it."""
+    return "kernel" if state.is_cuda and numerics in ("auto", "kernel") else "reference"

@@ -83,9 +83,14 @@ class Mirror:
         numbers = {
             "worst_score_offset": _largest(offsets),
             "largest_score": _largest(scores),
+            "max_attention_logit": float(np.fmax.reduce(catalog.read("head.score_max", counted.words), initial=np.nan)),
+            "attention_entropy": float(np.fmin.reduce(catalog.read("head.entropy", counted.words), initial=np.nan)),
             "active_warnings": float(len(self._warnings)),
             "switched_heads": float(np.count_nonzero(counted.modes)),
         }
+        if "clip_factor" in counted.norms:
+            numbers["qk_clip_factor"] = float(counted.norms["clip_factor"].min())
+            numbers["qk_clipped_heads"] = float(np.count_nonzero(counted.norms["clipped_steps"]))
         # trackers draw no gap for NaN, so that what was not counted is left out
         return {_PREFIX + name: value for name, value in numbers.items() if np.isfinite(value)}
 

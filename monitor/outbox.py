@@ -1,17 +1,18 @@
 """Where the agent's events go: to those who subscribed, in this thread, then to mirror, sender and the log."""
 
 import logging
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from foreshock.contract import wire
 from foreshock.contract.decision import IncidentCause, cause_of
+from foreshock.contract.incident_form import page_of
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.mirror import Mirror
-from foreshock.monitor.sampling.sample import Draft, GramsDraft, SampleDraft
+from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.transport.sender import Sender
 
 Sink = Callable[[wire.Event], None]
@@ -19,18 +20,22 @@ logger: Final = logging.getLogger("foreshock")
 
 
 class Outbox:
-    """Tells events. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
+    """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
 
     def __init__(self, guards: Mapping[str, Guard]) -> None:
         self._guards = guards
         self._sinks: list[Sink] = []
-        self._parts: deque[GramsDraft] = deque()
-        self._early: list[wire.Switched] = []
+        self._early: list[wire.Switched | wire.Clipped] | None = []
+        """What was done before the run started, whose first step may still be set; None since then."""
         self._standing: dict[IncidentCause, set[str]] = {}
         """Warnings that stand, by the cause of their incident."""
+        self.started: wire.Started | None = None
+        """What the run is, as it was sent last."""
         self.sender: Sender | None = None
         """None without a service."""
         self._mirror: Mirror | None = None
+        self._page = ""
+        """What a line of the log ends with: where the run is shown."""
 
     def subscribe(self, sink: Sink) -> None:
         """Hand every event from now on to `sink`."""
@@ -42,11 +47,18 @@ class Outbox:
             self._mirror = Mirror(config.mirror, self._guards["tracker"])
             self._mirror.start()
         if config.url is not None:
+            page = page_of(config.url, run)
+            self._page = f" ({page})"
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
+            if config.shows:
+                print(f"foreshock: live page {page}", file=sys.stderr)
 
-    def tell(self, event: wire.Event) -> None:
-        """Hand an event over."""
+    def emit(self, event: wire.Event) -> None:
+        """Hand an event over; a switch is kept until the run has started."""
+        if self._early is not None and isinstance(event, wire.Switched | wire.Clipped):
+            self._early.append(event)
+            return
         for sink in self._sinks:
             self._guards["sinks"].run(sink, event)
         if isinstance(event, wire.Verdict):
@@ -62,48 +74,37 @@ class Outbox:
             others.discard(verdict.id)
         if verdict.state == "raised":
             first = verdict.severity != "info" and not standing
-            logger.log(
-                logging.WARNING if first else logging.INFO, "foreshock, step %d: %s", verdict.step, verdict.sentence
-            )
+            level = logging.WARNING if first else logging.INFO
+            logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self._page if first else "")
+        elif verdict.severity == "info":  # a note, which never stands
+            logger.info("foreshock, step %d: %s", verdict.step, verdict.sentence)
         if verdict.state != "cleared" and verdict.severity != "info":
             standing.add(verdict.id)
 
-    def tell_after_start(self, switched: wire.Switched, *, started: bool) -> None:
-        """Hand a switch over, or keep it until the run has started: before, its first step may still be set."""
-        if started:
-            self.tell(switched)
-        else:
-            self._early.append(switched)
+    def correct(self, started: wire.Started) -> None:
+        """Send anew what the run is, since who serves its layers has changed; nothing happened, so no sink hears it."""
+        self.started = started
+        self._send(started)
 
-    def tell_early(self, step: int) -> None:
-        """The run starts after `step`: hand over what was switched before."""
-        for switched in self._early:
-            self.tell(switched.model_copy(update={"step": step}))
-        self._early = []
+    def begin(self, started: wire.Started) -> None:
+        """The run starts: hand that over, and what was switched before."""
+        self.started, early, self._early = started, self._early or [], None
+        self.emit(started)
+        for event in early:
+            self.emit(event.model_copy(update={"step": started.step}))
 
-    def tell_draft(self, draft: Draft) -> None:
+    def emit_sample(self, draft: SampleDraft) -> None:
         """Hand over what the sender's thread makes an event of, or this thread, where a sink wants it now."""
-        if self._mirror is not None and isinstance(draft, SampleDraft):
+        if self._mirror is not None:
             self._guards["mirror"].run(self._mirror.sampled, draft.counted)
         if self._sinks:
-            self.tell(draft.build())
+            self.emit(draft.build())
         else:
             self._send(draft)
 
-    def _send(self, event: wire.Event | Draft) -> None:
+    def _send(self, event: wire.Event | SampleDraft) -> None:
         if self.sender is not None:
             self._guards["sender"].run(self.sender.put, event)
-
-    def tell_parts(self, parts: Iterable[GramsDraft]) -> None:
-        """Hand over parts of Gram matrices, as room comes; older ones that still wait go first, room or not."""
-        self.send_parts(every=True)  # what finds no room is dropped and counted
-        self._parts.extend(parts)
-        self.send_parts()
-
-    def send_parts(self, *, every: bool = False) -> None:
-        """Hand over as many waiting parts as the queue has room for: together they may be larger than it."""
-        while self._parts and (every or self.sender is None or self.sender.has_room()):
-            self.tell_draft(self._parts.popleft())
 
     def commands(self) -> list[wire.Command]:
         """What the service has ordered since the last call."""

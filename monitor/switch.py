@@ -1,5 +1,8 @@
 """Changes the mode of heads: the one writer of the mode flags in device memory.
 
+A switch of heads whose attention the model keeps waits until a step has run in which our kernels computed it: what ran
+tells, not what was asked. Then it has been applied from that step on; where they differ or cannot, it is refused.
+
 A command from the service is delivered at least once and answered exactly once. Its values are checked again here,
 against this process's own heads, modes, clock and step.
 """
@@ -20,7 +23,7 @@ MAX_ANSWERED: Final = 4096
 """Command ids remembered, so that a repeated delivery changes nothing."""
 
 
-class _Judged(NamedTuple):
+class _CommandOutcome(NamedTuple):
     """What becomes of a command."""
 
     outcome: wire.Outcome
@@ -28,6 +31,16 @@ class _Judged(NamedTuple):
     mode: Mode | None
     """What they are given; None: they keep what they have."""
     reason: str
+
+
+class _Order(NamedTuple):
+    """A switch that waits for the kernels to serve its heads."""
+
+    heads: tuple[tuple[int, int], ...]
+    mode: Mode
+    reason: str
+    command: wire.Command | None = None
+    verdict: str | None = None
 
 
 class Switchboard:
@@ -38,13 +51,19 @@ class Switchboard:
         self._device_modes = modes
         self._new_id = new_id
         self.host: npt.NDArray[np.int32] = np.zeros(len(heads), dtype=np.int32)
-        """The same modes on the host, whose only writer is this class."""
+        """The modes that have been applied, on the host, whose only writer is this class."""
         self.on_change: Callable[[npt.NDArray[np.int32]], None] | None = None
-        """Is told `host` whenever it may have changed."""
+        """Is called with the modes that are wanted [N], whenever they may have changed."""
         self.refuses: Callable[[int, int], str | None] | None = None
         """Why the head in a row cannot be given a mode; None where it can."""
-        self.idle: Callable[[int], str | None] | None = None
-        """Why no mode would change what the head in a row computes; None where one would."""
+        self.serves: Callable[[int], bool] | None = None
+        """Whether our kernels compute the head in a row, and read its mode; None: all of them."""
+        self.acts: dict[str, Callable[[wire.Command], str]] = {}
+        """What carries out orders that are no switches, by their action: says what became of it, or why it is refused
+        as ValueError."""
+        self._orders: list[_Order] = []
+        self._late: list[wire.Switched] = []
+        """Answers to orders that others replaced while they waited."""
         self._given: set[int] = set()
         """Rows that were switched since this process's start."""
         self._answered: OrderedDict[str, None] = OrderedDict()
@@ -55,8 +74,16 @@ class Switchboard:
         """The present mode flags of every (layer, head)."""
         return {head: int(self.host[row]) for head, row in self._rows.items()}
 
-    def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched:
-        """Give `heads` this mode, as a person says.
+    def named(self) -> dict[tuple[int, int], str]:
+        """The names of those that are not plain."""
+        return {head: mode_name(mode) for head, mode in self.modes().items() if mode}
+
+    def wanted(self) -> dict[tuple[int, int], int]:
+        """The same with the orders that wait."""
+        return self.modes() | {head: int(order.mode) for order in self._orders for head in order.heads}
+
+    def switch(self, heads: Iterable[tuple[int, int]], mode: str, *, step: int, reason: str) -> wire.Switched | None:
+        """Give `heads` this mode, as a person says; None while that waits for the kernels to serve them.
 
         Raises ValueError for a mode or head that does not exist here, and for a mode that no kernel serves, or not for
         that head as its attention is called. Of every head those are left out that no mode would change.
@@ -67,7 +94,7 @@ class Switchboard:
         if unknown:
             raise ValueError(f"(layer, head) {unknown[:5]} is not watched here; report() lists what is")
         takers, left_out = self._takers(wanted, flags)
-        return self._done("applied", takers, flags, step=step, reason=reason + left_out)
+        return self._carry_out(_Order(tuple(takers), flags, reason + left_out), step)
 
     def follow(
         self,
@@ -82,21 +109,76 @@ class Switchboard:
         """Give `heads` this mode for a verdict, or only say so where `outcome` is "proposed"; what cannot have it
         refuses, with the reason of the first. `policy` stands before the reasons."""
         wanted = list(heads)
-        refused = self._idle(wanted, mode) | self._refused(wanted, mode)
+        refused = self._refused(wanted, mode)
         takers = [head for head in wanted if head not in refused]
         told: dict[str, Any] = {"step": step, "verdict": verdict.id}
+        reason = f"{policy}: {verdict.sentence}"
         done = []
-        if takers:
-            done.append(self._done(outcome, takers, mode, reason=f"{policy}: {verdict.sentence}", **told))
+        if takers and outcome != "applied":
+            done.append(self._done(outcome, takers, mode, reason=reason, **told))
+        elif takers:
+            now = self._carry_out(_Order(tuple(takers), mode, reason, verdict=verdict.id), step)
+            done += [] if now is None else [now]
         if refused:
             why = next(iter(refused.values()))
             done.append(self._done("refused", list(refused), None, reason=f"{policy}: {why}", **told))
         return done
 
+    def _carry_out(self, order: _Order, step: int) -> wire.Switched | None:
+        """Apply `order`, or let it wait, in the place of what its heads waited for before."""
+        for other in [other for other in self._orders if not set(other.heads).isdisjoint(order.heads)]:
+            left = tuple(head for head in other.heads if head not in order.heads)
+            self._orders.remove(other)
+            if left:
+                self._orders.append(other._replace(heads=left))
+            elif other.command is not None:
+                self._late.append(self._answer(other, "refused", other.heads, step, "another order took its place"))
+        self._given.update(self._rows[head] for head in order.heads)
+        if order.mode and not all(self._is_served(head) for head in order.heads):
+            self._orders.append(order)
+            self._write()
+            return None
+        return self._answer(order, "applied", order.heads, step, order.reason)
+
+    def _is_served(self, head: tuple[int, int]) -> bool:
+        return self.serves is None or self.serves(self._rows[head])
+
+    def settle(self, since_step: int, step: int, unix_seconds: float) -> list[wire.Switched]:
+        """What the training from `since_step` to `step` shows of the orders that waited: applied at `since_step` where
+        our kernels computed their heads, refused where they could not, expired. What it shows nothing of waits on."""
+        told, self._late = self._late, []
+        for order in list(self._orders):
+            refused = self._refused(order.heads, order.mode)
+            takers = tuple(head for head in order.heads if head not in refused and self._is_served(head))
+            waiting = tuple(head for head in order.heads if head not in refused and head not in takers)
+            expired = None if order.command is None else _expired(order.command, step, unix_seconds)
+            if takers:
+                reason = order.reason + _left_out(refused)
+                told.append(self._answer(order, "applied", takers, since_step, reason))
+            elif not waiting:
+                told.append(self._answer(order, "refused", order.heads, step, next(iter(refused.values()))))
+            elif expired is not None:
+                told.append(self._answer(order, "expired", order.heads, step, expired))
+            else:
+                continue
+            self._orders.remove(order)
+            if takers and waiting:
+                self._orders.append(order._replace(heads=waiting, command=None))
+        if told:
+            self._write()
+        return told
+
+    def _answer(
+        self, order: _Order, outcome: wire.Outcome, heads: Sequence[tuple[int, int]], step: int, reason: str
+    ) -> wire.Switched:
+        command = None if order.command is None else order.command.id
+        mode = order.mode if outcome == "applied" else None
+        return self._done(outcome, heads, mode, step=step, reason=reason, command=command, verdict=order.verdict)
+
     def _done(
         self,
         outcome: wire.Outcome,
-        heads: list[tuple[int, int]],
+        heads: Sequence[tuple[int, int]],
         mode: Mode | None,
         *,
         step: int,
@@ -108,8 +190,10 @@ class Switchboard:
         rows = [self._rows[head] for head in heads]
         before = tuple(mode_name(int(self.host[row])) for row in rows)
         if outcome == "applied" and mode is not None:
+            if command is not None:
+                for head, row in zip(heads, rows, strict=True):
+                    (self.held.add if self.host[row] & ~int(mode) else self.held.discard)(head)
             self.host[rows] = int(mode)
-            self._given.update(rows)
             self._write()
         return wire.Switched(
             id=self._new_id(),
@@ -128,26 +212,20 @@ class Switchboard:
         refuses = self.refuses
         return {} if refuses is None else _sentences({head: refuses(self._rows[head], mode) for head in heads})
 
-    def _idle(self, heads: Iterable[tuple[int, int]], mode: int) -> dict[tuple[int, int], str]:
-        """The heads that no mode would change, each with a sentence."""
-        idle = self.idle
-        return {} if idle is None or not mode else _sentences({head: idle(self._rows[head]) for head in heads})
-
     def _takers(self, heads: list[tuple[int, int]], mode: int) -> tuple[list[tuple[int, int]], str]:
         """The heads that an order switches, and what is said of others. An order for every head leaves those out that
-        no mode would change; else, and where none is left, they refuse it. Raises ValueError."""
-        idle = self._idle(heads, mode)
-        left_out = ""
-        if set(heads) == self._rows.keys() and 0 < len(idle) < len(self._rows):
-            heads = [head for head in heads if head not in idle]
-            left_out = f" ({len(idle)} heads are left out: {next(iter(idle.values()))})"
-            idle = {}
-        if refused := idle | self._refused(heads, mode):
+        cannot have the mode; else, and where none is left, they refuse it. Raises ValueError."""
+        refused = self._refused(heads, mode)
+        if refused and (set(heads) != self._rows.keys() or len(refused) == len(self._rows)):
             raise ValueError(next(iter(refused.values())))
-        return heads, left_out
+        return [head for head in heads if head not in refused], _left_out(refused)
+
+    def answered(self, command: str) -> bool:
+        """Whether the command of this id was carried out or refused before."""
+        return command in self._answered
 
     def obey(self, command: wire.Command, *, step: int, unix_seconds: float) -> wire.Switched | None:
-        """Carry out a command at the step boundary after `step`. None when this id was answered before."""
+        """Carry out a command at the step boundary after `step`. None when this id came before, and while it waits."""
         if command.id in self._answered:
             return None
         self._answered[command.id] = None
@@ -157,25 +235,27 @@ class Switchboard:
         # ranks hold different heads; a command for a layer speaks to those who have it
         mine = [head for head in heads if head in self._rows]
         judged = self._judge(command, mine, step, unix_seconds)
-        switched = self._done(
+        if judged.outcome == "applied" and judged.mode is not None:
+            return self._carry_out(_Order(tuple(judged.heads), judged.mode, judged.reason, command), step)
+        return self._done(
             judged.outcome, judged.heads, judged.mode, step=step, reason=judged.reason, command=command.id
         )
-        if switched.outcome == "applied":
-            for head, before in zip(switched.heads, switched.before, strict=True):
-                taken = parse_mode(before) & ~parse_mode(command.mode)
-                (self.held.add if taken else self.held.discard)(head)
-        return switched
 
-    def _judge(self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float) -> _Judged:
-        def no(outcome: wire.Outcome, why: str) -> _Judged:
-            return _Judged(outcome, mine, None, why)
+    def _judge(
+        self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
+    ) -> _CommandOutcome:
+        def no(outcome: wire.Outcome, why: str) -> _CommandOutcome:
+            return _CommandOutcome(outcome, mine, None, why)
 
-        if command.action != "switch":
+        if (act := self.acts.get(command.action)) is None and command.action != "switch":
             return no("refused", f"this agent does not know the order {command.action!r}; it is older than the service")
-        if command.expires_step is not None and step >= command.expires_step:
-            return no("expired", f"expired at step {command.expires_step}; this run is at step {step}")
-        if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
-            return no("expired", "expired by the clock before it arrived")
+        if (why := _expired(command, step, unix_seconds)) is not None:
+            return no("expired", why)
+        if act is not None:
+            try:
+                return _CommandOutcome("dry_run" if command.dry_run else "applied", [], None, act(command))
+            except ValueError as error:
+                return _CommandOutcome("refused", [], None, str(error))
         if not mine:
             return no("refused", "none of the named heads is watched by this process")
         try:
@@ -190,35 +270,58 @@ class Switchboard:
                 now = mode_name(int(self.host[self._rows[other[0]]]))
                 return no("refused", f"expected {command.expect}, but layer {other[0][0]} head {other[0][1]} has {now}")
         if command.dry_run:
-            return _Judged("dry_run", takers, wanted, f"dry run: {command.reason}{left_out}")
-        return _Judged("applied", takers, wanted, f"{command.issued_by}: {command.reason}{left_out}")
+            return _CommandOutcome("dry_run", takers, wanted, f"dry run: {command.reason}{left_out}")
+        return _CommandOutcome("applied", takers, wanted, f"{command.issued_by}: {command.reason}{left_out}")
 
     def _write(self) -> None:
-        source = torch.from_numpy(self.host.copy())
+        wanted = np.fromiter(self.wanted().values(), dtype=np.int32, count=len(self.host))
+        source = torch.from_numpy(wanted)
         if self._device_modes.is_cuda:
             source = source.pin_memory()
         self._device_modes.copy_(source, non_blocking=True)
         if self.on_change is not None:
-            self.on_change(self.host)
+            self.on_change(wanted)
 
     def state_dict(self) -> dict[str, Any]:
-        """Modes by head and the answered command ids, JSON-able."""
-        modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.modes().items() if mode]
-        return {"modes": modes, "answered": list(self._answered), "held": [list(head) for head in sorted(self.held)]}
+        """Modes by head, with those that are waited for, and the ids of the commands that were answered, JSON-able."""
+        modes = [[layer, head, mode_name(mode)] for (layer, head), mode in self.wanted().items() if mode]
+        waiting = {order.command.id for order in self._orders if order.command is not None}
+        answered = [command for command in self._answered if command not in waiting]
+        return {"modes": modes, "answered": answered, "held": [list(head) for head in sorted(self.held)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put modes and answered ids back; heads that are not here, or were switched since, are left out.
 
-        Raises ValueError for a saved mode that does not exist or that no kernel serves.
+        Raises ValueError for a saved mode that does not exist or that no kernel serves; then nothing is put back.
         """
-        for layer, head, name in state["modes"]:
-            check_served(mode := parse_mode(name))
-            row = self._rows.get((layer, head))
+        modes = {(int(layer), int(head)): parse_mode(name) for layer, head, name in state["modes"]}
+        answered = {str(command): None for command in state["answered"]}
+        held = {(int(layer), int(head)) for layer, head in state.get("held", ())}
+        for mode in set(modes.values()):
+            check_served(mode)
+        saved: dict[Mode, list[tuple[int, int]]] = {}
+        for head, mode in modes.items():
+            row = self._rows.get(head)
             if row is not None and row not in self._given:
-                self.host[row] = int(mode)
-        self._answered.update((str(command), None) for command in state["answered"])
-        self.held |= {(layer, head) for layer, head in state.get("held", ())} & self._rows.keys()
-        self._write()
+                saved.setdefault(mode, []).append(head)
+        given = set(self._given)
+        for mode, heads in saved.items():
+            self._carry_out(_Order(tuple(heads), mode, "resumed from a checkpoint"), 0)
+        self._given = given
+        self._answered.update(answered)
+        self.held |= held & self._rows.keys()
+
+
+def _expired(command: wire.Command, step: int, unix_seconds: float) -> str | None:
+    if command.expires_step is not None and step >= command.expires_step:
+        return f"expired at step {command.expires_step}; this run is at step {step}"
+    if command.expires_unix_seconds is not None and unix_seconds >= command.expires_unix_seconds:
+        return "expired by the clock before it was carried out"
+    return None
+
+
+def _left_out(refused: Mapping[tuple[int, int], str]) -> str:
+    return f" ({len(refused)} heads are left out: {next(iter(refused.values()))})" if refused else ""
 
 
 def _sentences(told: Mapping[tuple[int, int], str | None]) -> dict[tuple[int, int], str]:

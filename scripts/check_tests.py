@@ -20,19 +20,18 @@ WITHOUT: Final = {
     "contract/incident_form.py": "declares what `tests/contract/test_incident.py` makes and reads",
     **{
         f"contract/{name}_metrics.py": "is entries of the catalogue, which `tests/contract/test_catalog.py` looks at"
-        for name in ("head", "incident", "run", "service")
+        for name in ("head", "run", "service")
     },
     **{
-        f"kernels/flash_attention/{name}.py": _PASSES
+        f"kernels/flash_attention/triton_kernels/{name}.py": _PASSES
         for name in ("blocks", "forward", "grad_key", "grad_query", "places", "rows")
     },
     "kernels/flash_attention/centring.py": "is tried beside the other cures in `tests/kernels/test_attention_cures.py`",
-    "kernels/flash_attention/launcher.py": "needs a GPU: `tests/kernels/test_triton_cuda.py`",
-    "monitor/agent_settings.py": "is generated; `tests/test_package.py` compares it with the settings",
+    "kernels/flash_attention/triton_kernels/launcher.py": "needs a GPU: `tests/kernels/test_triton_cuda.py`",
     "server/models.py": "declares answers, which `tests/server/test_fuzz.py` holds every route to",
-    "server/testing.py": "is what the service's own tests stand on: `tests/server/conftest.py`",
+    "server/testing/service.py": "is what the service's own tests stand on: `tests/server/conftest.py`",
     "benchmarks/agent_cost.py": "is run whole by `tests/faults/test_host_cost.py`, which asserts its figures",
-    "benchmarks/page_details.py": "is opened in a browser by `tests/server/ui/test_page_details.py`",
+    "benchmarks/browser/page_details.py": "is opened in a browser by `tests/server/ui/test_page_details.py`",
 }
 """Modules that need no test file of their name: why, with the file that tests them in backquotes."""
 

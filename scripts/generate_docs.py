@@ -9,9 +9,9 @@ import ast
 import inspect
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +47,55 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-def commands() -> Iterator[str]:
-    """Every command, argument and option."""
-    yield "# Command line\n"
+def _option(parameter: Any) -> str:
+    """An argument or option as an entry of a list: its names, its default and its meaning."""
+    names = parameter.opts if isinstance(parameter, TyperOption) else [parameter.name]
+    default = "" if parameter.default in (None, False, []) else f" (`{parameter.default}`)"
+    given = " (required)" if parameter.required else default
+    return f"- {', '.join(f'`{name}`' for name in names)}{given}: {getattr(parameter, 'help', None) or ''}"
 
-    def walk(command: TyperCommand | TyperGroup, path: str) -> Iterator[str]:
-        if isinstance(command, TyperGroup):
-            for name, child in sorted(command.commands.items()):
-                yield from walk(child, f"{path} {name}")
-            return
+
+_SHARED = 5
+"""From how many commands on an option is explained once for all of them."""
+
+RESEARCH = ("lab", "bench")
+"""The groups of commands that only a checkout has."""
+
+
+def commands() -> Iterator[str]:
+    """Every command with its arguments and options; of what only a checkout has, the commands alone."""
+    whole = typer.main.get_command(app)
+    assert isinstance(whole, TyperGroup)
+    research = [leaf for name in RESEARCH for leaf in _leaves(whole.commands.pop(name), f"foreshock {name}")]
+    product = [
+        (path, command, [_option(each) for each in command.params]) for path, command in _leaves(whole, "foreshock")
+    ]
+    common = Counter(line for *_, lines in product for line in lines).most_common()
+    shared = [line for line, count in common if count >= _SHARED and not line.startswith("- `--help`")]
+    yield "# Command line\n"
+    yield "Options that several commands share:\n"
+    yield from shared
+    yield ""
+    for path, command, lines in product:
         yield f"## `{path}`\n"
         yield (command.help or "").strip() + "\n"
-        rows = [
-            (
-                ", ".join(f"`{option}`" for option in parameter.opts)
-                if isinstance(parameter, TyperOption)
-                else f"`{parameter.name}`",
-                "required" if parameter.required else f"`{parameter.default}`" if parameter.default is not None else "",
-                getattr(parameter, "help", None) or "",
-            )
-            for parameter in command.params
-            if parameter.name != "help"
-        ]
-        if rows:
-            yield from table(("option", "default", "meaning"), rows)
-            yield ""
+        yield from (line for line in lines if line not in shared and not line.startswith("- `--help`"))
+        if also := [line.split()[1].rstrip(":") for line in shared if line in lines]:
+            yield f"- also {', '.join(also)}"
+        yield ""
+    yield "# Laboratory and benchmarks\n"
+    yield "A checkout has these commands beside the product's; `--help` of each has its options.\n"
+    for path, command in research:
+        yield f"- `{path}`: {' '.join((command.help or '').split())}"
 
-    yield from walk(typer.main.get_command(app), "foreshock")
+
+def _leaves(command: TyperCommand | TyperGroup, path: str) -> Iterator[tuple[str, TyperCommand]]:
+    """Every command below a group, by its whole name."""
+    if isinstance(command, TyperCommand):
+        yield path, command
+        return
+    for name, child in sorted(command.commands.items()):
+        yield from _leaves(child, f"{path} {name}")
 
 
 def model(kind: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -185,20 +207,22 @@ def keywords() -> Iterator[str]:
     yield "from pathlib import Path"
     yield "from typing import Any, TypedDict\n"
     yield "from pydantic import SecretStr\n"
+    yield "from foreshock.contract.orders import SwitchScope"
     yield "from foreshock.contract.wire import Policy"
-    yield "from foreshock.monitor.config import Numerics, Served"
-    yield "from foreshock.monitor.detect.detectors import DetectorConfig"
-    yield "from foreshock.monitor.policy import SwitchScope\n\n"
+    yield "from foreshock.monitor.config import ClipWhen, Numerics, Served"
+    yield "from foreshock.monitor.detect.detectors import DetectorConfig\n\n"
     yield "class AgentSettings(TypedDict, total=False):"
-    yield '    """Every field of AgentConfig; docs/reference/settings.md has their defaults."""\n'
+    yield '    """Every field of AgentConfig, which explains them; docs/reference/settings.md lists them."""\n'
     (config,) = ast.parse(inspect.getsource(AgentConfig)).body
     assert isinstance(config, ast.ClassDef)
-    for field, text in pairwise([*config.body, None]):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+    for field in config.body:
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and field.target.id in AgentConfig.model_fields
+        ):
             written = ast.unparse(field.annotation).replace("'", '"')
             yield f"    {field.target.id}: {_GIVEN_AS.get(written, written)}"
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                yield f'    """{text.value.value}"""'
 
 
 OTHERS = ("FORESHOCK_KERNELS", "FORESHOCK_PROMETHEUS_CONFIG", "FORESHOCK_SECRETS", "FORESHOCK_TEXTS", "FORESHOCK_URL")
@@ -233,12 +257,11 @@ PAGES = {
             "modes.md": modes,
             "settings.md": settings,
             "api.md": routes,
-            "messages.md": _beside("message_page.py")["messages"],
         }.items()
     },
     ROOT / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, _beside("page_types.py")["page_types"]),
     ROOT / "monitor" / "agent_settings.py": ("", keywords),
-    **{page: ("", partial(_BLOCKS, page)) for page in (ROOT / "README.md", ROOT / "docs" / "examples.md")},
+    **{ROOT / page: ("", partial(_BLOCKS, ROOT / page)) for page in ("README.md", "docs/agent.md", "docs/examples.md")},
     ROOT / "contract" / "variables.py": (VARIABLES_NOTE, variables),
 }
 

@@ -1,8 +1,10 @@
-"""The blocks of pages written by hand that are made: README's table of monitors, and what a watched training prints.
+"""The blocks of pages written by hand that are made: README's table of monitors, what a watched training prints,
+and the step times.
 
 scripts/generate_docs.py writes and checks them; a block stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -12,53 +14,46 @@ from pathlib import Path
 
 import torch
 
+from foreshock.benchmarks.agent_step import markdown
 from foreshock.monitor import attach
 
 ROOT = Path(__file__).resolve().parents[1]
 _MONITORS = {
-    "foreshock": ("foreshock", "shipped", "yes", "switches it", None),
-    "loss z-score, 3": ("loss z-score", "published", "no", "no", "not measured"),
-    "gradient norm z-score, 2.5 (ZClip)": (
-        "gradient-norm z-score", "published", "no", "clips the gradient", "not measured",
-    ),
-    "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip", "not measured"),
-    "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no", "not measured"),
-}  # fmt: skip
-"""A row of README's table: monitor and threshold in lab/NOTEBOOK.md; whether it names the head, acts, and its cost;
-None: what docs/agent.md has."""
-
-
-def _cost() -> str:
-    """What the agent with its defaults adds to a step, by the table of docs/agent.md."""
-    table = (ROOT / "docs" / "agent.md").read_text().split("<!-- step times")[1].split("<!-- end of")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"]
-    place = rows[0].index("kernels_agent / none")
-    told = (f"{100 * (float(row[place].split()[0]) - 1):.1f} % ({row[0]})" for row in rows[2:])
-    return f"{', '.join(told)}: [agent](docs/agent.md)"
+    "foreshock": ("foreshock", "shipped", "yes", "switches it"),
+    "largest score, 100 (Megatron)": ("largest score of the model", "published", "no", "QK-clip"),
+    "largest score, calibrated": ("largest score of the model", "calibrated", "no", "no"),
+    "W_Q norm, calibrated": ("W_Q norm", "calibrated", "no", "no"),
+    "gradient norm z-score, 2.5 (ZClip)": ("gradient-norm z-score", "published", "no", "clips the gradient"),
+    "loss z-score, 3": ("loss z-score", "published", "no", "no"),
+}
+"""A row of README's table: monitor and threshold in the report of `lab score`; whether it names the head, and acts."""
 
 
 def compared() -> Iterator[str]:
-    """README's table of monitors, from the held-out runs of the laboratory's notebook."""
-    notebook = (ROOT / "lab" / "NOTEBOOK.md").read_text()
-    (steps,) = re.findall(r"^held-out, ([\d,]+) healthy steps", notebook, re.MULTILINE)
-    held_out = notebook.split("\nheld-out, ")[1].split("\ntuning, ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held_out.splitlines() if line[:1] == "|"]
-    measured = {(row[0], row[1]): row for row in rows}
-    yield f"Recorded runs that no threshold was chosen on: {steps} healthy steps, three failures."
-    yield "`foreshock lab score lab/traces/*.gz` makes these figures ([notebook](lab/NOTEBOOK.md)).\n"
+    """README's table of monitors, from the report on the runs on real text."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "monitors.json").read_text())["table"]
+    measured = {(row["monitor"], row["kind"]): row for row in rows}
+    first = measured["foreshock", "shipped"]
     head = (
-        "monitor",
-        "failures warned in time",
-        "steps before a score of 512, median",
-        "false alarms",
-        "names the head",
+        "monitor, threshold",
+        f"warned before a score of 512, of {first['dangerous']}",
+        "steps before, median (range)",
+        f"false alarms, of {first['possible_alarms']} possible",
     )
-    yield f"| {' | '.join((*head, 'acts', 'cost of a step'))} |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, (monitor, threshold, *known) in _MONITORS.items():
-        row = measured[monitor, threshold]
-        yield f"| {' | '.join((name, row[3], row[5], row[6], *(cell or _cost() for cell in known)))} |"
-    yield "| TransformerEngine's statistics | not measured | not measured | not measured | no | no | not measured |"
+    yield f"| {' | '.join((*head, 'names the head', 'acts'))} |"
+    yield "|---|---|---|---|---|---|"
+    for name, (monitor, kind, *known) in _MONITORS.items():
+        row = measured[monitor, kind]
+        median, least, most = (row[f"{which}_lead_to_dangerous_steps"] for which in ("median", "least", "most"))
+        never_quiet = row["false_alarms"] > row["possible_alarms"] / 2
+        cells = (
+            name,
+            f"{row['warned_before_dangerous']}",
+            "rings all the time" if never_quiet else f"{median:,.0f} ({least:,.0f} to {most:,.0f})",
+            f"{row['false_alarms']}",
+            *known,
+        )
+        yield f"| {' | '.join(cells)} |"
 
 
 def printed() -> Iterator[str]:
@@ -73,9 +68,14 @@ def printed() -> Iterator[str]:
     yield "```"
 
 
+def steps() -> Iterator[str]:
+    """The step times of docs/agent.md."""
+    yield markdown(json.loads((ROOT / "benchmarks" / "results" / "agent_h200.json").read_text()))
+
+
 def with_blocks(page: Path) -> Iterator[str]:
     """The page with what stands between its marks written anew; the rest is written by hand."""
-    made = {"monitors": compared, "printed": printed}
+    made = {"monitors": compared, "printed": printed, "steps": steps}
 
     def fill(mark: re.Match[str]) -> str:
         return "\n".join((mark[1], *made[mark[2]](), mark[3]))

@@ -1,7 +1,8 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
 scripts/screenshots.py                        replays three recorded runs on real text into a service of its own, and
-                                              fills that with a flood of warnings, long names and a fleet
+                                              fills that with those of the demo, a flood of warnings, long names and a
+                                              fleet
 scripts/screenshots.py TRACE...               replays these instead
 scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
 """
@@ -21,11 +22,12 @@ from PIL import Image
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from foreshock.benchmarks import page_details, page_fleet
-from foreshock.benchmarks.page import chromium
-from foreshock.benchmarks.page_runs import LongRun
-from foreshock.lab.recording.replay import replay
+from foreshock.benchmarks.browser import page_details, page_fleet
+from foreshock.benchmarks.browser.page import chromium
+from foreshock.benchmarks.browser.page_runs import LongRun
+from foreshock.lab.recording.replay import replay, replay_together
 from foreshock.lab.service import local_service
+from foreshock.lab.shown.story import NAMES, recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = tuple(
@@ -55,7 +57,6 @@ def pictures(runs: tuple[str, ...]) -> Iterator[Picture]:
     alone = runs[:1]
     yield Picture("runs", (), "light", height=520)
     yield Picture("compare-dark", runs, "dark", height=1500)
-    yield Picture("compare-light", runs, "light", height=1500)
     yield Picture("run", alone, "light", height=1700)
     yield Picture("heatmap", alone, "light", part="section[aria-label='Layer by head']")
     yield Picture("switches", runs[1:2], "light", part="section[aria-label='Switches']", expect=".verification")
@@ -75,7 +76,8 @@ def long_name(number: int) -> str:
 
 
 def hard_pictures() -> Iterator[Picture]:
-    """The same views with 144 failing heads, with long names and with a fleet, on a desk and on a telephone."""
+    """The demo at its end; the same views with 144 failing heads, with long names and with a fleet."""
+    yield Picture("demo", NAMES, "light", height=1500)
     names = tuple(map(long_name, range(3)))
     for suffix, width, height in (("", 1440, 900), ("-phone", PHONE, 1600)):
         yield Picture(f"fleet{suffix}", (), "light", width, height=height)
@@ -87,6 +89,7 @@ def hard_pictures() -> Iterator[Picture]:
 
 def fill_hard(url: str) -> None:
     """The runs that `hard_pictures` shows."""
+    replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         page_fleet.fill(client)
         LongRun(FLOOD, 12, 12, 3000, warned=144).send(client)
@@ -94,7 +97,7 @@ def fill_hard(url: str) -> None:
             name = long_name(number)
             LongRun(name, 4, 6, 3000).send(client)
             said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
-            client.post(f"/v1/runs/{name}/describe", json={"who": "Ada", **said}).raise_for_status()
+            client.patch(f"/v1/runs/{name}", json={"who": "Ada", **said}).raise_for_status()
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:

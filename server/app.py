@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -23,8 +22,8 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
 from foreshock.server.access import problems
-from foreshock.server.access.auth import Gate, Keyring
-from foreshock.server.access.limits import BodyLimit, Buckets, Shares, WholeFiles
+from foreshock.server.access.auth import AuthMiddleware, Keyring
+from foreshock.server.access.limits import BodyLimit, Buckets, ConcurrencyLimit, WholeFiles
 from foreshock.server.access.quotas import Quotas
 from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
@@ -32,23 +31,23 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import care, catalog, routes, stream, usage, webhooks
-from foreshock.server.http.connections import Room, Seats, bounded
+from foreshock.server.http import catalog, routes, run_metadata, stream, usage, webhooks
+from foreshock.server.http.connections import bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
-from foreshock.server.ingest import endpoint, grams
+from foreshock.server.ingest import endpoint
 from foreshock.server.ingest.batches import Writer
 from foreshock.server.ingest.endpoint import Endpoint, is_batch
 from foreshock.server.logs import configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.pause import pause
 from foreshock.server.runs.broadcast import Broadcaster
-from foreshock.server.runs.listing import Known
+from foreshock.server.runs.listing import SummaryCache
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
-from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.retention import Retention
-from foreshock.server.store.trouble import tell
+from foreshock.server.store.trouble import log_store_error
 
 log = structlog.get_logger()
 _CHORES_SECONDS: Final = 10.0
@@ -74,8 +73,7 @@ def create_app(settings: Settings) -> Service:
     broadcaster = Broadcaster(store, settings)
     roller = Roller(store)
     notifier = Notifier.of(store, settings)
-    adder = grams.Adder(store, roller)
-    writer = Writer(settings, store, counters, broadcaster, roller, adder)
+    writer = Writer(settings, store, counters, broadcaster, roller)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -83,7 +81,7 @@ def create_app(settings: Settings) -> Service:
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in (*chores, adder.run(), app.state.rotation.run(closing))]
+        others = [asyncio.create_task(chore) for chore in (*chores, app.state.rotation.run(closing))]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -93,7 +91,6 @@ def create_app(settings: Settings) -> Service:
             broadcaster.close()
             writer.close()
             await writing
-            adder.close()
             finished, late = await asyncio.wait(others, timeout=_CLOSING_SECONDS)
             log.info("background tasks ended", ended=len(finished), cancelled=len(late))
             for task in late:
@@ -110,12 +107,10 @@ def create_app(settings: Settings) -> Service:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
-    app.state.adder = adder
     app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
     app.state.readiness = Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
-    app.state.forgeries = Buckets(1 / 60, burst=20)
-    app.state.known_runs = Known()
+    app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
     for router in (
@@ -123,7 +118,7 @@ def create_app(settings: Settings) -> Service:
         stream.router,
         webhooks.router,
         catalog.router,
-        care.router,
+        run_metadata.router,
         usage.router,
         routes.router,
     ):
@@ -131,13 +126,11 @@ def create_app(settings: Settings) -> Service:
     _serve_page(app)
     app.add_middleware(WholeFiles)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    shares = Shares(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
-    app.add_middleware(Gate, settings=settings, keyring=keyring, shares=shares)
-    seats = Seats(settings.connections)
-    app.add_middleware(Room, seats=seats)
+    shares = ConcurrencyLimit(settings.connections, settings.ingest_queue_bytes, settings.max_body_bytes)
+    app.add_middleware(AuthMiddleware, settings=settings, keyring=keyring, shares=shares)
     state = app.state
     state.endpoint = Endpoint(writer, state.quotas, counters, state.buckets, settings.max_body_bytes)
-    app.batches = Room(Gate(state.endpoint, settings, keyring, shares), seats)
+    app.batches = AuthMiddleware(state.endpoint, settings, keyring, shares)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app
@@ -161,21 +154,21 @@ def _serve_page(app: FastAPI) -> None:
 async def _chores(
     settings: Settings, store: Store, roller: Roller, broadcaster: Broadcaster, closing: asyncio.Event
 ) -> None:
-    """Expire and verify commands, expire parts of sums and delete old runs, until the service goes down."""
+    """Expire and verify commands and delete old runs, until the service goes down."""
     retention = Retention(store, settings.retention_seconds)
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
             async with store.write() as connection:
-                await expire(store, connection)
+                await expire(connection)
             await verify(store, settings, roller)
-            await grams.expire(store, time.time())
             await retention.sweep()
+            await store.give_back()
             broadcaster.wake()
         except ClosingError:
             return
         except Exception as error:
-            tell("a chore failed; it is tried again", error)
+            log_store_error("a chore failed; it is tried again", error)
 
 
 async def _open_once(settings: Settings) -> None:
@@ -277,5 +270,5 @@ class Server(uvicorn.Server):
         app = self.config.app
         if isinstance(app, FastAPI):
             app.state.broadcaster.close()
-            app.state.store.hurry()
+            app.state.store.cancel_reads()
         await super().shutdown(sockets)

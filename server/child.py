@@ -18,6 +18,9 @@ class ServiceProcess:
     the settings of this process (FORESHOCK_...) it inherits none.
     """
 
+    module: tuple[str, ...] = ("foreshock.server",)
+    """What the process runs, with its arguments."""
+
     def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
         self.folder = folder
         self.url = ""
@@ -34,7 +37,7 @@ class ServiceProcess:
         path = self.folder / "service.log"
         with path.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "foreshock.server"],
+                [sys.executable, "-P", "-m", *self.module],
                 env=self._environment,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,10 +1,40 @@
 """Structured logs, one JSON object a line, to standard error. Tokens, URLs with secrets and bodies are never logged."""
 
 import logging
+import math
 import sys
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
 
 import structlog
+
+_SELDOM_SECONDS: Final = 10.0
+lines: Final = Counter({"left out": 0})
+"""How many lines `Seldom` has left out since the process began."""
+
+
+class Seldom(logging.Filter):
+    """Lets each message through once in ten seconds, with the number of those left out: strangers can cause them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._last: dict[tuple[str, object], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        key = record.msg, record.exc_info and record.exc_info[0]
+        since, left_out = self._last.get(key, (-math.inf, 0))
+        if self._clock() - since < _SELDOM_SECONDS:
+            self._last[key] = since, left_out + 1
+            lines["left out"] += 1
+            return False
+        self._last[key] = self._clock(), 0
+        if left_out:
+            record.msg = f"{record.msg.rstrip()} ({left_out} more of these were left out)"
+        return True
 
 
 def configure_logs(level: str) -> None:
@@ -35,3 +65,4 @@ def configure_logs(level: str) -> None:
     root.setLevel(level.upper())
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, root.level))
+    logging.getLogger("uvicorn.error").filters = [Seldom()]

@@ -1,15 +1,18 @@
-"""What people are sent by the service itself, in words. docs/reference/messages.md prints every kind, made from here.
+"""What people are sent by the service itself, in words.
 
 A message is short enough to be read on a telephone at night: severity and run first, then what, what was done, what to
 do, and where to look. However many heads fail and however many runs, it has fewer than LONGEST characters.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote, urlencode
 
 from foreshock.contract.decision import SHOWN_BY, STEPS_BEFORE
 from foreshock.contract.incident import Incident, counted, urgency
+from foreshock.contract.incident_form import in_words
 
 LONGEST: Final = 1500
 _IN_FULL: Final = 2
@@ -17,30 +20,37 @@ _RUNS_ALONE: Final = 3
 _NAMES: Final = 6
 _SENTENCES: Final = 4
 _LETTERS: Final = 80
+_ORDERED: Final = re.compile(r"\b[Ss]witch (?:every head|on) to (\w+)")
+"""How contract.decision asks people for a switch, and to which mode."""
 _WORDS: Final = {"critical": "Critical", "warning": "Warning", "info": "Note"}
 
 
 def messages_of(
-    changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Sequence[str]], page: str
+    changed: Mapping[str, Sequence[Incident]],
+    other: Mapping[str, Sequence[str]],
+    page: str,
+    ended: Collection[str] = (),
 ) -> list[tuple[str, str]]:
     """(run, message) for what changed at one time; of more than a few runs one message for all, whose run is empty.
 
-    changed: incidents that opened, turned worse or changed their state, by run; other: further sentences of the run.
+    changed: incidents that opened, turned worse or changed their state, by run; other: further sentences of the run;
+    ended: the runs among them that have ended.
     """
     named = sorted(changed.keys() | other.keys())
     if len(named) <= _RUNS_ALONE:
-        return [(run, of_run(run, changed.get(run, ()), other.get(run, ()), page)) for run in named]
+        return [(run, of_run(run, changed.get(run, ()), other.get(run, ()), page, ended=run in ended)) for run in named]
     return [("", of_many(changed, other, page))]
 
 
-def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: str) -> str:
+def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: str, *, ended: bool = False) -> str:
     """The incidents of one run that changed, the most urgent in full, and what else is to be told of it."""
     lines = []
     ranked = sorted(changed, key=urgency)
     for incident in ranked[:_IN_FULL]:
         lines.append(f"{_head(incident)}: Run {run}: {incident.sentence}")
         if incident.state != "closed":
-            lines += [f"Done: {incident.done}", f"To do: {incident.to_do}"]
+            to_do = incident.to_do if ended else to_do_of(run, incident)
+            lines += ["The run has ended."] * ended + [f"Done: {incident.done}", f"To do: {to_do}"]
     if len(ranked) > _IN_FULL:
         more = ", ".join(f"{one.cause} ({_head(one).lower()})" for one in ranked[_IN_FULL:])
         lines.append(f"In the same run: {more}.")
@@ -65,6 +75,21 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
         "To do: look at the learning rate, the data and the machines that these runs share, then at the first."
     )
     return fitted(lines, [f"All runs: {page.rstrip('/')}/"] if page else [])
+
+
+def to_do_of(run: str, incident: Incident) -> str:
+    """What is left to people, and the command that does it where it is a switch."""
+    named = _ORDERED.search(incident.to_do)
+    option = "--qk-clip always" if incident.ask == "qk_clip" else f"--mode {named[1]}" if named else None
+    if option is None:
+        return incident.to_do
+    return f'{incident.to_do} Type: foreshock switch {shlex.quote(run)} {option} --reason "{incident.cause}"'
+
+
+def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
+    """What an alert says of an incident: its heads, the incident, what was done, what to do."""
+    standing = [head for head in incident.heads if head.state != "quiet"]
+    return in_words(standing or incident.heads), incident.sentence, incident.done, to_do_of(run, incident)
 
 
 def silent(runs: Sequence[str], minutes: float, page: str) -> str:

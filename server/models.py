@@ -11,8 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from foreshock.contract.catalog import FIRST_STEP_SECONDS
 from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, IncidentState
+from foreshock.contract.orders import CommandState as CommandState
+from foreshock.contract.orders import OrderSource
+from foreshock.contract.orders import Verification as Verification
 from foreshock.contract.wire import (
     Cause,
+    Clipped,
     HeadRef,
     Identifier,
     Outcome,
@@ -23,14 +27,7 @@ from foreshock.contract.wire import (
 )
 
 RunStatus = Literal["active", "completed", "failed", "stopped"]
-Verification = Literal["verified", "not arrested", "unknown"]
-CommandState = Literal[
-    "proposed", "pending", "delivered", "applied", "refused", "expired", "dry_run", "rejected", "cancelled"
-]  # fmt: skip
-"""proposed -> pending (approved) or rejected; pending -> delivered -> applied, refused, expired or dry_run.
-
-What is pending or delivered may be cancelled: it goes to no further rank. It is refused when the last rank ends.
-"""
+Condition = Literal["active", "hung", "silent", "completed", "failed", "stopped"]
 Number = float | None
 
 
@@ -122,15 +119,30 @@ class RunSummary(Response):
     """One row of the list of runs."""
 
     run: str
-    status: RunStatus
+    status: RunStatus = Field(description="as its processes said it; `condition` is how it is by now")
+    condition: Condition = Field(
+        description="silent: not heard of for five minutes; hung: heard of, but no step ends; else its status"
+    )
+    condition_since_unix_seconds: float | None = Field(description="since when it is silent or hung")
+    severity: Severity | None = Field(
+        description="of its worst open incident; at least warning when silent or hung, critical when its loss is not "
+        "finite; null: nothing is known to be wrong"
+    )
+    urgency: int = Field(description="the larger, the sooner it needs a person; what has ended is below what has not")
     policy: Policy | None = Field(description="null until a boot has said what it watches")
     numerics: str | None
     mitigation: str | None
+    qk_clip: str | None = Field(
+        default=None, description="QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here"
+    )
     switch_scope: str | None = Field(
         default=None, description="what a warning switches under approve and auto: head, layer or model"
     )
     world_size: int | None
     ranks: int = Field(description="ranks that have sent something")
+    shared_ranks: str | None = Field(
+        default=None, description="of which ranks several processes live, in a sentence; null: of none"
+    )
     first_seen_unix_seconds: float
     last_seen_unix_seconds: float
     last_step: int | None
@@ -168,7 +180,7 @@ class LayerState(Response):
     name: str
     heads: list[int]
     kv_heads: int | None = Field(description="null: nothing in the model told its agent how many there are")
-    head_dim: int
+    head_dim: int | None = Field(description="null: neither the model nor a call told its agent")
     served_by: str
     sampled: bool
     modes: list[str | None]
@@ -215,11 +227,11 @@ class RankAnswer(Response):
     rank: int
     deliveries: int
     outcome: Outcome | None = Field(description="null until the rank has answered")
-    step: int | None
-    heads: list[HeadRef]
-    before: list[str]
-    after: list[str]
-    reason: str
+    step: int | None = None
+    heads: list[HeadRef] = []
+    before: list[str] = []
+    after: list[str] = []
+    reason: str = ""
 
 
 class CommandStatus(Response):
@@ -228,7 +240,7 @@ class CommandStatus(Response):
     id: Identifier
     run: str
     state: CommandState
-    source: Literal["api", "alertmanager", "grafana", "agent", "rank", "service"] = Field(
+    source: OrderSource = Field(
         description="agent: proposed by the agent under policy approve; rank: a local switch, passed on to other "
         "ranks; service: proposed because a switch did not arrest its head"
     )
@@ -259,6 +271,20 @@ class CommandList(Response):
     commands: list[CommandStatus]
 
 
+class SwitchedTo(Response):
+    """Heads that an order gives a mode."""
+
+    mode: str
+    heads: list[HeadRef] | None = Field(description="null means every head of the run")
+
+
+class SwitchPlan(Response):
+    """What ordering a mode for every head takes: an order for each of `changes`."""
+
+    changes: list[SwitchedTo]
+    kept: list[HeadRef] = Field(description="heads that have the mode beside others already, and keep what they have")
+
+
 class CommandChange(Response):
     """A transition of a command, as it stands in the event log and the stream."""
 
@@ -272,18 +298,24 @@ class CommandChange(Response):
     verification: Verification | None = None
 
 
+EventKind = Literal[
+    "started", "verdict", "switched", "clipped", "command", "finished", "incident", "acknowledged", "described"
+]
+
+
 class RunEvent(Response):
     """Something that happened. Exactly the field that `kind` names is set, except for started and finished."""
 
-    id: int
+    id: int = Field(description="number within the run: 1 is the first event that was stored of it")
     run: str
-    kind: Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged", "described"]
+    kind: EventKind
     rank: int | None = Field(description="null for what the service did itself")
     step: int | None
     unix_seconds: float
     sentence: str = Field(description="the event in words")
     verdict: Verdict | None = None
     switched: Switched | None = None
+    clipped: Clipped | None = None
     command: CommandChange | None = None
     incident: IncidentChange | None = None
     acknowledged: Acknowledged | None = None

@@ -10,9 +10,9 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from sqlalchemy import func, select, update
@@ -24,13 +24,14 @@ from foreshock.server.messages import messages_of, silent
 from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.pause import pause
-from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.eventlog import events_after, newest_cursor
 from foreshock.server.runs.incidents import incidents_of
-from foreshock.server.runs.listing import status_of
+from foreshock.server.runs.newest import status_of
 from foreshock.server.settings import Settings
+from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore
-from foreshock.server.store.schema import boots, events, runs, service_state
-from foreshock.server.store.trouble import tell
+from foreshock.server.store.schema import events, runs, service_state
+from foreshock.server.store.trouble import log_store_error
 
 log = structlog.get_logger()
 _CURSOR: Final = "notified"
@@ -64,7 +65,7 @@ class Notifier:
             try:
                 await self.turn()
             except Exception as error:
-                tell("notifications could not be read; it is tried again", error)
+                log_store_error("notifications could not be read; it is tried again", error)
             await pause(closing, _PAUSE_SECONDS)
 
     async def turn(self) -> None:
@@ -73,12 +74,13 @@ class Notifier:
         async with self.store.write() as connection:
             found = await self._claim(connection)
             changed = await self._changed(connection, found)
+            ended = await self._ended(connection, changed)
             quiet = await self._fallen_silent(connection)
         other: dict[str, list[str]] = defaultdict(list)
         for event in found:
             if _is_told(event, event.run in changed):
                 other[event.run].append(event.sentence)
-        for run, message in messages_of(changed, other, page):
+        for run, message in messages_of(changed, other, page, ended):
             last = next((event for event in reversed(found) if run in ("", event.run)), None)
             await self._tell(message, last, changed)
         if quiet:
@@ -86,7 +88,7 @@ class Notifier:
 
     async def _claim(self, connection: AsyncConnection) -> list[RunEvent]:
         """The events since the last claim, once the oldest has waited for those that come with it."""
-        newest = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
+        newest = await newest_cursor(connection)
         after = await self._cursor(
             connection, _CURSOR, float(newest)
         )  # what happened before the first start is not told
@@ -94,11 +96,11 @@ class Notifier:
         first = (await connection.execute(oldest)).scalar()
         if first is not None and time.time() - first < self.settings.notify_gather_seconds:
             return []
-        found = await read_events(connection, kinds=_KINDS, after=int(after), limit=_AT_ONCE)
-        seen = found[-1].id if len(found) == _AT_ONCE else max([newest, *(event.id for event in found)])
+        found = await events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
+        seen = found[-1][0] if len(found) == _AT_ONCE else max([newest, *(cursor for cursor, _ in found)])
         if seen > after:
             await self._move(connection, _CURSOR, float(seen))
-        return found
+        return [event for _, event in found]
 
     async def _changed(self, connection: AsyncConnection, found: Sequence[RunEvent]) -> dict[str, list[Incident]]:
         """The incidents that the claimed events speak of, as they are now; growth alone is no news to people."""
@@ -114,6 +116,13 @@ class Notifier:
         }
         return {run: own for run, own in changed.items() if own}
 
+    async def _ended(self, connection: AsyncConnection, names: Collection[str]) -> set[str]:
+        """Those of these runs that have ended."""
+        rows = await connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(names)))
+        ids = {row.id: row.name for row in rows}
+        starts = await process_starts.of_now(connection, ids)
+        return {ids[run_id] for run_id, own in starts.items() if status_of(own) != "active"}
+
     async def _fallen_silent(self, connection: AsyncConnection) -> list[str]:
         """Active runs that have not been heard of for SILENT_SECONDS since the last look."""
         until = time.time() - SILENT_SECONDS
@@ -123,14 +132,12 @@ class Notifier:
         await self._move(connection, _SILENT_CURSOR, until)
         rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
         names = {row.id: row.name for row in await connection.execute(rows)}
-        starts: dict[int, list[Any]] = defaultdict(list)
-        for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(names))):
-            starts[boot.run_id].append(boot)
+        starts = await process_starts.of_now(connection, names)
         return sorted(names[run_id] for run_id, own in starts.items() if status_of(own) == "active")
 
     async def _cursor(self, connection: AsyncConnection, key: str, at_first: float) -> float:
         """How far was told, held until the transaction ends, so that of several replicas one tells."""
-        first = insert_or_ignore(self.store, service_state).values(key=key, value=at_first)
+        first = insert_or_ignore(connection, service_state).values(key=key, value=at_first)
         await connection.execute(first)
         held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
         return float((await connection.execute(held)).scalar_one())

@@ -1,23 +1,27 @@
 """What people and programs ask of the API, beside batches. A wrong word is refused with a sentence.
 
-What is written is kept: in the audit trail, in a run's description, in the store. No text may hold a NUL.
+What is written is kept: in the audit trail, in a run's description, in the store. No text may hold a NUL or half of a
+surrogate pair, which JSON can spell and no store can keep.
 """
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from foreshock.contract.wire import MAX_LAYERS, HeadRef, ModeName, Step
+from foreshock.contract.modes import CLIP_ORDERS
+from foreshock.contract.wire import MAX_LAYERS, HeadRef, ModeName, OrderName, Step
 
 
-def _without_nul(text: str) -> str:
+def _storable(text: str) -> str:
     if "\x00" in text:
         raise ValueError("holds a NUL character, which cannot be stored; leave it out")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds half of a surrogate pair, which is no character; leave it out")
     return text
 
 
-Storable = Annotated[str, AfterValidator(_without_nul)]
-"""What people write and every store takes: PostgreSQL has no NUL."""
+Storable = Annotated[str, AfterValidator(_storable)]
+"""Text of a request that every store takes: PostgreSQL has no NUL, and UTF-8 no lone surrogate."""
 
 
 def _not_blank(text: str) -> str:
@@ -34,7 +38,7 @@ class Login(BaseModel):
     """A token in exchange for a session cookie."""
 
     model_config = ConfigDict(extra="forbid")
-    token: str = Field(max_length=512)
+    token: Storable = Field(max_length=512)
 
 
 class CommandRequest(BaseModel):
@@ -46,11 +50,17 @@ class CommandRequest(BaseModel):
     heads: list[HeadRef] | None = Field(
         default=None, max_length=MAX_LAYERS * 64, description="[[layer, head], ...]; null means every head of the run"
     )
-    mode: ModeName
+    mode: OrderName = Field(description="for these heads; or when QK-Clip scales weights, of every head")
     expect: ModeName | None = Field(default=None, description="refuse unless every named head has this mode now")
     expires_in_seconds: float | None = Field(default=None, gt=0, le=30 * 86400)
     expires_step: Step | None = None
     dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _qk_clip_is_for_every_head(self) -> Self:
+        if self.mode in CLIP_ORDERS and (self.heads is not None or self.expect is not None):
+            raise ValueError(f"{self.mode} is for every head and expects no mode; leave heads and expect out")
+        return self
 
 
 class Decision(BaseModel):
@@ -61,13 +71,10 @@ class Decision(BaseModel):
     reason: Said = Field(min_length=1, max_length=500)
 
 
-class Acknowledgement(BaseModel):
+class Acknowledgement(Decision):
     """Somebody takes care of an incident."""
 
-    model_config = ConfigDict(extra="forbid")
-    who: Said = Field(min_length=1, max_length=128)
-    reason: Said = Field(min_length=1, max_length=500)
-    incident: str = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
+    incident: Storable = Field(max_length=64, description="its id: rounding, score-growth, not-finite or other")
 
 
 def _one_line(text: str) -> str:
@@ -98,10 +105,8 @@ class Description(BaseModel):
     notes: Annotated[Storable, Field(max_length=4000)] | None = None
 
 
-class Undo(BaseModel):
+class Undo(Decision):
     """An order to take a switch back."""
 
-    model_config = ConfigDict(extra="forbid")
-    who: Said = Field(min_length=1, max_length=128)
     reason: Said = Field(min_length=1, max_length=480)
     dry_run: bool = False

@@ -4,7 +4,8 @@ import hashlib
 import ipaddress
 import os
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -106,58 +107,64 @@ class Settings(BaseSettings):
         description="a secret that may do everything; a second line holds the next one while it is replaced",
     )
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
-    grafana_hmac_secret: SecretStr | None = Field(
-        default=None, min_length=16, description="signs /v1/webhooks/grafana; without it that route is closed"
-    )
 
-    max_body_bytes: int = Field(default=MAX_BATCH_BYTES + 2**20, ge=1024, description="largest request body")
     connections: int = Field(
         default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
     )
-    header_seconds: float = Field(default=10.0, gt=0, description="in which the headers of a request must come")
-    body_seconds: float = Field(default=60.0, gt=0, description="in which the body of a request must come")
-    ingest_queue_batches: int = Field(default=64, ge=1, description="batches taken and not yet committed; then 429")
-    ingest_queue_bytes: int = Field(default=128 * 2**20, ge=1024, description="bytes of them; then 429")
-    commit_batches: int = Field(default=128, ge=1, description="batches written by one commit at most")
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
-    stream_clients: int = Field(
-        default=1024, ge=1, description="streams at once; beyond, the oldest of whoever holds most is ended"
-    )
-    stream_queue_events: int = Field(default=256, ge=1, description="events waiting for a slow client; then cut off")
-
-    metrics_seconds: float = Field(default=1.0, ge=0, description="scrapes within this time get the same snapshot")
-    worst_heads: int = Field(default=16, ge=0, description="heads of each run that /metrics shows one by one")
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
-    finished_run_seconds: float = Field(default=900.0, ge=0, description="a finished run leaves /metrics after this")
-    silent_run_seconds: float = Field(
-        default=86_400.0, ge=0, description="a run gone silent leaves /metrics after this"
-    )
     retention_seconds: float | None = Field(
         default=90 * 86_400.0, gt=0, description="runs silent for longer are deleted; the audit trail stays"
     )
 
-    command_expiry_seconds: float = Field(default=3600.0, gt=0, description="for commands that name no expiry")
-    webhook_cooldown_seconds: float = Field(default=300.0, ge=0, description="between two webhook switches of a run")
-    webhook_switches_per_hour: int = Field(default=12, ge=0, description="webhook switches of one run in an hour")
     verify_steps: int = Field(
         default=1000, ge=0, description="a switch is verified so many steps after it; 0 verifies none"
     )
-    webhook_window_seconds: float = Field(default=300.0, gt=0, description="how old or early a signature may be")
     notify_slack_url: SecretStr | None = Field(default=None, description="an incoming webhook of Slack, or compatible")
     notify_webhook_url: SecretStr | None = Field(default=None, description="gets {message, event, incidents} as JSON")
     notify_hosts: tuple[str, ...] = Field(
         default=("hooks.slack.com",), description="hosts that the two URLs above may name; https alone, never a number"
-    )
-    notify_gather_seconds: float = Field(
-        default=5.0, ge=0, le=600, description="news wait so long for more, and are told in one message"
     )
     public_url: str = Field(
         default="",
         max_length=512,
         description="address of the page, for links in notifications; with https:// the session cookie is Secure",
     )
-    session_seconds: float = Field(default=43_200.0, gt=0, description="life of the page's session cookie")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    # Fixed, since nobody can choose it with a reason. Tests make some of it small (server.testing.fixed).
+    max_body_bytes: ClassVar[int] = MAX_BATCH_BYTES + 2**20
+    """Largest request body: the largest batch of the wire, and room for what stands round it."""
+    header_seconds: ClassVar[float] = 10.0
+    """In which the headers of a request must come: a slow network needs one, whoever holds connections takes more."""
+    body_seconds: ClassVar[float] = 60.0
+    """In which the body of a request must come: the largest batch over 5 Mbit/s."""
+    ingest_queue_batches: ClassVar[int] = 64
+    """Batches taken and not yet committed, then 429: more would be answered after the agents' deadline."""
+    ingest_queue_bytes: ClassVar[int] = 128 * 2**20
+    """Bytes of them, then 429: what the process may grow by; four of the largest batches."""
+    commit_batches: ClassVar[int] = 128
+    """Batches written by one commit at most: those who wait for a full group stay within the agents' deadline."""
+    stream_clients: ClassVar[int] = 1024
+    """Streams at once: half of the connections, so that agents keep the others."""
+    stream_queue_events: ClassVar[int] = 256
+    """Events waiting for a slow client, then it is cut off: it comes back, and resumes from the log."""
+    worst_heads: ClassVar[int] = 16
+    """Heads of each run that /metrics shows one by one: more than a board lists; the page shows every head."""
+    metrics_seconds: ClassVar[float] = 1.0
+    """Scrapes within this time get the same snapshot: less than any scrape interval."""
+    finished_run_seconds: ClassVar[float] = 900.0
+    """A finished run leaves /metrics after this: every scraper has seen its end by then."""
+    silent_run_seconds: ClassVar[float] = 86_400.0
+    """A run gone silent leaves /metrics after a day: until then its alert asks somebody to look."""
+    command_expiry_seconds: ClassVar[float] = 3600.0
+    """For commands that name no expiry: an order is not carried out when nobody expects it any more."""
+    webhook_cooldown_seconds: ClassVar[float] = 300.0
+    """Between two switches of a run by a machine, so at most twelve an hour: what a switch did shows by then."""
+    notify_gather_seconds: ClassVar[float] = 5.0
+    """News wait so long for more, and are told in one message: the heads of one incident warn within seconds."""
+    session_seconds: ClassVar[float] = 43_200.0
+    """Life of the page's session cookie: a working day."""
 
     @model_validator(mode="after")
     def _safe_to_bind(self) -> Self:
@@ -167,6 +174,12 @@ class Settings(BaseSettings):
                 "kernels in a training run. Set FORESHOCK_TOKEN (16 characters or more) or FORESHOCK_TOKEN_FILE, or "
                 "listen on 127.0.0.1"
             )
+        if not self.all_tokens and (passed_on := self._passed_on()):
+            raise ValueError(
+                f"FORESHOCK_{passed_on.upper()} is set, so others reach the service through a proxy, and no token is "
+                "set: anyone there could switch kernels in a training run. Set FORESHOCK_TOKEN (16 characters or "
+                f"more), FORESHOCK_TOKEN_FILE or FORESHOCK_TOKENS_FILE, or leave FORESHOCK_{passed_on.upper()} out"
+            )
         for url in (self.notify_slack_url, self.notify_webhook_url):
             if url is not None:
                 try:
@@ -175,10 +188,11 @@ class Settings(BaseSettings):
                     raise ValueError(f"a notification URL cannot be used: {error}") from None
         return self
 
-    @model_validator(mode="after")
-    def _nothing_misspelt(self) -> Self:
-        refuse_misspelt()
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_misspelt(cls, given: Any) -> Any:
+        refuse_misspelt()  # first: a name in lower case is read, and its value may be wrong too
+        return given
 
     @classmethod
     def variables(cls) -> list[str]:
@@ -189,12 +203,14 @@ class Settings(BaseSettings):
     @property
     def loopback(self) -> bool:
         """True when only this machine can reach the address."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        return _is_loopback(self.host)
+
+    def _passed_on(self) -> str | None:
+        """The setting by which a proxy gives others the service, if one is set."""
+        for name in ("allowed_hosts", "trusted_proxies"):
+            if getattr(self, name):
+                return name
+        return "public_url" if self.public_url and not _is_loopback(urlsplit(self.public_url).hostname or "") else None
 
     @property
     def all_tokens(self) -> tuple[Token, ...]:
@@ -212,6 +228,15 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments win over variables, variables over *_FILE."""
         return (init_settings, env_settings, _SecretFiles(settings_cls))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def secret_in_file(name: str) -> str | None:
@@ -233,10 +258,10 @@ class UnusableSettingsError(ValueError):
     """The service cannot start with what was set. The message says why and holds no value: it may be a secret."""
 
 
-def settings_of(**given: Any) -> Settings:
+def settings_of(kind: type[Settings] = Settings, **given: Any) -> Settings:
     """The settings of the environment, with `given` on top. Raises UnusableSettingsError."""
     try:
-        return Settings(**given)
+        return kind(**given)
     except ValidationError as error:
         raise UnusableSettingsError("\n".join(sentences(error))) from None
     except SettingsError as error:  # says the field and the source, and what it says of the value stays with its cause
@@ -250,7 +275,6 @@ class _SecretFiles(PydanticBaseSettingsSource):
     NAMES = (
         "token",
         "tokens",
-        "grafana_hmac_secret",
         "database_url",
         "notify_slack_url",
         "notify_webhook_url",

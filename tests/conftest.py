@@ -1,15 +1,6 @@
-"""`pytest --record FILE`: what became of every test that bears a `promise` or an `execution` mark, as JSON.
+"""The tiers of the tests, their sizes, and what runs with the machine to itself."""
 
-Documents are generated from such records (docs/reliability.md, docs/models.md). One test in it:
-{"test": "tests/monitor/test_a.py::test_b[c]", "outcome": "passed" | "failed" | "skipped", "reason": why it was skipped,
-"seconds": 0.12, "promise": ["A14"], "execution": [["GPT-2", "eager"]], "figures": {name: value}}; figures are what the
-test gave to pytest's `record_property`.
-"""
-
-import datetime
-import json
 import logging
-import platform
 import shlex
 import sys
 import time
@@ -20,7 +11,6 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, settings
 
-MARKS: Final = ("promise", "execution")
 ROOT: Final = Path(__file__).parents[1]
 ALONE: Final = (
     "tests/e2e/",
@@ -48,65 +38,8 @@ settings.register_profile("house", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("house")
 
 
-class Recorder:
-    """Keeps the outcome of marked tests, and writes them when the session ends."""
-
-    def __init__(self, path: Path, command: str) -> None:
-        self._path = path
-        self._command = command
-        self._tests: dict[str, dict[str, Any]] = {}
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        marks = {name: [list(mark.args) for mark in item.iter_markers(name)] for name in MARKS}
-        if not any(marks.values()):
-            return
-        promises = [promise for args in marks["promise"] for promise in args]
-        self._tests[item.nodeid] = {
-            "test": item.nodeid,
-            "outcome": None,
-            "reason": "",
-            "seconds": 0.0,
-            "promise": sorted(promises),
-            "execution": sorted(marks["execution"]),
-            "figures": {},
-        }
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = self._tests.get(report.nodeid)
-        if test is None:
-            return
-        test["seconds"] = round(test["seconds"] + report.duration, 3)
-        test["figures"] |= dict(report.user_properties)
-        if report.failed or test["outcome"] is None or report.skipped:
-            test["outcome"] = report.outcome  # of setup, call and teardown the worst
-        if report.skipped and isinstance(report.longrepr, tuple):
-            test["reason"] = str(report.longrepr[2]).removeprefix("Skipped: ")
-
-    def pytest_sessionfinish(self) -> None:
-        ran = [test for test in self._tests.values() if test["outcome"] is not None]
-        record = {
-            "command": self._command,
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "machine": _machine(),
-            "tests": sorted(ran, key=lambda test: str(test["test"])),
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
-
-def _machine() -> dict[str, str]:
-    machine = {"python": platform.python_version(), "cpu": platform.machine()}
-    torch = sys.modules.get("torch")  # the service's tests run without it
-    if torch is not None:
-        machine["torch"] = torch.__version__
-        if torch.cuda.is_available():
-            machine["gpu"] = torch.cuda.get_device_name()
-    return machine
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --record, --tier and --size."""
-    parser.addoption("--record", metavar="FILE", type=Path, help="write the outcome of marked tests to FILE, as JSON")
+    """Adds --tier and --size."""
     parser.addoption(
         "--tier",
         choices=("quick", "full", "long"),
@@ -157,6 +90,23 @@ def logs_as_before() -> Iterator[None]:
         structlog.reset_defaults()
         if structured is not None:
             structlog.configure(**structured)
+
+
+@pytest.fixture(autouse=True)
+def attention_as_before() -> Iterator[None]:
+    """A test that leaves its agent attached fails itself, not whoever comes after it."""
+    before = _rebound()
+    yield
+    assert _rebound() in (False, before), "this test left an agent attached: PyTorch's attention is still rebound"
+
+
+def _rebound() -> bool:
+    interception = sys.modules.get("foreshock.monitor.attention.interception")
+    functional = sys.modules.get("torch.nn.functional")
+    if interception is None or functional is None:
+        return False
+    ours: Any = interception.scaled_dot_product_attention
+    return functional.scaled_dot_product_attention is ours
 
 
 def _structured() -> dict[str, Any] | None:
@@ -213,14 +163,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"to run what failed by itself{more}, with the log of each step and no other load:")
         given = " ".join(shlex.quote(name) for name in failed[:5])
         terminalreporter.write_line(f"  .venv/bin/python -P -m pytest -vv --tier {tier} {given}")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Starts the recorder when it is asked for."""
-    path = config.getoption("--record")
-    if path is not None:
-        if hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None):
-            raise pytest.UsageError("--record keeps the outcomes of one process; leave out -n")
-        given = (str(argument) for argument in config.invocation_params.args)
-        arguments = shlex.join(path.name if argument == str(path) else argument for argument in given)
-        config.pluginmanager.register(Recorder(path, f"pytest {arguments}"), "foreshock-recorder")

@@ -32,7 +32,7 @@ def service(live: LiveService) -> Iterator[Service]:
 def test_runs_and_their_events_come_page_by_page(service: Service) -> None:
     assert [run["run"] for run in service.runs()] == ["team-a/run-9"]
     assert service.run("team-a/run-9")["warnings"][0]["sentence"] == "layer 2 head 5 drifts"
-    assert [event["kind"] for event in service.events("team-a/run-9")] == ["verdict", "started"]
+    assert [event["kind"] for event in service.events("team-a/run-9")] == ["incident", "verdict", "started"]
     assert [event["kind"] for event in service.events("team-a/run-9", "started")] == ["started"]
 
 

@@ -42,7 +42,7 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     described = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)(?:\(.*\))?$", page, re.MULTILINE))
     public = [
-        *(getattr(foreshock, name) for name in ("Agent", "AgentConfig", "attach", "detach")),
+        *(getattr(foreshock, name) for name in ("Agent", "AgentConfig", "Assessment", "assess", "attach", "detach")),
         *(getattr(callbacks, name) for name in dir(callbacks) if name[0] != "_"),
         *(value for name, value in vars(client).items() if name[0] != "_" and inspect.isclass(value)),
         *(
@@ -61,8 +61,15 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
 def test_contributing_lists_the_files_that_each_addition_touches_and_each_is_there() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## To add something")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (?:a|an) (\w+)[^|]*\|(.*)\|$", section, re.MULTILINE)
-    assert [what for what, _ in rows] == ["statistic", "metric", "signal", "mode", "callback", "alert", "setting"]
+    assert [what for what, _ in rows] == ["statistic", "metric", "condition", "mode", "callback", "alert", "setting"]
     for what, files in rows:
         named = re.findall(r"`((?:[a-z]+/)+[\w./-]*)`", files)
         assert named, what
         assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_drawing_of_the_ways_through_the_code_names_files_that_are_there() -> None:
+    drawing = (ROOT / "docs" / "design.md").read_text().split("## Three ways through the code")[1].split("\n## ")[0]
+    named = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", drawing)
+    assert len(set(named)) > 30
+    assert [name for name in named if not (ROOT / name).exists()] == []

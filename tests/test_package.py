@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_names_that_programs_use_are_those_of_the_agent() -> None:
-    for name in ("Agent", "AgentConfig", "attach", "detach"):
+    for name in ("Agent", "AgentConfig", "Assessment", "assess", "attach", "detach"):
         assert getattr(foreshock, name) is getattr(monitor, name)
 
 
@@ -24,9 +26,16 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-P", "-c", check], check=False).returncode == 0
 
 
-def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
+@pytest.mark.parametrize("package", [foreshock, monitor])
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match=r"'watch'.*attach, detach"):
-        getattr(foreshock, "wat" + "ch")
+        getattr(package, "wat" + "ch")
+
+
+def test_no_module_of_the_agent_stands_in_the_place_of_a_name_that_it_hands_on() -> None:
+    modules = {module.name for module in iter_modules(monitor.__path__)}
+    assert "attaching" in modules
+    assert not modules & set(dir(monitor))
 
 
 def test_modules_are_found_at_the_top_without_torch() -> None:
@@ -53,7 +62,8 @@ def test_a_callback_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_names_that_are_looked_up_late_are_listed_all_the_same() -> None:
     """What a notebook completes after `foreshock.` comes from here."""
-    assert set(dir(foreshock)) == {"Agent", "AgentConfig", "attach", "detach", "callbacks", "client", "__version__"}
+    names = {"Agent", "AgentConfig", "Assessment", "assess", "attach", "detach", "callbacks", "client", "__version__"}
+    assert set(dir(foreshock)) == names
     assert dir(callbacks) == ["AccelerateTracker", "LightningCallback", "TransformersCallback", "watch_torchtitan"]
 
 

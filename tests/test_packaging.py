@@ -1,5 +1,6 @@
 """What is built is what people install: every room, its data files, and extras that keep the two sides apart."""
 
+import ast
 import subprocess
 import sys
 import tarfile
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("contract", "kernels", "monitor", "server", "dashboards", "lab", "cli", "benchmarks")
+ROOMS = ("contract", "kernels", "monitor", "server", "dashboards", "lab", "cli")
+CHECKOUT = ("benchmarks/", "cli/research/", "lab/scoring/", "lab/sets/", "server/testing/")
+"""What research and tests need, and no user of the wheel."""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,38 @@ def tracked(pattern: str) -> list[str]:
     return listed.stdout.split()
 
 
-def test_the_wheel_holds_every_module_of_every_room(wheel: zipfile.ZipFile) -> None:
-    names = set(wheel.namelist())
+def test_the_wheel_holds_every_module_of_every_room_and_none_of_a_checkout(wheel: zipfile.ZipFile) -> None:
+    names = {name.removeprefix("foreshock/") for name in wheel.namelist()}
     for room in ROOMS:
-        missing = {f"foreshock/{path}" for path in tracked(f"{room}/*.py")} - names
+        missing = {path for path in tracked(f"{room}/*.py") if not path.startswith(CHECKOUT)} - names
         assert not missing
+    assert not [name for name in names if name.startswith(CHECKOUT)]
+    assert all(tracked(f"{folder}*.py") for folder in CHECKOUT)
+
+
+def test_nothing_in_the_wheel_imports_what_only_a_checkout_has(wheel: zipfile.ZipFile) -> None:
+    outside = tuple(f"foreshock.{folder[:-1].replace('/', '.')}" for folder in CHECKOUT)
+    wrong = {}
+    for name in wheel.namelist():
+        if name.endswith(".py"):
+            tree = ast.walk(ast.parse(wheel.read(name)))
+            modules = [f"{n.module}.{a.name}" for n in tree if isinstance(n, ast.ImportFrom) for a in n.names]
+            wrong[name] = [module for module in modules if module.startswith(outside)]
+    assert {name for name, modules in wrong.items() if modules} == {"foreshock/cli/main.py"}  # where it is found
+
+
+def test_the_wheels_own_command_has_neither_the_laboratory_nor_benchmarks(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path)
+    command = [sys.executable, "-P", "-m", "foreshock"]
+    environment = {"PATH": "", "PYTHONPATH": str(tmp_path), "COLUMNS": "120"}
+    done = subprocess.run([*command, "--help"], env=environment, check=True, capture_output=True, text=True)
+    assert "diagnose" in done.stdout
+    for group in ("lab", "bench"):
+        refused = subprocess.run([*command, group], env=environment, check=False, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert f"No such command '{group}'" in refused.stderr
 
 
 def test_the_wheel_holds_the_page_the_boards_and_the_type_marker(wheel: zipfile.ZipFile) -> None:
@@ -57,9 +87,12 @@ def test_the_wheel_holds_the_page_the_boards_and_the_type_marker(wheel: zipfile.
     assert {f"foreshock/{path}" for path in tracked("dashboards/generated/*")} <= names
 
 
-def test_the_wheel_is_small_since_recorded_runs_stay_in_the_repository(built: Path, wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_is_small_and_holds_no_recorded_runs_but_those_of_the_demo(
+    built: Path, wheel: zipfile.ZipFile
+) -> None:
     assert next(built.glob("foreshock-*.whl")).stat().st_size <= 2 * 2**20
-    assert not [name for name in wheel.namelist() if name.endswith(".gz")]
+    recorded = {name for name in wheel.namelist() if name.endswith(".gz")}
+    assert recorded == {f"foreshock/{path}" for path in tracked("lab/shown/*.gz")} != set()
 
 
 def test_the_wheel_holds_no_test_and_no_foreign_top_level_package(wheel: zipfile.ZipFile) -> None:

@@ -74,10 +74,3 @@ def test_the_full_tier_holds_what_the_quick_one_leaves_out(suite: Path) -> None:
     said = run(suite, "--tier", "full", "-m", "full")
     assert "1 passed, 8 deselected" in said
     assert "left out" not in said
-
-
-def test_a_record_of_several_processes_is_refused(suite: Path) -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-n", "2", "--record", "quick.json"]
-    done = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 4
-    assert "--record keeps the outcomes of one process; leave out -n" in done.stderr

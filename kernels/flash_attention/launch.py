@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from foreshock.kernels.flash_attention.blocks import blank_rest_kernel
-from foreshock.kernels.flash_attention.launcher import Launch, Ready, first_launch
-from foreshock.kernels.flash_attention.spec import LOOK_ROWS, Arguments, AttentionSpec
-from foreshock.kernels.flash_attention.tuning import Config
+from foreshock.kernels.flash_attention.spec import Arguments, AttentionSpec
+from foreshock.kernels.flash_attention.triton_kernels.blocks import blank_rest_kernel
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch, Ready, first_launch
+from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 
 _LOG2E = 1 / math.log(2)
 
@@ -100,7 +100,7 @@ class Call:
     @cached_property
     def row_block(self) -> int:
         """Rows a program of the backward's first pass."""
-        return min(LOOK_ROWS, max(16, 4096 // self.block_d))
+        return min(128, max(16, 4096 // self.block_d))
 
     @cached_property
     def score_unit(self) -> float:
@@ -213,7 +213,7 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, *others
 
     Raises ValueError with a sentence for layouts that the kernels do not read.
     """
-    modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec, _ = given
+    modes, cu_seqlens, cu_seqlens_k, longest_q, longest_k, seed, spec = given
     sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     longest = None if cu_seqlens is None else (longest_q, longest_k)
     outer = (query, key, value, modes, cu_seqlens, cu_seqlens_k, seed, *others)

@@ -40,7 +40,7 @@ def _triton() -> Any:
     if os.environ.get("FORESHOCK_KERNELS") == "reference":
         return None
     try:
-        from foreshock.kernels.flash_attention import backward, forward
+        from foreshock.kernels.flash_attention.triton_kernels import backward, forward
     except ImportError as error:
         warnings.warn(f"foreshock's Triton kernels are not available ({error}); attention is slow here", stacklevel=2)
         return None
@@ -65,42 +65,37 @@ def _attention_forward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: str,
-    cadence: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention of query [B, H, Sq, D] over key, value [B, Hkv, Sk, D]; any strides.
 
     Under `kernel` and `paper` numerics the inputs are bf16 or fp16. `state` is not touched here: it travels to the
     backward, which counts into it. `modes` is int32 [H] (foreshock.contract.modes.Mode), None for plain. `dropout_seed`
     is int64 [], None without dropout. Packed sequences lie end to end in [1, H, total, D] with cumulative lengths int32
-    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk. `cadence`
-    is int64 [2], k and tick: which rows are looked at (`looked_rows`); None: all.
+    [N + 1] and the longest length (or any bound of it); otherwise these are None and the lengths Sq and Sk.
 
     Returns out [B, H, Sq, D] in the query's layout and dtype; what rounding took from it, likewise (`residual_dtype`),
     times `residual_scale`, or nothing [0] where the spec keeps none;
-    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key;
-    the flags of every row (`LOOKED`), int8 [B, H, Sq], or nothing [0] without a cadence or a residual.
+    log-sum-exp and row maximum of the scores, [B, H, Sq] (`compute_dtype`), both -inf for a row that sees no key.
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
-    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec), cadence)
-    looked: Tensor | None
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
     if (kernels := _kernels(query, given.spec)) is not None:  # which write in the query's layout
-        out, residual, lse, row_max, looked = kernels.attention_forward(query, key, value, given)
+        out, residual, lse, row_max = kernels.attention_forward(query, key, value, given)
     else:
         with torch.autocast(query.device.type, enabled=False):  # products are rounded as the numerics say
-            out, residual, lse, row_max, looked = reference.attention_forward(query, key, value, given)
+            out, residual, lse, row_max = reference.attention_forward(query, key, value, given)
         out, residual = _laid_out(out, query), _laid_out(residual, query) if given.spec.residual else residual
-    return out, residual, lse, row_max, lse.new_empty(0, dtype=torch.int8) if looked is None else looked
+    return out, residual, lse, row_max
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    spec, cadence = spec_of(arguments[7]), arguments[8] if len(arguments) > 8 else None
+    spec = spec_of(arguments[7])
     rows, numerics, kept = query.shape[:-1], spec.numerics, residual_dtype(query.dtype, spec.numerics)
     return (
         torch.empty_like(query),
         torch.empty_like(query, dtype=kept) if spec.residual else query.new_empty(0, dtype=kept),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
         query.new_empty(rows, dtype=compute_dtype(numerics)),
-        query.new_empty(0 if cadence is None or not spec.residual else rows, dtype=torch.int8),
     )
 
 
@@ -113,7 +108,6 @@ def _attention_backward(
     out_residual: Tensor,
     lse: Tensor,
     row_max: Tensor,
-    looked: Tensor,
     state: Tensor | None,
     modes: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -122,18 +116,16 @@ def _attention_backward(
     max_seqlen_k: int,
     dropout_seed: Tensor | None,
     spec: str,
-    cadence: Tensor | None = None,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in its layout and dtype; counts the statistics into `state`.
 
-    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing. What counts moves
-    the tick of `cadence` on by 1. `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
+    `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None counts nothing.
+    `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    thinned = cadence is not None and looked.dim() == 3
-    saved = Saved(query, key, value, out, out_residual, lse, row_max, looked if thinned else None)
+    saved = Saved(query, key, value, out, out_residual, lse, row_max)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
-    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec), cadence if thinned else None)
+    given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
     if (kernels := _kernels(query, given.spec)) is not None:
         result: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(grad_out, saved, state, given, grad_lse)
         return result
@@ -163,10 +155,9 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, state, modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, *_ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, dropout_seed)
-    # State, modes and cadence change between forward and backward by design, which save_for_backward would refuse.
+    # State and modes change between forward and backward by design, which save_for_backward would refuse.
     ctx.state, ctx.modes = state, modes
     ctx.max_seqlens, ctx.spec = inputs[7:9], inputs[10]
-    ctx.cadence = inputs[11] if len(inputs) > 11 else None
     ctx.others = len(inputs) - 3
     # O and the log-sum-exp have gradients; where one of them has none, the backward is told None.
     ctx.mark_non_differentiable(output[1], *output[3:])
@@ -180,7 +171,7 @@ def _backward(ctx: Any, grad_out: Any, _: Any, grad_lse: Any, *__: Any) -> tuple
     grads: tuple[Tensor, ...]
     if not twice.is_asked(grad_out):
         state, ctx.state = ctx.state, None  # a second backward through a graph that was kept counts nothing again
-        given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec, ctx.cadence)
+        given = (state, ctx.modes, cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, dropout_seed, ctx.spec)
         grads = attention_backward(grad_out, query, key, value, *output, *given, grad_lse)
     else:  # which counts nothing, and leaves it to a backward that comes after it, as the loss's after its penalty's
         spec, packed = spec_of(ctx.spec), cu_seqlens_q is not None
@@ -205,7 +196,7 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: t
 
 
 attention_forward: Any = _operator(_attention_forward, _fake_forward, ())
-attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state", "cadence"))
+attention_backward: Any = _operator(_attention_backward, _fake_backward, ("state",))
 torch.library.register_autograd("foreshock::attention_forward", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
@@ -246,7 +237,6 @@ class _Options(TypedDict, total=False):
     numerics: Numerics
     state: Tensor | None
     modes: Tensor | None
-    cadence: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int | None
@@ -275,7 +265,6 @@ def flash_attention(
     numerics: Numerics = "kernel",
     state: Tensor | None = None,
     modes: Tensor | None = None,
-    cadence: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -293,8 +282,6 @@ def flash_attention(
     window: (left, right) keys visible beside the diagonal, -1 for all. softcap: 0 for off. scale: 1 / sqrt(D) if None.
     state: int64 [H, SLOT_COUNT] that the backward adds to (`new_state`); None counts nothing.
     modes: int32 [H], foreshock.contract.modes.Mode; None means plain.
-    cadence: int64 [2], k and tick, on the query's device, beside a state: ties, shifts and delta bias are counted of
-    one in k blocks of 128 rows, others at each tick; a backward that counts moves the tick on by 1. None: of all rows.
     cu_seqlens_q, cu_seqlens_k: sequences packed end to end in [1, H, total, D], cumulative lengths int32 [N + 1].
     max_seqlen_q, max_seqlen_k: length of the longest of them; read off the device, which waits for it, if None. What
     lies past a length that was told too small is NaN (where the lengths lie on a CPU, it is refused).
@@ -311,7 +298,7 @@ def flash_attention(
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
     check_tensors(query, key, value, numerics)
     check_packed(query, cu_seqlens_q, cu_seqlens_k)
-    _check_state(query, state, modes, cadence)
+    _check_state(query, state, modes)
     if isinstance(causal, bool):
         if causal and (query.shape[2] != key.shape[2] or cu_seqlens_q is not cu_seqlens_k):
             raise ValueError(
@@ -344,7 +331,6 @@ def flash_attention(
         _longest(key, cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
         seed,
         text,
-        cadence,
     )
     out = out if out.dtype == dtype else out.to(dtype)
     return (out, lse) if return_lse else out
@@ -364,17 +350,12 @@ def _longest(rows: Tensor, cu_seqlens: Tensor | None, told: int | None, name: st
     return longest if told is None else told
 
 
-def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None, cadence: Tensor | None) -> None:
+def _check_state(query: Tensor, state: Tensor | None, modes: Tensor | None) -> None:
     heads = query.shape[1]
     if state is not None and (state.dtype != torch.int64 or state.shape != (heads, SLOT_COUNT)):
         raise ValueError(f"state is {state.dtype} {list(state.shape)}; give int64 [{heads}, {SLOT_COUNT}] (new_state)")
     if modes is not None and (modes.dtype != torch.int32 or modes.shape != (heads,)):
         raise ValueError(f"modes is {modes.dtype} {list(modes.shape)}; give int32 [{heads}], one flag per head")
-    if cadence is not None:
-        if cadence.dtype != torch.int64 or cadence.shape != (2,) or cadence.stride(0) != 1:
-            raise ValueError(f"cadence is {cadence.dtype} {list(cadence.shape)}; give int64 [2] side by side: k, tick")
-        if state is None:
-            raise ValueError("cadence says which rows are counted; give a state that they are counted into")
-    for name, tensor in (("state", state), ("modes", modes), ("cadence", cadence)):
+    for name, tensor in (("state", state), ("modes", modes)):
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} lies on {tensor.device}; move it to {query.device}, where the query is")

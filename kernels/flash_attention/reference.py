@@ -15,13 +15,10 @@ from foreshock.kernels.flash_attention.centring import Centring, centring, check
 from foreshock.kernels.flash_attention.dropout import kept
 from foreshock.kernels.flash_attention.shift import row_shift
 from foreshock.kernels.flash_attention.spec import (
-    LOOKED,
-    RESIDUAL_KEPT,
     Arguments,
     AttentionSpec,
     Saved,
     compute_dtype,
-    looked_rows,
     operand_dtype,
     residual_dtype,
     residual_scale,
@@ -38,20 +35,15 @@ from foreshock.kernels.flash_attention.visibility import hide
 
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, given: Arguments
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """out, out_residual, lse, row_max and looked, as `foreshock::attention_forward` (op.py) describes them."""
-    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec, cadence = given
-    flags = None
-    if cadence is not None and spec.residual:
-        looked = looked_rows(query.shape, cadence, cu_seqlens_q)
-        kept_rows = looked | _keeps_residual(modes, spec, query.device)
-        flags = looked.to(torch.int8) * LOOKED + kept_rows.to(torch.int8) * RESIDUAL_KEPT
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, out_residual, lse and row_max, as `foreshock::attention_forward` (op.py) describes them."""
+    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = given
     operand, residual = operand_dtype(query.dtype), residual_dtype(query.dtype, spec.numerics)
     if query.numel() == 0 or key.numel() == 0:
         row_max = torch.full(query.shape[:-1], -math.inf, dtype=compute_dtype(spec.numerics), device=query.device)
         shape = query.shape if spec.residual else torch.Size([0])
         kept_residual = query.new_zeros(shape, dtype=residual)
-        return query.new_zeros(query.shape), kept_residual, row_max, row_max.clone(), flags
+        return query.new_zeros(query.shape), kept_residual, row_max, row_max.clone()
     check_modes(modes, spec)
     wide = compute_dtype(spec.numerics)
     queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
@@ -94,16 +86,14 @@ def attention_forward(
     if spec.residual:
         lost = exact - _round(out.to(wide), operand)
         out_residual = (lost * residual_scale(residual)).to(residual)
-        if flags is not None:
-            out_residual = out_residual.masked_fill((flags & RESIDUAL_KEPT).eq(0).unsqueeze(-1), 0.0)
     if centre is not None and spec.numerics != "kernel":
         # Both are those of the keys as they came, so that modes may change before the backward.
         common = _common_score(queries, centre, spec)
         lse, row_max = lse + common, row_max + common
-    return out.to(query.dtype), out_residual, lse, row_max, flags
+    return out.to(query.dtype), out_residual, lse, row_max
 
 
-def _keeps_residual(modes: Tensor | None, spec: AttentionSpec, device: torch.device) -> Tensor:
+def _exact_delta(modes: Tensor | None, spec: AttentionSpec, device: torch.device) -> Tensor:
     """The heads whose delta is taken before O is rounded, bool [H, 1] or [1]."""
     if spec.numerics in ("float64", "float32"):
         return torch.ones(1, dtype=torch.bool, device=device)
@@ -120,7 +110,7 @@ def attention_backward(
 
     grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    (query, key, value, _, _, lse, row_max, _), modes, spec = saved, arguments.modes, arguments.spec
+    (query, key, value, _, _, lse, row_max), modes, spec = saved, arguments.modes, arguments.spec
     if query.numel() == 0 or key.numel() == 0:
         if state is not None:
             nothing, never = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)
@@ -129,8 +119,6 @@ def attention_backward(
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     check_modes(modes, spec)
     given = _score_gradient(grad_out, saved, state, arguments, grad_lse)
-    if state is not None and arguments.cadence is not None:
-        arguments.cadence[1] += 1
     operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
     score_grad = _round(given.sloped(given.score_grad), operand)
     grad_query = _product(score_grad, given.keys, spec.scale)
@@ -217,8 +205,8 @@ def _score_gradient(
     grad_out: Tensor, saved: Saved, state: Tensor | None, arguments: Arguments, grad_lse: Tensor | None
 ) -> _ScoreGradient:
     """The first half of the backward, with the statistics: what dV, dQ and dK are then products of."""
-    query, key, value, out, out_residual, lse, row_max, flags = saved
-    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec, _ = arguments
+    query, key, value, out, out_residual, lse, row_max = saved
+    modes, cu_seqlens_q, cu_seqlens_k, _, _, dropout_seed, spec = arguments
     operand, wide = operand_dtype(query.dtype), lse.dtype
     queries, keys, values, grads = (_of_heads(x, query.shape[1], wide) for x in (query, key, value, grad_out))
     delta_bias = -(grads * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
@@ -241,12 +229,11 @@ def _score_gradient(
         shift = row_shift(counted, maximum, modes, operand)
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
-        looked = None if flags is None else (flags & LOOKED).bool()
         ties = (tied_bf16, tied_one, shifted)
-        accumulate(state, Rows(largest, log_sum, *ties, visible_keys, delta_hp, delta_bias, looked))
+        accumulate(state, Rows(largest, log_sum, *ties, visible_keys, delta_hp, delta_bias))
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
-    delta = torch.where(_keeps_residual(modes, spec, query.device), delta_hp, delta_lp)
+    delta = torch.where(_exact_delta(modes, spec, query.device), delta_hp, delta_lp)
     if centre is not None and spec.numerics != "kernel":
         delta = delta - (grads * centre.seen_value).sum(-1)
     row_sum: Tensor | float = 0.0

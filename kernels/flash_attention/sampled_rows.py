@@ -1,29 +1,30 @@
 """Statistics of a sample of rows of any attention, in two launches: the rows, then their sum into the state.
 
-The same rows, computed in the same way, as `foreshock.monitor.attention.probed_rows` computes in PyTorch where there
-is no GPU.
+A program takes some rows of one head of one entry of the batch and goes over the keys that they see in tiles, first for
+the maxima and then for all else. The same rows, computed in the same way, as
+`foreshock.monitor.attention.probed_rows` computes in PyTorch where there is no GPU.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, check-untyped-defs=False
-# ruff: noqa: N803, N806  # Triton names its compile-time arguments in capitals
+# ruff: noqa: N803  # Triton names its compile-time arguments in capitals
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreshock.kernels.flash_attention.blocks import (
-    LN2,
-    LOG2E,
-    tanh,
-    to_operand,
-)
-from foreshock.kernels.flash_attention.counting import (
+from foreshock.kernels.flash_attention.launch import compiled_for
+from foreshock.kernels.flash_attention.spec import AttentionSpec
+from foreshock.kernels.flash_attention.statistics import one_margin
+from foreshock.kernels.flash_attention.triton_kernels.blocks import INTERPRET, LN2, LOG2E, tanh, to_operand
+from foreshock.kernels.flash_attention.triton_kernels.counting import (
     DELTA_BIAS_ABS_SLOT,
     DELTA_BIAS_SUM_SLOT,
     DELTA_BIAS_SUMSQ_SLOT,
     EMPTY_SLOT,
+    ENTROPY_ROWS_SLOT,
+    ENTROPY_SUM_SLOT,
     NONFINITE_SLOT,
     ROW_MAX_ABS_SLOT,
     ROWS_SLOT,
@@ -37,10 +38,8 @@ from foreshock.kernels.flash_attention.counting import (
     finite,
     raise_maximum,
 )
-from foreshock.kernels.flash_attention.launch import compiled_for
-from foreshock.kernels.flash_attention.places import diagonal, visible
-from foreshock.kernels.flash_attention.spec import AttentionSpec
-from foreshock.kernels.flash_attention.statistics import one_margin
+from foreshock.kernels.flash_attention.triton_kernels.places import diagonal
+from foreshock.kernels.flash_attention.visibility import BLIND, UNSEEN
 
 # What is kept of a row between the launches, one plane [h, r] each.
 _ROW_MAX: tl.constexpr = tl.constexpr(0)
@@ -50,133 +49,194 @@ _TIES_ONE: tl.constexpr = tl.constexpr(3)
 _KEYS: tl.constexpr = tl.constexpr(4)
 _DELTA: tl.constexpr = tl.constexpr(5)
 _BIAS: tl.constexpr = tl.constexpr(6)
-PLANES = 7
+_ENTROPY: tl.constexpr = tl.constexpr(7)
+PLANES = 8
+_UNSEEN: tl.constexpr = tl.constexpr(UNSEEN)
+_BLIND: tl.constexpr = tl.constexpr(BLIND)
+_BOOL: tl.constexpr = tl.constexpr(1)
+_ADDED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def draw(tick, index, below):
-    """Number `index` of those drawn at `tick`, in [0, below): the finaliser of splitmix64, as probed_rows.drawn."""
-    z = (tick + index).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+def draw(index, below):
+    """A number in [0, below) for `index`, int64: the finaliser of splitmix64, as probed_rows.drawn."""
+    z = index.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
-    return ((z & 0x7FFFFFFFFFFFFFFF) % below.to(tl.uint64)).to(tl.int64)
+    return ((z & 0x7FFFFFFFFFFFFFFF) % tl.cast(below, tl.uint64)).to(tl.int64)
 
 
 @triton.jit
-def load_rows(source, rows, stride, mask, columns, dim):
-    """Rows `rows` of the head at `source`, widened, [rows, BLOCK_D]."""
+def load_rows(source, rows, stride, mask, dim, BLOCK_D: tl.constexpr):
+    """Rows `rows` of the head at `source`, [rows, BLOCK_D]; zero where `mask` [rows] is not set."""
+    columns = tl.arange(0, BLOCK_D)
     pointers = source + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    return tl.load(pointers, mask=mask[:, None] & (columns < dim)[None, :], other=0.0).to(tl.float32)
+    tile = tl.load(pointers, mask=mask[:, None] & (columns < dim)[None, :], other=0.0)
+    if INTERPRET:
+        tile = tile.to(tl.float32)
+    return tile
 
 
 @triton.jit
-def load_row(source, row, stride, columns, dim):
-    """Row `row` of the head at `source`, widened, [BLOCK_D]."""
-    return tl.load(source + row.to(tl.int64) * stride + columns, mask=columns < dim, other=0.0).to(tl.float32)
+def bounds(row, inside, cu_queries, cu_keys, sizes, SPEC: tl.constexpr):
+    """The keys [low, high) that causality, the window and the ends of packed sequences let each row see."""
+    length_q, length_k, sequences, left, right = sizes[4], sizes[5], sizes[6], sizes[9], sizes[10]
+    first = row * 0
+    end = first + length_k
+    diagonal_key = row + diagonal(length_q, length_k, SPEC.TOP_LEFT)
+    if SPEC.PACKED:
+        sequence = row * 0
+        for start in range(0, sequences, 64):
+            index = start + tl.arange(0, 64)
+            after = tl.load(cu_queries + 1 + index, mask=index < sequences, other=2147483647)
+            sequence += tl.sum((after[None, :] <= row[:, None]).to(tl.int32), 1)
+        known = inside & (sequence < sequences)  # rows behind the last sequence see nothing
+        start_q = tl.load(cu_queries + sequence, mask=known, other=0)
+        end_q = tl.load(cu_queries + sequence + 1, mask=known, other=0)
+        first = tl.load(cu_keys + sequence, mask=known, other=0)
+        end = tl.load(cu_keys + sequence + 1, mask=known, other=0)
+        diagonal_key = first + row - start_q
+        if not SPEC.TOP_LEFT:
+            diagonal_key += (end - first) - (end_q - start_q)
+    high = end
+    low = first
+    if SPEC.HAS_RIGHT:
+        high = tl.minimum(high, diagonal_key + right + 1)
+    if SPEC.HAS_LEFT:
+        low = tl.maximum(low, diagonal_key - left)
+    return low, tl.where(inside, tl.maximum(low, high), low)
 
 
 @triton.jit
-def score(products, keys, row, looks, scale, softcap, SPEC: tl.constexpr):
-    """What enters the softmax from products of one query with `keys`; -inf where it does not see them."""
-    scores = products * scale
+def scores_of(
+    asked, key, mask, row, start, low, high, stride_k, stride_m, sizes, score_numbers,
+    MASK: tl.constexpr, KEYS: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """What enters the softmax from a tile of keys, -inf where it is hidden; which are seen; and what was added."""
+    scale, softcap = score_numbers
+    keys = start + tl.arange(0, KEYS)
+    tile = load_rows(key, keys, stride_k, keys < sizes[5], sizes[7], SPEC.BLOCK_D)
+    scores = tl.dot(asked, tl.trans(tile)) * scale
     if SPEC.SOFTCAP:
         scores = softcap * tanh(scores / softcap)
-    return tl.where(visible(row, keys, looks, SPEC), scores, float("-inf"))
+    seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+    added = scores * 0.0
+    if MASK != 0:
+        pointers = mask + row[:, None].to(tl.int64) * stride_m[2] + keys[None, :].to(tl.int64) * stride_m[3]
+        given = tl.load(pointers, mask=seen, other=0)
+        if MASK == _BOOL:
+            seen = seen & (given != 0)
+        else:
+            added = tl.where(seen, given.to(tl.float32), float("-inf"))
+            scores += added
+    return tl.where(seen, scores, float("-inf")), seen, added
 
 
 @triton.jit
 def row_statistics_kernel(
-    grad_out, out, query, key, value, tick, kept, chosen, strides, sizes, margin,
-    DRAWN: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
+    grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers, margin,
+    DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Everything about one row of one head, into the planes of `kept`; which head it is, into `chosen`."""
-    stride_g, stride_o, stride_q, stride_k, stride_v = strides
-    heads, group, turn, total, length_q, length_k, dim, scale, softcap, left, right = sizes
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    index = tl.program_id(1)
-    count = tl.num_programs(0)
-    sampled = tl.program_id(0) + index * count
-    now = tl.load(tick)
-    head = ((now * turn + index) % heads).to(tl.int32)
-    place = tl.program_id(0).to(tl.int64)
+    """Everything about ROWS rows of one head in one entry of the batch, into the planes of `kept`."""
+    stride_g, stride_o, stride_q, stride_k, stride_v, stride_m = strides
+    batch, group, entries, count = sizes[0], sizes[1], sizes[2], sizes[3]
+    length_q, length_k, dim, dim_v = sizes[4], sizes[5], sizes[7], sizes[8]
+    place = tl.program_id(1)
+    head = tl.program_id(2)
+    local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = local < count
+    entry = place.to(tl.int64)
+    row = local
     if DRAWN:
-        place = draw(now * (count * tl.num_programs(1)), sampled.to(tl.int64), total)
-    batch = place // length_q
-    row = (place % length_q).to(tl.int32)
-    columns = tl.arange(0, BLOCK_D)
-    query += batch * stride_q[0] + head.to(tl.int64) * stride_q[1]
-    key += batch * stride_k[0] + (head // group).to(tl.int64) * stride_k[1]
-    value += batch * stride_v[0] + (head // group).to(tl.int64) * stride_v[1]
-    asked = load_row(query, row, stride_q[2], columns, dim)[None, :]
-    offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
-    looks = (offset, length_k, left, right)
-    low = 0
-    high = length_k
-    if SPEC.HAS_RIGHT:
-        high = tl.maximum(tl.minimum(high, row + offset + right + 1), 0)
-    if SPEC.HAS_LEFT:
-        low = tl.minimum(tl.maximum(row + offset - left, 0), high) // BLOCK * BLOCK
-    largest = float("-inf")
-    broken = 0
-    for start in range(low, high, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
-        products = tl.sum(load_rows(key, keys, stride_k[2], keys < length_k, columns, dim) * asked, 1)
-        scores = score(products, keys, row, looks, scale, softcap, SPEC)
-        broken += tl.sum((scores != scores).to(tl.int32), 0)
-        largest = tl.maximum(largest, tl.max(scores, 0))
+        base = tl.load(tick) * (1 + entries * count)
+        entry = (entry * batch + draw(base, batch)) // entries
+        number = draw(base + (1 + place * count + local).to(tl.int64), length_q)
+        row = ((local.to(tl.int64) * length_q + number) // count).to(tl.int32)
+    row = tl.where(inside, row, 0)
+    query += entry * stride_q[0] + head.to(tl.int64) * stride_q[1]
+    key += entry * stride_k[0] + (head // group).to(tl.int64) * stride_k[1]
+    value += entry * stride_v[0] + (head // group).to(tl.int64) * stride_v[1]
+    if MASK != 0:
+        mask += entry * stride_m[0] + head.to(tl.int64) * stride_m[1]
+    asked = load_rows(query, row, stride_q[2], inside, dim, SPEC.BLOCK_D)
+    low, high = bounds(row, inside, cu_queries, cu_keys, sizes, SPEC)
+    stop = tl.max(tl.where(low < high, high, 0), 0)
+    begin = tl.min(tl.where(low < high, low, stop), 0) // KEYS * KEYS
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    most_added = tl.full((ROWS,), float("-inf"), tl.float32)
+    broken = tl.zeros((ROWS,), tl.int32)
+    for start in range(begin, stop, KEYS):
+        scores, seen, added = scores_of(
+            asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
+        )
+        broken += tl.sum((scores != scores).to(tl.int32), 1)
+        largest = tl.maximum(largest, tl.max(scores, 1))
+        if MASK == _ADDED:
+            most_added = tl.maximum(most_added, tl.max(added, 1))
     floor = tl.where(largest == float("-inf"), 0.0, largest)
     rounded_largest = to_operand(largest, tl.bfloat16).to(tl.float32)
-    ties_bf16 = 0
-    ties_one = 0
-    seen = 0
-    row_sum = 0.0
-    product = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(low, high, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
-        inside = keys < length_k
-        products = tl.sum(load_rows(key, keys, stride_k[2], inside, columns, dim) * asked, 1)
-        scores = score(products, keys, row, looks, scale, softcap, SPEC)
-        there = scores != float("-inf")
-        seen += tl.sum(there.to(tl.int32), 0)
-        ties_bf16 += tl.sum(
-            (there & (to_operand(scores, tl.bfloat16).to(tl.float32) == rounded_largest)).to(tl.int32), 0
+    ties_bf16 = tl.zeros((ROWS,), tl.int32)
+    ties_one = tl.zeros((ROWS,), tl.int32)
+    visible = tl.zeros((ROWS,), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    depth = tl.zeros((ROWS,), tl.float32)  # sum of weights times how far their scores lie below the maximum
+    product = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    for start in range(begin, stop, KEYS):
+        scores, seen, added = scores_of(
+            asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
         )
-        ties_one += tl.sum((there & (scores - floor >= -margin)).to(tl.int32), 0)
-        weights = tl.exp2((scores - floor) * LOG2E)
-        row_sum += tl.sum(weights, 0)
+        shares = seen.to(tl.float32)
+        if MASK == _ADDED:
+            near = tl.minimum(added - most_added[:, None] + _UNSEEN, 0.0)
+            shares = tl.where(seen, tl.exp2(near * LOG2E), 0.0)
+        visible += tl.sum(shares, 1)
+        there = scores != float("-inf")
+        tied = to_operand(scores, tl.bfloat16).to(tl.float32) == rounded_largest[:, None]
+        ties_bf16 += tl.sum((there & tied).to(tl.int32), 1)
+        ties_one += tl.sum((there & (scores - floor[:, None] >= -margin)).to(tl.int32), 1)
+        weights = tl.exp2((scores - floor[:, None]) * LOG2E)
+        row_sum += tl.sum(weights, 1)
+        depth += tl.sum(tl.where(there, weights * (floor[:, None] - scores), 0.0), 1)
         if not SPEC.DROPOUT:
-            rounded = to_operand(weights, out.dtype.element_ty).to(tl.float32)
-            product += tl.sum(load_rows(value, keys, stride_v[2], inside, columns, dim) * rounded[:, None], 0)
-    delta = 0.0
-    bias = 0.0
-    grad = load_row(grad_out + batch * stride_g[0] + head.to(tl.int64) * stride_g[1], row, stride_g[2], columns, dim)
-    given = load_row(out + batch * stride_o[0] + head.to(tl.int64) * stride_o[1], row, stride_o[2], columns, dim)
-    delta += tl.sum(grad * given, 0)
+            keys = start + tl.arange(0, KEYS)
+            values = load_rows(value, keys, stride_v[2], keys < length_k, dim_v, BLOCK_DV)
+            product = tl.dot(to_operand(weights, out.dtype.element_ty), values, product)
+    if MASK == _ADDED:
+        visible = tl.where(visible == visible, visible, 1.0)  # where what was added is not finite
+        visible = tl.where(most_added <= _BLIND, 0.0, visible)
+    grad_out += entry * stride_g[0] + head.to(tl.int64) * stride_g[1]
+    out += entry * stride_o[0] + head.to(tl.int64) * stride_o[1]
+    grad = load_rows(grad_out, row, stride_g[2], inside, dim_v, BLOCK_DV).to(tl.float32)
+    given = load_rows(out, row, stride_o[2], inside, dim_v, BLOCK_DV).to(tl.float32)
+    delta = tl.sum(grad * given, 1)
+    bias = delta * 0.0
+    known_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     if not SPEC.DROPOUT:
-        bias += tl.sum(grad * (given - product / tl.where(row_sum == 0.0, 1.0, row_sum)), 0)
-    plane = count * tl.num_programs(1)
-    kept += sampled
-    tl.store(kept + _ROW_MAX * plane, tl.where(broken > 0, float("nan"), largest))
-    tl.store(kept + _LSE * plane, floor + tl.log2(row_sum) * LN2)
-    tl.store(kept + _TIES_BF16 * plane, tl.cast(ties_bf16, tl.float32))
-    tl.store(kept + _TIES_ONE * plane, tl.cast(ties_one, tl.float32))
-    tl.store(kept + _KEYS * plane, tl.cast(seen, tl.float32))
-    tl.store(kept + _DELTA * plane, delta - bias)
-    tl.store(kept + _BIAS * plane, bias)
-    tl.store(chosen + index, head)
+        bias = tl.sum(grad * (given - product / known_sum[:, None]), 1)
+    plane = entries * count * tl.num_programs(2)
+    kept += (head * entries + place) * count + local
+    tl.store(kept + _ROW_MAX * plane, tl.where(broken > 0, float("nan"), largest), mask=inside)
+    tl.store(kept + _LSE * plane, floor + tl.log2(row_sum) * LN2, mask=inside)
+    tl.store(kept + _TIES_BF16 * plane, ties_bf16.to(tl.float32), mask=inside)
+    tl.store(kept + _TIES_ONE * plane, ties_one.to(tl.float32), mask=inside)
+    tl.store(kept + _KEYS * plane, visible, mask=inside)
+    tl.store(kept + _DELTA * plane, delta - bias, mask=inside)
+    tl.store(kept + _BIAS * plane, bias, mask=inside)
+    tl.store(kept + _ENTROPY * plane, tl.log2(known_sum) * LN2 + depth / known_sum, mask=inside)
 
 
 @triton.jit
-def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handful, BLOCK: tl.constexpr):
+def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK: tl.constexpr):
     """Adds the rows of one head to its state, in a fixed order; the last program moves the tick on."""
-    index = tl.program_id(0)
-    if index == handful:
+    head = tl.program_id(0)
+    if head == heads:
         add_count(tick, 1)
     else:
-        plane = count * handful
-        kept += index * count
-        state += tl.load(chosen + index).to(tl.int64) * stride_head
+        plane = count * heads
+        kept += head * count
+        state += head.to(tl.int64) * stride_head
         for start in range(0, count, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             inside = rows < count
@@ -187,8 +247,8 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             keys = tl.load(kept + _KEYS * plane + rows, mask=inside, other=0.0)
             delta = tl.load(kept + _DELTA * plane + rows, mask=inside, other=0.0)
             bias = tl.load(kept + _BIAS * plane + rows, mask=inside, other=0.0)
+            entropy = tl.load(kept + _ENTROPY * plane + rows, mask=inside, other=0.0)
             whole = finite(largest) & finite(lse) & finite(delta) & finite(bias)
-            # a row whose scores are all NaN counts its keys as seen
             seen = inside & (keys > 0)
             counted = seen & whole
             offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
@@ -209,14 +269,16 @@ def sum_kernel(state, tick, kept, chosen, stride_head, stride_slot, count, handf
             add_sum(state + DELTA_BIAS_SUM_SLOT * stride_slot, tl.sum(bias, 0))
             add_sum(state + DELTA_BIAS_ABS_SLOT * stride_slot, tl.sum(tl.abs(bias), 0))
             add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, tl.sum(bias * bias, 0))
+            add_count(state + ENTROPY_ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
+            add_sum(state + ENTROPY_SUM_SLOT * stride_slot, tl.sum(tl.where(counted, entropy, 0.0).to(tl.float64), 0))
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
-    """Whether the kernels read these tensors: 16 bits, rows of adjacent elements, a head dim up to 256."""
+    """Whether the kernels read these tensors: 16 bits, rows of adjacent elements, head dims up to 256."""
     tensors = (query, key, value, out)
     return (
         spec.numerics == "kernel"
-        and query.shape[3] <= 256
+        and max(query.shape[3], value.shape[3]) <= 256
         and all(t.dtype == query.dtype and t.element_size() == 2 and t.stride(3) == 1 for t in tensors)
     )
 
@@ -227,33 +289,46 @@ def count_sampled_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
+    cu_queries: Tensor | None,
+    cu_keys: Tensor | None,
     state: Tensor,
     tick: Tensor,
-    rows: int,
-    heads: int,
+    chosen: tuple[int, int],
     spec: AttentionSpec,
 ) -> None:
-    """Add `rows` rows of each of `heads` heads, from head tick * heads on, to `state`; then move `tick` on by 1.
+    """Add rows of each head to `state`, and move `tick` on by 1: of `chosen` entries of the batch, and so many of each.
 
-    query, out, grad_out [B, H, Sq, D]; key, value [B, Hkv, Sk, D]; state int64 [H, SLOT_COUNT]; tick int64 [1]. All
-    rows where there are no more. Never waits for the device.
+    query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; out, grad_out [B, H, Sq, Dv]; mask bool or added
+    to the scores, broadcast to [B, H, Sq, Sk]; cu_queries, cu_keys int32 [N + 1] where N sequences are packed (B = 1).
+    state int64 [H, SLOT_COUNT]; tick int64 [1]. All rows where these are all. Never waits for the device.
     """
-    batch, all_heads, length_q, dim = query.shape
-    total = batch * length_q
-    count = min(rows, total)
+    batch, heads, length_q, dim = query.shape
+    length_k, dim_v = value.shape[2:]
+    entries, count = chosen
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
-    kept = torch.empty(PLANES, heads, count, dtype=torch.float32, device=query.device)
-    chosen = torch.empty(heads, dtype=torch.int32, device=query.device)
-    compiled = compiled_for(spec, dim, packed=False)
-    row_statistics_kernel[(count, heads)](
-        grad_out, out, query, key, value, tick, kept, chosen,
-        (grad_out.stride(), out.stride(), query.stride(), key.stride(), value.stride()),
+    if mask is not None:
+        mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(batch, heads, length_q, length_k)
+    packed = cu_queries is not None
+    kept = torch.empty(PLANES, heads, entries * count, dtype=torch.float32, device=query.device)
+    compiled = compiled_for(spec, dim, packed=packed)
+    block_v = max(16, 1 << (dim_v - 1).bit_length())
+    narrow = max(compiled.BLOCK_D, block_v) <= 128
+    row_block = min(64 if narrow else 32, max(16, 1 << (count - 1).bit_length()))
+    row_statistics_kernel[(triton.cdiv(count, row_block), entries, heads)](
+        grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept,
         (
-            *(all_heads, all_heads // key.shape[1], heads if heads < all_heads else 0, total, length_q, key.shape[2]),
-            *(dim, float(spec.scale), float(spec.softcap), spec.window_left, spec.right),
+            *(grad_out.stride(), out.stride(), query.stride(), key.stride(), value.stride()),
+            (0, 0, 0, 0) if mask is None else mask.stride(),
         ),
-        one_margin(query.dtype),
-        DRAWN=rows < total, BLOCK=max(16, 8192 // compiled.BLOCK_D), SPEC=compiled,
+        (
+            *(batch, heads // key.shape[1], entries, count, length_q, length_k),
+            *(0 if cu_queries is None else len(cu_queries) - 1, dim, dim_v, spec.window_left, spec.right),
+        ),
+        (float(spec.scale), float(spec.softcap)), one_margin(query.dtype),
+        DRAWN=(entries, count) != (batch, length_q),
+        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        ROWS=row_block, KEYS=64 if narrow else 32, BLOCK_DV=block_v, SPEC=compiled, num_warps=8,
     )  # fmt: skip
-    sum_kernel[(heads + 1,)](state, tick, kept, chosen, *state.stride(), count, heads, BLOCK=256)
+    sum_kernel[(heads + 1,)](state, tick, kept, *state.stride(), entries * count, heads, BLOCK=256)

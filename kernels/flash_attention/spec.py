@@ -31,12 +31,6 @@ _INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.floa
 WIDEST: Final = 2**30
 """Lengths, and sides of a window, from which on the sum of two would not fit into the kernels' 32-bit indices."""
 
-LOOK_ROWS: Final = 128
-"""Rows of one head of one sequence whose ties, shift and delta bias are looked at together, or not."""
-RESIDUAL_KEPT: Final = 1
-LOOKED: Final = 2
-"""Flags of a row: what rounding took from its O was kept; its ties, shift and delta bias are counted."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -131,7 +125,6 @@ class Arguments(NamedTuple):
     max_seqlen_k: int
     seed: Tensor | None
     spec: AttentionSpec
-    cadence: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -144,23 +137,6 @@ class Saved(NamedTuple):
     residual: Tensor
     lse: Tensor
     row_max: Tensor
-    looked: Tensor | None = None
-
-
-def looked_rows(shape: torch.Size, cadence: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Which rows of a query [B, H, Sq, D] of this shape a forward looks at, bool [B, H, Sq].
-
-    cadence is int64 [2], k and tick: of every k blocks of LOOK_ROWS rows one, and over k ticks each of them once. What
-    counts is the sum of tick, block, head and sequence, so that heads and sequences take turns.
-    """
-    batch, heads, length, _ = shape
-    row = torch.arange(length, device=cadence.device)
-    sequence = torch.arange(batch, device=cadence.device).view(-1, 1, 1)
-    if cu_seqlens is not None:
-        sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)
-        row = row - cu_seqlens.long()[sequence]
-    turn = row // LOOK_ROWS + sequence + torch.arange(heads, device=cadence.device).view(-1, 1)
-    return (cadence[1] + turn).remainder(cadence[0].clamp(min=1)).eq(0).expand(batch, heads, length)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

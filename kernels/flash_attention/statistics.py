@@ -33,7 +33,6 @@ _COUNTS: Final = _runs(
         Slot.SHIFTED_ROWS,
         Slot.EMPTY_ROWS,
         Slot.NONFINITE_ROWS,
-        Slot.SKIPPED_ROWS,
     ]
 )
 _MAXIMA: Final = _runs([Slot.SCORE_MAX, Slot.ROW_MAX_ABS])
@@ -93,8 +92,8 @@ class Rows:
     """delta_hp = rowsum(dO * (O_hi + O_residual))."""
     delta_bias: Tensor
     """delta_lp - delta_hp = -rowsum(dO * O_residual)."""
-    looked: Tensor | None = None
-    """Rows whose ties, shift and delta bias are counted; None: those of all."""
+    entropy: Tensor | None = None
+    """lse - sum P S of rows that are sampled (nats)."""
 
 
 def accumulate(state: Tensor, rows: Rows) -> None:
@@ -103,12 +102,10 @@ def accumulate(state: Tensor, rows: Rows) -> None:
         return
     seen = (rows.visible_keys > 0).expand_as(rows.row_max)
     # A sum is finite only if all its parts are; abs() < inf is false for NaN too.
-    bias = rows.delta_bias if rows.looked is None else rows.delta_bias.masked_fill(~rows.looked, 0.0)
-    finite = (rows.row_max + rows.lse + rows.delta + bias).abs() < math.inf
+    finite = (rows.row_max + rows.lse + rows.delta + rows.delta_bias).abs() < math.inf
     counted = finite & seen
-    looked = counted if rows.looked is None else counted & rows.looked
-    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite, counted & ~looked])
-    counts[1:4] &= looked
+    counts = torch.stack([counted, rows.tied_bf16, rows.tied_one, rows.shifted, seen, finite])
+    counts[1:4] &= counted
     counts[4:6].logical_not_()  # empty; not finite
     counts[5] &= seen
     added = counts.sum((1, 3)).T
@@ -121,10 +118,14 @@ def accumulate(state: Tensor, rows: Rows) -> None:
     for own, given in _MAXIMA:
         floats[:, own] = torch.maximum(floats[:, own], largest[:, given])
 
-    values = torch.stack([rows.lse, bias]).to(torch.float64)
+    values = torch.stack([rows.lse, rows.delta_bias]).to(torch.float64)
     values[0] -= rows.visible_keys.to(torch.float64).log()
     values.masked_fill_(ignored, 0.0)
     offset, bias = values
     sums = torch.stack([offset, offset.square(), bias, bias.abs(), bias.square()]).sum((1, 3)).T
     for own, given in _SUMS:
         floats[:, own] += sums[:, given]
+    if rows.entropy is not None:
+        state[:, Slot.ENTROPY_ROWS] += added[:, 0]
+        entropy = rows.entropy.to(torch.float64).masked_fill(ignored, 0.0)
+        floats[:, Slot.ENTROPY_SUM] += entropy.sum((0, 2))

@@ -2,11 +2,19 @@
 
 import math
 from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention.spec import AttentionSpec
+
+UNSEEN: Final = 126 * math.log(2)
+"""A bias that lies so many nats below the largest of its row takes a key out of sight: exp of it is below the smallest
+normal number of float32 and bf16."""
+BLIND: Final = -1000.0
+"""A row whose largest bias is no more than this sees nothing. People write masks of -1e4 and less; a learned bias that
+got so far was warned about long before."""
 
 
 def hide(scores: Tensor, spec: AttentionSpec, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
@@ -76,3 +84,17 @@ def place(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     token = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return sequence, token - cu_seqlens[sequence]
+
+
+def seen_keys(bias: Tensor) -> Tensor:
+    """How many keys a row sees, [...], by what is added to its scores [..., Sk]; -inf where nothing can be seen.
+
+    A key counts by its bias beside the largest of its row: 1 down to UNSEEN nats below it, and from there on
+    exponentially less, so that nothing jumps where a bias is learned. So a mask is a mask whatever number it was
+    written with, and the far keys of an ALiBi are seen as long as a score could bring them back. 0 for a row that is
+    BLIND; 1 where a bias is NaN or infinite, since the row is not empty.
+    """
+    largest = bias.amax(-1, keepdim=True)
+    # exp2, since on a CPU exp slows down tenfold where it underflows
+    weights = bias.sub(largest).add_(UNSEEN).clamp_(max=0.0).mul_(math.log2(math.e)).exp2_()
+    return weights.sum(-1).nan_to_num_(nan=1.0).masked_fill_((largest <= BLIND).squeeze(-1), 0.0)

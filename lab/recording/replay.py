@@ -5,13 +5,15 @@ The verdicts are made anew; recorded switches are passed on as history, and no p
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from heapq import merge
 from pathlib import Path
 
 import httpx
 
 from foreshock.contract import wire
+from foreshock.lab.recording.pace import Pace
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 
@@ -39,6 +41,11 @@ def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Ve
     return [event for event in judged(trace, config) if isinstance(event, wire.Verdict)]
 
 
+def run_of(path: Path) -> str:
+    """The run that a trace becomes which is given no name."""
+    return f"replay-{path.name.removesuffix('.gz').removesuffix('.jsonl')}"
+
+
 def replay(
     path: Path,
     trace: Trace | None = None,
@@ -46,47 +53,79 @@ def replay(
     url: str | None = None,
     token: str | None = None,
     run: str | None = None,
-    steps_per_second: float | None = None,
+    pace: Pace | None = None,
     on_event: Callable[[wire.Event], None] = lambda event: None,
 ) -> str:
     """Play the trace at `path`, which is `trace` where it has been read; the name of the run it became.
 
-    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a file that
-    is no trace, and for a service that is not there or refuses.
+    Without `url` nothing is sent. pace: as fast as possible by default. Raises ValueError for a file that is no trace,
+    and for a service that is not there or refuses.
     """
-    trace = read_trace(path) if trace is None else trace
-    name = run or f"replay-{path.name.removesuffix('.gz').removesuffix('.jsonl')}"
-    events = _paced(judged(trace), steps_per_second, on_event)
-    if url is None:
-        for _ in events:
-            pass
-    else:
-        _send(events, url, token, name, at_once=steps_per_second is not None)
+    name = run or run_of(path)
+    played = {name: read_trace(path) if trace is None else trace}
+    replay_together(played, url=url, token=token, pace=pace, on_event=lambda _, event: on_event(event))
     return name
 
 
-def _paced(
-    events: Iterable[wire.Event], steps_per_second: float | None, on_event: Callable[[wire.Event], None]
-) -> Iterator[wire.Event]:
-    """Stamp each event with the present time, which is when the page shall show it, and wait where a pace is asked."""
-    began = time.monotonic()
-    for event in events:
-        if steps_per_second:
-            time.sleep(max(0.0, began + event.step / steps_per_second - time.monotonic()))
+def replay_together(
+    traces: Mapping[str, Trace],
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    pace: Pace | None = None,
+    on_event: Callable[[str, wire.Event], None] = lambda run, event: None,
+) -> None:
+    """Play traces side by side, step by step, each as the run of its name. See `replay`."""
+    events = merge(*(_named(run, trace) for run, trace in traces.items()), key=lambda each: each[1].step)
+    with ExitStack() as stack:
+        senders: dict[str, _Sender] = {}
+        if url is not None:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=30.0))
+            senders = {run: _Sender(client, url, run) for run in traces}
+        for part in _due(events, pace or Pace(), on_event):
+            for run, sender in senders.items():
+                sender.send(tuple(event for name, event in part if name == run))
+
+
+def _named(run: str, trace: Trace) -> Iterator[tuple[str, wire.Event]]:
+    return ((run, event) for event in judged(trace))
+
+
+def _due(
+    events: Iterable[tuple[str, wire.Event]], pace: Pace, on_event: Callable[[str, wire.Event], None]
+) -> Iterator[list[tuple[str, wire.Event]]]:
+    """The events in parts, each as soon as its steps have come, with the present time, when the page shall show it."""
+    part: list[tuple[str, wire.Event]] = []
+    for run, event in events:
+        if part and (len(part) >= _EVENTS_OF_A_BATCH or not pace.due(event.step)):
+            yield part
+            part = []
+        pace.wait(event.step)
         if isinstance(event, wire.Started | wire.Sample | wire.Finished):
             event = event.model_copy(update={"unix_seconds": time.time()})
-        on_event(event)
-        yield event
+        on_event(run, event)
+        part.append((run, event))
+    if part:
+        yield part
 
 
-def _send(events: Iterable[wire.Event], url: str, token: str | None, run: str, *, at_once: bool) -> None:
-    boot = f"{time.time_ns() // 1_000_000:013d}-0-{secrets.token_hex(4)}"
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=30.0) as client:
-        waiting, sequence = iter(events), 0
-        while part := tuple(islice(waiting, 1 if at_once else _EVENTS_OF_A_BATCH)):
-            sequence += 1
-            _post(client, wire.Batch(run=run, rank=0, boot=boot, sequence=sequence, events=part), url)
+class _Sender:
+    """Sends one run to a service, as its agent would."""
+
+    def __init__(self, client: httpx.Client, url: str, run: str) -> None:
+        self._client, self._url, self._run, self._sequence = client, url, run, 0
+        self._boot = f"{time.time_ns() // 1_000_000:013d}-0-{secrets.token_hex(4)}"
+
+    def send(self, events: tuple[wire.Event, ...]) -> None:
+        """One batch, if there is anything in it."""
+        if events:
+            self._sequence += 1
+            _post(
+                self._client,
+                wire.Batch(run=self._run, rank=0, boot=self._boot, sequence=self._sequence, events=events),
+                self._url,
+            )
 
 
 def _post(client: httpx.Client, batch: wire.Batch, url: str) -> None:

@@ -5,7 +5,7 @@ Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line 
   `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
   harm need;
-- `probe`: what `foreshock.lab.training.rival_signals` measured of weights and activations at a step.
+- `probe`: what recorders up to commit b5a0960 measured of weights and activations at a step, for rival monitors.
 What a trace did not record stays NaN (or None); it never becomes a zero.
 """
 
@@ -50,7 +50,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `lab.training.rival_signals.ModelProbe` measured at one step, by name; arrays over heads or layers."""
+    """What the line `probe` of a trace holds of one step, by name; arrays over heads or layers."""
 
     step: int
     values: dict[str, Floats]
@@ -96,12 +96,24 @@ def _numbers(values: Any) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
+_FIRST_NAMES: Final = {
+    "ROWS_TIED_BF16": Slot.TIED_ROWS_BF16,
+    "ROWS_TIED_ONE": Slot.TIED_ROWS_ONE,
+    "ROWS_SHIFTED": Slot.SHIFTED_ROWS,
+    "ROWS_EMPTY": Slot.EMPTY_ROWS,
+    "ROWS_NONFINITE": Slot.NONFINITE_ROWS,
+    "OFFSET_SUM": Slot.SCORE_OFFSET_SUM,
+    "OFFSET_SUMSQ": Slot.SCORE_OFFSET_SUMSQ,
+}
+"""What the first recorded runs call some slots."""
+
+
 def _from_slots(named: dict[str, Any], heads: int) -> Words:
     words = np.tile(identity_row(), (heads, 1))
     floats = words.view(np.float64)
     floats[:, list(UNREAD)] = np.nan
     for name, given in named.items():
-        slot = Slot.__members__.get(name.upper())
+        slot = Slot.__members__.get(name.upper(), _FIRST_NAMES.get(name.upper()))
         if slot is None:  # a newer version's
             continue
         values = named.get(given) if isinstance(given, str) else given  # the same as another slot
@@ -339,5 +351,4 @@ def reading(trace: Trace, sample: wire.Sample, words: Words) -> Readings:
         grad_norm=sample.grad_norm,
         learning_rate=sample.learning_rate,
         rounds=trace.rounds,
-        query_norm=None if sample.query_norm is None else sample.query_norm.numpy().astype(np.float64),
     )

@@ -67,7 +67,8 @@ class TraceWriter:
         sample, words = _merged(self._waiting), [w for s in self._waiting if (w := s.words()) is not None]
         self._waiting = []
         line = sample.model_dump(mode="json", exclude_defaults=True, exclude={"states", "modes", "query_norm"})
-        for name in ("unix_seconds", "key_norm", "query_key_norm", "risk", "step_seconds", "agent_seconds"):
+        left_out = {"key_norm", "query_key_norm", "risk", "clip_factor", "clipped_steps"}
+        for name in left_out | {"unix_seconds", "step_seconds", "agent_seconds"}:
             line.pop(name, None)
         line |= {name: _rounded([line[name]])[0] for name in ("loss", "loss_max", "grad_norm") if name in line}
         if words:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace import Trace, readings
+from foreshock.lab.scoring.four_conditions import followed
 
 _ALPHA: Final = 0.97
 _WARMUP: Final = 25
@@ -116,11 +117,16 @@ def _score_beside_peers(trace: Trace) -> Signal | None:
 
 
 def _query_norm(trace: Trace) -> Signal | None:
-    return _largest_of([(r.step, r.query_norm) for r in readings(trace)])
+    norms = [(sample.step, sample.query_norm) for sample in trace.samples]
+    return _largest_of([(step, None if each is None else each.numpy().astype(np.float64)) for step, each in norms])
 
 
 def _probed(trace: Trace, name: str) -> list[tuple[int, Floats | None]]:
     return [(probe.step, probe.values[name]) for probe in trace.probes if name in probe.values]
+
+
+def _four_conditions(trace: Trace) -> Signal | None:
+    return _largest_of(list(followed(trace)))
 
 
 def _sign_share(trace: Trace) -> Signal | None:
@@ -144,6 +150,12 @@ def _decline(name: str) -> Callable[[Trace], Signal | None]:
 
 
 BASELINES: Final = (
+    Baseline(
+        "four conditions",
+        1.0,
+        "lab/scoring/four_conditions.py: the simplest rule that does as well on all runs known on 2026-11-23, frozen",
+        _four_conditions,
+    ),
     Baseline(
         "loss z-score",
         3.0,

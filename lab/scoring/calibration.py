@@ -10,7 +10,7 @@ import numpy as np
 from foreshock.contract.wire import HeadRef, Verdict
 from foreshock.lab.recording.trace import Trace, readings
 from foreshock.lab.scoring.intervals import share_interval
-from foreshock.monitor.detect.signals import DANGEROUS_SCORE
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 Outcome = Literal[
     "inside", "earlier", "later", "undecided", "none in sight, right", "none in sight, wrong", "no forecast", "past"

@@ -17,7 +17,7 @@ from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef, Verdict
 from foreshock.lab.recording.trace import Trace, readings
-from foreshock.monitor.detect.signals import DANGEROUS_SCORE
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 NAMED: Final = 3
 """Heads of an incident that people look at."""

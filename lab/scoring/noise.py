@@ -3,15 +3,15 @@
 A fixed limit lies within the noise of some recipes and far above that of others. Where the float32 control of a recipe
 was made at least twice with the same batches (two recordings, or the arm `control-again`), the limits of that recipe
 are the least at which no control is harmed beside another, half as much again, and never below half a percent of loss
-and a factor of 1.2 in gradient norm. Elsewhere they are those of `foreshock.lab.scoring.harm`.
+and a factor of 1.2 in gradient norm. Elsewhere they are those of `foreshock.lab.recording.harm`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, Final
 
+from foreshock.lab.recording.harm import Limits, first_harm
 from foreshock.lab.recording.trace import Steps, Trace
-from foreshock.lab.scoring.harm import Limits, first_harm
 from foreshock.lab.training.arm import CONTROL, CONTROL_AGAIN
 
 _LEAST: Final = Limits(0.005, 1.2)

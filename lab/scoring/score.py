@@ -16,16 +16,17 @@ import numpy as np
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef
+from foreshock.lab.recording.harm import AGAINST_CONTROL, Limits, first_harm
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.lab.scoring.baselines import BASELINES, Baseline, Signal
 from foreshock.lab.scoring.calibration import Forecast, forecasts_of
-from foreshock.lab.scoring.harm import AGAINST_CONTROL, Limits, first_harm
 from foreshock.lab.scoring.incidents import Opened, Told, failing_head, opened, told_at
 from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
 from foreshock.lab.training.arm import CONTROL
 from foreshock.lab.training.real_text_split import assigned
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.signals import DANGEROUS_SCORE, SIGNAL_NAMES
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
+from foreshock.monitor.detect.growth import SIGNAL_NAMES
 
 OURS: Final = "foreshock"
 """The verdict that joins the detectors."""
@@ -129,7 +130,7 @@ def _score(
     raised = [verdict for verdict in verdicts if verdict.state == "raised"]
     first = raised[0] if raised else None
     harm = first_harm(trace.steps, None if control is None else control.steps, limits or AGAINST_CONTROL)
-    dangerous = _dangerous_step(trace, None)
+    dangerous = dangerous_step(trace)
     failed = harm is not None or dangerous is not None
     steps: dict[str, int | str | None] = {}
     for name in DETECTORS:
@@ -156,7 +157,7 @@ def _score(
         harm_step=harm.step if harm else None,
         harm_by=harm.by if harm else None,
         harm_against=harm.against if harm else None,
-        dangerous_step=_dangerous_step(trace, first) if first else None,
+        dangerous_step=dangerous_step(trace, first) if first else None,
         any_dangerous_step=dangerous,
         first_warning_step=first.step if first else None,
         layer=first.layer if first else None,
@@ -220,7 +221,8 @@ def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], 
     return told, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}
 
 
-def _dangerous_step(trace: Trace, verdict: wire.Verdict | None) -> int | None:
+def dangerous_step(trace: Trace, verdict: wire.Verdict | None = None) -> int | None:
+    """When the largest |score| of the head that `verdict` names, or of any head, reached 512."""
     named = verdict is not None and verdict.layer is not None and verdict.head is not None
     rows = [trace.heads.index((verdict.layer, verdict.head))] if named else slice(None)  # type: ignore[union-attr,arg-type]
     for reading in readings(trace):

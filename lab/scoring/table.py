@@ -11,7 +11,7 @@ from foreshock.lab.scoring.baselines import BASELINES
 from foreshock.lab.scoring.calibration import calibration
 from foreshock.lab.scoring.incident_table import incident_rows
 from foreshock.lab.scoring.intervals import Interval, over_runs, poisson_upper_bound, share_interval
-from foreshock.lab.scoring.score import DETECTORS, OURS, Score, alarms, asked_lead, heard_of, lead_before
+from foreshock.lab.scoring.score import DETECTORS, OURS, QUIET_STEPS, Score, alarms, asked_lead, heard_of, lead_before
 
 _POINTS_OF_A_CURVE: Final = 40
 
@@ -40,10 +40,14 @@ class Row:
     """natural rounding runs in which a |score| reached 512, harmed or not, and that recorded what the monitor reads"""
     warned_before_dangerous: int
     median_lead_to_dangerous_steps: float | None
+    least_lead_to_dangerous_steps: float | None
+    most_lead_to_dangerous_steps: float | None
     other_failures: int
     """harmed runs whose cause is not rounding"""
     other_warned: int
     false_alarms: int
+    possible_alarms: int
+    """of a monitor that is never quiet: healthy runs in windows of QUIET_STEPS"""
     healthy_steps: int
     false_alarms_per_10k: float | None
     upper_bound_per_10k: float | None
@@ -66,7 +70,7 @@ def calibrated(scores: Iterable[Score], monitor: str) -> float | None:
 def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, split: str) -> Row:
     """One monitor at one threshold. Runs that did not record what it reads are left out."""
     failures, others, leads, to_dangerous = 0, [0, 0], [], []
-    in_time, false_alarms, healthy_steps, causes, right = 0, 0, 0, 0, 0
+    in_time, false_alarms, possible, healthy_steps, causes, right = 0, 0, 0, 0, 0, 0
     for each in scores:
         if monitor not in each.signals:
             continue
@@ -76,6 +80,7 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
                 len(alarms(each.signals[monitor], threshold)), each.warnings * (kind == "shipped" and monitor == OURS)
             )
             healthy_steps += each.steps
+            possible += math.ceil(each.steps / QUIET_STEPS)
         if each.truth in ("healthy", "treated"):
             continue
         if monitor == OURS and each.first_warning_step is not None:
@@ -108,9 +113,12 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         dangerous=len(to_dangerous),
         warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
         median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,
+        least_lead_to_dangerous_steps=float(min(to_dangerous)) if to_dangerous else None,
+        most_lead_to_dangerous_steps=float(max(to_dangerous)) if to_dangerous else None,
         other_failures=others[0],
         other_warned=others[1],
         false_alarms=false_alarms,
+        possible_alarms=possible,
         healthy_steps=healthy_steps,
         false_alarms_per_10k=None if per_10k is None else false_alarms * per_10k,
         upper_bound_per_10k=None if per_10k is None else poisson_upper_bound(false_alarms) * per_10k,

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 from foreshock.contract.modes import MODES, is_mode
+from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import ModeName, Policy
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.policy import SwitchScope
 
 Numerics = Literal["kernel", "paper", "float32"]
+Backend = Literal["flash", "cudnn", "efficient"]
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +31,15 @@ class Arm:
     """Relative size of random changes to the first weights: as small as rounding, it makes another run of the same."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the recipe's model that this arm has otherwise."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the recipe that this arm has otherwise."""
+    backend: Backend | None = None
+    """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
+    rows: int = AgentConfig.model_fields["probe_rows"].default
+    """Of each head that a step measures there."""
 
     @property
     def cured(self) -> bool:
         """Whether something is done against a failure of rounding from the first step on."""
-        return self.numerics == "float32" or self.mode != "plain" or bool(self.model or self.settings)
+        return self.numerics == "float32" or self.mode != "plain" or bool(self.model)
 
 
 UNTREATED = Arm(name="untreated")
@@ -51,15 +55,6 @@ def variant(name: str) -> str:
     return "baseline" if name == UNTREATED.name else name
 
 
-HABITS = (
-    Arm(name="no-key-bias", model={"key_bias": False}),
-    Arm(name="qk-norm", model={"qk_norm": True}),
-    Arm(name="bias-decay", settings={"bias_decay": 0.1}),
-    Arm(name="eps-1e-6", settings={"epsilon": 1e-6}),
-    Arm(name="eps-1e-5", settings={"epsilon": 1e-5}),
-    Arm(name="clip", settings={"clip": 1.0}),
-)
-"""What people can do without us."""
 ARMS = {
     arm.name: arm
     for arm in (
@@ -70,7 +65,11 @@ ARMS = {
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
         *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
-        *HABITS,
+        *(
+            Arm(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
+            for backend in BACKENDS
+            for each in (UNTREATED, RESCUED)
+        ),
     )
 }
 

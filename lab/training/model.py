@@ -45,6 +45,8 @@ class ModelConfig:
     """SwiGLU of about the same size in place of the four times wider GELU layer."""
     attention_dtype: Dtype = "bfloat16"
     """Type of the operands that attention is given."""
+    float8: bool = False
+    """Queries and keys are rounded to float8_e4m3fn before, under one scale for each tensor; gradients go past it."""
     matmul_dtype: Dtype = "float32"
     """Type of the operands of every other matrix product (bfloat16: as under autocast)."""
 
@@ -82,6 +84,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head = config.heads, config.key_heads
         self.head_dim = config.width // config.heads
         self.operand, dtype = DTYPES[config.attention_dtype], DTYPES[config.matmul_dtype]
+        self.float8 = config.float8
         values = self.n_kv_head * self.head_dim
         self.c_attn = Linear(config.width, config.width + 2 * values, dtype, bias=config.qkv_bias)
         self.c_proj = Linear(config.width, config.width, dtype)
@@ -103,6 +106,8 @@ class CausalSelfAttention(nn.Module):
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value)
         )  # each [B, heads, S, D]
         query, key = self.rotary(self.q_norm(query)), self.rotary(self.k_norm(key))
+        if self.float8:
+            query, key = _through_float8(query), _through_float8(key)
         return query.to(self.operand), key.to(self.operand), value.to(self.operand)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,6 +115,11 @@ class CausalSelfAttention(nn.Module):
         grouped = self.n_kv_head != self.n_head
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
+
+
+def _through_float8(x: Tensor) -> Tensor:
+    scale = torch.finfo(torch.float8_e4m3fn).max / x.detach().abs().amax().clamp(min=1e-12)
+    return x + ((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale - x).detach()
 
 
 class HeadNorm(nn.RMSNorm):

@@ -14,17 +14,6 @@ Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Injection:
-    """Harm that is done to a run on purpose, from one step on; the name of its recipe begins with "injected"."""
-
-    kind: Literal["noise", "half"]
-    """noise: random bytes for text. half: gradients pass through float16 under a loss scale that never adapts."""
-    first_step: int
-    steps: int
-    loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A training run up to its arm and its seed."""
 
@@ -52,11 +41,6 @@ class Recipe:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW at `learning_rate` for all else."""
     text: Text = "bytes"
-    repeats: int = 1
-    """Every token of the text stands so many times in a row."""
-    leading: int = 0
-    """So many tokens at the start of every sequence are the same byte: a strong sink."""
-    injection: Injection | None = None
     truth: Truth = "rounding"
     """What its untreated arm was made to show."""
     split: Literal["tuning", "held-out"] = "held-out"
@@ -89,9 +73,10 @@ class Recipe:
             "run": run,
             "split": assigned(self.name, seed) or self.split,
             "truth": self.truth_of(arm),
-            "nature": "injected" if self.injection else "natural",
+            "nature": "natural",
             "policy": arm.policy,
             **switching,
+            **({} if arm.backend is None else {"backend": arm.backend, "rows": arm.rows}),
         }
 
     def shaped(self, arm: Arm) -> ModelConfig:
@@ -101,4 +86,4 @@ class Recipe:
 
     def under(self, arm: Arm) -> "Recipe":
         """The recipe as an arm of it trains."""
-        return replace(self, **arm.settings, model=self.shaped(arm))
+        return replace(self, model=self.shaped(arm))

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -15,31 +14,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.training.arm import Arm, variant
+from foreshock.lab.training.arm import Arm, Backend, variant
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
-from foreshock.lab.training.null_part import NullPart
 from foreshock.lab.training.optimizers import optimizers
 from foreshock.lab.training.recipes import Recipe, Text
-from foreshock.lab.training.rival_signals import ModelProbe
+from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.monitor import Agent, attach
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
-_NEWLINE = 10
-HISTORY_STEPS = 100
-"""Loss and gradient norm of so many steps wait on the device."""
-_RIVAL_STEPS = {"cpu": 200, "cuda": 500}
-"""Steps between two probes of what rival monitors read; on a GPU one takes as long as a hundred steps."""
-_NULL_STEPS = 250
-"""Steps between two measurements of what softmax cannot see; one takes as long as a forward pass of four sequences."""
 _EAGER_STEPS = 3
 """Before a step is captured: kernels are compiled and tuned, and optimizers make their state."""
 Sink = Callable[[wire.Event], None]
 _RECIPE, _ARM = TypeAdapter(Recipe), TypeAdapter(Arm)
 _FAST_FLOAT32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's float32 attention without the whole score matrix; the other one where heads share keys."""
-FAST_CONTROL: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 32}
-"""Settings of the agent that watches it, by a sample of rows in every step."""
+FAST_CONTROL: dict[str, Any] = {"attention": "keep"}
+"""Settings of the agent that watches it, by a sample of rows."""
+_FORCED: dict[Backend, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_OURS = ("attention", "numerics", "sample_every_steps")
+"""Settings of the laboratory's agents that an agent over PyTorch's own attention has as by default."""
 
 
 def text_of(name: Text) -> Corpus:
@@ -79,7 +78,14 @@ class Training:
         recipe = self.recipe
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._corpus = corpus or text_of(recipe.text)
+        if arm.backend in ("cudnn", "efficient") and self.device.type == "cpu":
+            raise ValueError(
+                f"variant {arm.name!r} needs a CUDA GPU: PyTorch has no {arm.backend} attention for a CPU; "
+                f"flash-{arm.name.partition('-')[2]} runs on both"
+            )
         self._fast = arm.numerics == "float32" and self.device.type == "cuda"
+        forced = [] if arm.backend is None else [_FORCED[arm.backend]]
+        self._backends = _FAST_FLOAT32 if self._fast else forced
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -118,13 +124,16 @@ class Training:
             "labels": known | (labels or {}),
             "sample_every_steps": recipe.sample_every_steps,
             "sample_every_seconds": 0.0,
-            "count_every_blocks": 1,  # a recording holds what can be thinned afterwards
             "spool_directory": None,
             "quiet": True,
         } | (FAST_CONTROL if self._fast else {})
+        if arm.backend is not None:
+            settings = {name: value for name, value in settings.items() if name not in _OURS} | {"probe_rows": arm.rows}
         self._agent_settings = settings | agent_settings
         with self.on_stream():
             self.agent: Agent = attach(self.model, **self._agent_settings)
+        self._layers = [vars(m)[LAYER_ATTRIBUTE] for m in self.model.modules() if LAYER_ATTRIBUTE in vars(m)]
+        self._kept = self._keeping()
         compiled = recipe.compiled and self.device.type == "cuda"
         self._whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
         self._begun = False
@@ -138,6 +147,8 @@ class Training:
         with self.on_stream():
             if self._done is not None:
                 self._done.synchronize()  # so that a sample is always read one step later, not when it happens to come
+            if self._kept != (kept := self._keeping()):  # a switch waits, which a captured step would hide
+                self._kept, self._graph, self._eager_steps = kept, None, 0
             if not self._begun and self.arm.mode != "plain" and self.step == 0:
                 self.agent.set_mode(self.agent.modes(), self.arm.mode, reason=f"arm {self.arm.name}")
             self._begun = True
@@ -151,10 +162,14 @@ class Training:
                 self._done.record()
         return loss
 
+    def _keeping(self) -> list[bool]:
+        """Which layers keep PyTorch's own attention."""
+        return [layer.keeps for layer in self._layers]
+
     @property
     def _steady(self) -> bool:
         """Whether every further step does the same, but for its batch."""
-        return self.recipe.injection is None and self.step >= self._steady_from
+        return self.step >= self._steady_from
 
     @property
     def busy(self) -> bool:
@@ -177,19 +192,7 @@ class Training:
         return self.recipe.rate_share(step)
 
     def _next_windows(self) -> Tensor:
-        recipe, length = self.recipe, self.recipe.model.context
-        windows = self._corpus.windows(recipe.batch, -(-length // recipe.repeats), self._batches)
-        windows = windows.repeat_interleave(recipe.repeats, 1)[:, : length + 1]
-        windows[:, : recipe.leading] = _NEWLINE
-        if self._injected("noise"):
-            windows.random_(0, recipe.model.vocabulary, generator=self._batches)
-        return windows
-
-    def _injected(self, kind: str) -> bool:
-        injection = self.recipe.injection
-        if injection is None or injection.kind != kind:
-            return False
-        return injection.first_step <= self.step + 1 < injection.first_step + injection.steps
+        return self._corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
@@ -211,11 +214,6 @@ class Training:
         loss = self._loss_of(self._windows)
         loss.backward()  # type: ignore[no-untyped-call]
         weights = list(self.model.parameters())
-        if self.recipe.injection is not None and self._injected("half"):
-            scale = self.recipe.injection.loss_scale
-            for weight in weights:
-                if weight.grad is not None:
-                    weight.grad.copy_(weight.grad.mul(scale).half().float().div(scale))
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         if self.recipe.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, norm)
@@ -228,7 +226,7 @@ class Training:
 
     def _loss_of(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
-        with sdpa_kernel(_FAST_FLOAT32, set_priority=True) if self._fast else nullcontext():
+        with sdpa_kernel(self._backends, set_priority=True) if self._backends else nullcontext():
             loss: Tensor = self._whole(tokens[:, :-1], tokens[:, 1:])
         return loss
 
@@ -237,11 +235,6 @@ class Training:
         with self.on_stream():
             kept = self._history.roll(-int(self._place), 0)[-count:].double().cpu().numpy()
         return kept[:, 0], kept[:, 1]
-
-    def probe_tokens(self) -> Tensor:
-        """A few sequences of the text, always the same: int64 [4, S]."""
-        windows = self._corpus.windows(4, self.recipe.model.context, torch.Generator().manual_seed(0))
-        return windows[:, :-1].long().to(self.device)
 
     def next_loss(self) -> Tensor:
         """The loss of the run's next batch, [] in nats, with its graph."""
@@ -338,49 +331,6 @@ def train(
         if recorder is not None:
             recorder.flush()
     return finished[0]
-
-
-class Recorder:
-    """Hands a run to a trace: the agent's events, loss and gradient norm of every step, and what probes measure.
-
-    `rivals` False leaves out what only the rival monitors of weights and activations read.
-    """
-
-    def __init__(self, training: Training, writer: TraceWriter, *, rivals: bool = True) -> None:
-        self._training, self._writer = training, writer
-        tokens = training.probe_tokens()
-        self._rivals = ModelProbe(training.model, tokens) if rivals else None
-        self._null = NullPart(training.model, tokens)
-        self._since = training.step
-        self.dead_steps = 0
-        """Steps since the loss was last a number."""
-        self.steps: list[tuple[Floats, Floats]] = []
-        """Loss and gradient norm of the steps so far, in parts of up to HISTORY_STEPS."""
-        training.agent.subscribe(writer)
-
-    def step(self) -> None:
-        """Call it after every step."""
-        training = self._training
-        if training.step - self._since == HISTORY_STEPS:
-            self.flush()
-        measured: dict[str, Floats] = {}
-        with training.on_stream():
-            if training.step % _NULL_STEPS == 0:
-                measured |= self._null.measure()
-            if self._rivals is not None and training.step % _RIVAL_STEPS[training.device.type] == 0:
-                measured |= self._rivals.measure()
-        if measured:
-            self._writer.probe(training.step, measured)
-
-    def flush(self) -> None:
-        """Write the steps that wait."""
-        training, count = self._training, self._training.step - self._since
-        if count:
-            losses, norms = training.history(count)
-            self._writer.steps(self._since, losses, norms)
-            self.steps.append((losses, norms))
-            self._since = training.step
-            self.dead_steps = self.dead_steps + count if np.isnan(losses).all() else 0
 
 
 def lab_run(

@@ -5,8 +5,10 @@ Two ways in. transformers dispatches by name, and hands its function the module.
 """
 
 import functools
+import sys
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -15,7 +17,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from foreshock.monitor.attention.copies import leave_no_trace_in_copies
+from foreshock.monitor.attention import flex
+from foreshock.monitor.attention.copies import clean_copies, leave_no_trace_in_copies
+from foreshock.monitor.attention.libraries import stand_in
 from foreshock.monitor.attention.running import (
     again_in,
     enter,
@@ -27,16 +31,24 @@ from foreshock.monitor.attention.running import (
     outside,
 )
 from foreshock.monitor.attention.varlen import varlen_attn
-from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, MASKED, WatchedLayer
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer
 from foreshock.monitor.model.discovery import SDPA, VARLEN, places_of
+from foreshock.monitor.model.libraries import ORIGINAL, entries
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    enter(getattr(module, LAYER_ATTRIBUTE, None))
+    layer = getattr(module, LAYER_ATTRIBUTE, None)
+    # a copy of the module's __dict__ may hold the layer too
+    enter(layer if torch.compiler.is_compiling() or layer is None or layer.home() is module else None)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     leave()
+
+
+def leave_no_copies() -> None:
+    """Take hooks and layers out of copies of watched modules; after their undoing."""
+    clean_copies(_enter)
 
 
 def scaled_dot_product_attention(
@@ -56,32 +68,15 @@ def scaled_dot_product_attention(
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     note_interception()
     causal = "top_left" if is_causal else "none"
-    if attn_mask is not None:
-        why: str | None = MASKED
-    elif not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
+    why = None
+    if attn_mask is None and not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
         why = "query and key differ in heads without enable_gqa"
-    else:
-        why = layer.problem(query, key, value, dropout_p)
-    if why is None and not layer.keeps:
-        served = layer.attend(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
-        if served is not None:
-            return served
-    if why is not None:
-        layer.keep_call(why)
-    elif layer.keeps:
-        layer.note_service(None)
-    out = SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return layer.probed(
-        out,
-        query,
-        key,
-        value,
-        mask=attn_mask,
-        causal=causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        provable=why is None,
+    # no function of its own in here: TorchScript reads this one where it compiles a caller
+    own = functools.partial(
+        SDPA, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    scores = {"causal": causal, "scale": scale, "dropout_p": dropout_p}
+    return layer.call(own, query, key, value, why=why, mask=attn_mask, **scores)
 
 
 def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,19 +147,34 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
 )
 
 
+def _held(space: dict[str, Any] | type) -> Mapping[str, Any]:
+    return vars(space) if isinstance(space, type) else space
+
+
+def _put(space: dict[str, Any] | type, name: str, value: Any) -> None:
+    if isinstance(space, type):
+        setattr(space, name, value)
+    else:
+        space[name] = value
+
+
 class SdpaRebinding:
-    """Rebinds every name of PyTorch's attention while at least one agent is attached."""
+    """Rebinds every name of PyTorch's attention, and what calls of libraries pass through, while at least one agent is
+    attached."""
 
     def __init__(self) -> None:
         self._users = 0
-        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """Namespace, name, what it was and what we made it."""
+        self._places: list[tuple[dict[str, Any] | type, str, Any, Any]] = []
+        """Namespace or class, name, what it was and what we made it."""
+        self._modules = 0
+        """Modules that were imported when libraries were looked for last."""
         self._settings_before: dict[str, Any] = {}
+        self._leave_flex: Callable[[], None] = lambda: None
 
     def acquire(self) -> None:
         """Rebind, unless another agent already did."""
         self._users += 1
-        if self._users == 1:
+        if not self._places:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
@@ -177,27 +187,39 @@ class SdpaRebinding:
             checkpoints = vars(torch.utils.checkpoint)
             self._bind(checkpoints, "_checkpoint_without_reentrant_generator", _non_reentrant)
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
+            self._leave_flex = flex.rebind()
             for name, value in _COMPILER_SETTINGS.items():
                 if hasattr(torch._dynamo.config, name):  # not every version has each
                     self._settings_before[name] = getattr(torch._dynamo.config, name)
                     setattr(torch._dynamo.config, name, value)
+        self.follow_imports()
 
-    def _bind(self, space: dict[str, Any], name: str, value: Any) -> None:
-        self._places.append((space, name, space[name], value))
-        space[name] = value
+    def follow_imports(self) -> None:
+        """Rebind what libraries brought in since; free where nothing was imported."""
+        if self._users and len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            for space, name, original, entry in list(entries()):
+                self._bind(space, name, stand_in(original, entry))
+
+    def _bind(self, space: dict[str, Any] | type, name: str, value: Any) -> None:
+        self._places.append((space, name, _held(space)[name], value))
+        _put(space, name, value)
 
     def release(self) -> None:
         """Put every name back when the last agent leaves, except those that somebody rebound since."""
         self._users -= 1
         if self._users == 0:
             for space, name, before, ours in reversed(self._places):
-                if space.get(name) is ours:
-                    space[name] = before
-            self._places.clear()
-            # who imported a name from PyTorch in the meantime got ours
-            for original, ours in _REBOUND:
+                if _held(space).get(name) is ours:
+                    _put(space, name, before)
+            self._leave_flex()
+            # who imported a name in the meantime got ours
+            libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
+            for original, ours in (*_REBOUND, *libraries):
                 for space, name in places_of(ours):
                     space[name] = original
+            self._places.clear()
+            self._modules = 0
             forget()
             for name, value in self._settings_before.items():
                 setattr(torch._dynamo.config, name, value)
@@ -215,6 +237,7 @@ torch.compile gives up after eight. PyTorch counts its ids up from 0."""
 def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
     """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
     module.__dict__[LAYER_ATTRIBUTE] = layer
+    layer.home = weakref.ref(module)
     outside.layers.add(layer)
     places: list[tuple[dict[Any, Any], Any]] = [
         (module._forward_pre_hooks, _enter),

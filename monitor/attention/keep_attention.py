@@ -1,8 +1,9 @@
-"""Who serves each layer: its own attention, of which a sample is measured, or our kernels, from when on and why."""
+"""Who serves each layer: its own attention, of which a sample is measured, or our kernels, and why."""
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,19 +18,16 @@ from foreshock.contract.metric import ratio
 from foreshock.contract.modes import parse_mode
 from foreshock.contract.slots import Floats, Slot, Words, looked_at, slot_values
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
-from foreshock.monitor.attention.proof import Proof
 from foreshock.monitor.attention.watched_layer import WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig
-
-_PROOF_STEPS: Final = 3
-"""Optimizer steps that are measured one after the other until every layer is proven or is not."""
 
 
 def sampling_errors(words: Words) -> dict[str, Floats]:
     """Standard errors of what a sample of rows says of each head, [N], NaN where it measured none.
 
-    offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. Rows are
-    drawn one by one, so s / sqrt(n) holds; they speak of the steps that were measured.
+    offset_error of the mean of lse - log n, in nats; tied_bf16_error of the share of rows with several maxima. It is
+    s / sqrt(n), as of rows drawn one by one: those of one sequence may be alike, and those of different stretches of it
+    differ. They speak of the steps that were measured.
     """
     rows = slot_values(words, Slot.ROWS)
     share = read("head.tied_rows_bf16", words)
@@ -43,107 +41,136 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
 class Keeper:
     """Says which step is measured, and which layers keep their own attention.
 
-    Under "keep", and under "auto" where nothing is to be gained (a CPU), those do whose heads are all plain. Under
-    "auto" with `prove` a layer goes to our kernels at the step boundary after they were proven to compute what it
-    computes; under "kernels" it is there from the start. A layer with a switched head is served by our kernels, which
-    count every row; its peers stay where they are. Under torch.compile the graphs that hold a layer that moves are
-    compiled once more.
+    Under "keep" those do whose heads are all plain; under "kernels" none does. A layer with a switched head is served
+    by our kernels, which count every row; its peers stay where they are. Under torch.compile the graphs that hold a
+    layer that moves are compiled once more.
     """
 
-    def __init__(
-        self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig, *, prove: bool = False
-    ) -> None:
+    def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:
         self.layers: Final = tuple(layers)
-        self._every_steps = settings.probe_every_steps
-        self._sampling = Sampling(settings.probe_rows, settings.probe_heads, strict=settings.strict)
+        self._every_steps = settings.sample_every_steps
+        self._sampling = Sampling(settings.probe_rows, settings.sample_every_steps, strict=settings.strict)
         self._measured = 0
-        self._steps_to_prove = _PROOF_STEPS if prove else 0
-        self._modes: npt.NDArray[np.int32] = np.zeros(state.shape[0], dtype=np.int32)
-        self._attention: Final = settings.attention
+        self._kernels: Final = settings.attention == "kernels"
         self._mitigation: Final = settings.mitigation
+        self._waits_since: int | None = None
+        self._leave_out: Callable[[], Callable[[], None]] | None = None
+        self._masks_back: Callable[[], None] | None = None
         self.faults: Counter[str] = Counter()
         """Where a contained fault of the probe is counted; the agent puts its own counter here."""
         self.errors = ""
         """The sampling error of the last sample that measured some rows, as a line for people."""
+        self._sampling.layouts = [layer.layout for layer in self.layers if layer.layout is not None]
         self._key = start_sampling(self._sampling)
-        self.proofs: Final[list[Proof]] = []
-        """Of each layer; empty where nothing is to be proven."""
-        for layer, tick in zip(self.layers, new_ticks(len(self.layers), state.device), strict=True):
+        self.largest: Final = torch.full((len(state),), -math.inf, device=state.device)
+        """Of each head in a step that is computed in full: the largest score of all rows of a kept attention."""
+        of_layers = torch.split(self.largest, [len(layer.state) for layer in self.layers])
+        for layer, tick, largest in zip(self.layers, new_ticks(len(self.layers), state.device), of_layers, strict=True):
             # .data: a version of its own, as the layer's state; CUDA graphs must not count into a copy of it
-            torch._dynamo.mark_static_address(tick := tick.data, guard=False)
-            layer.tick, layer.sampling, layer.keeps = tick, self._key, settings.attention != "kernels"
-            layer.draws = settings.attention != "auto"
-            if prove:
-                self.proofs.append(proof := Proof())
-                self._sampling.proofs[len(self.proofs) - 1] = proof
+            layer.tick, layer.largest = tick.data, largest.data
+            for buffer in (layer.tick, layer.largest):
+                torch._dynamo.mark_static_address(buffer, guard=False)
+            layer.sampling, layer.keeps = self._key, not self._kernels
 
     def plan(self, step: int, watch_until: int) -> None:
-        """After optimizer step `step`: who serves the next one, and whether it is measured."""
+        """After optimizer step `step`: whether the next one is measured."""
         if self._sampling.fault and not self.faults["probe"]:
             self.faults["probe"] = 1
         if self._sampling.due:
             self._measured = step
         self._sampling.due = step + 1 - self._measured >= self._every_steps or step < watch_until
-        if self._steps_to_prove:
-            self._steps_to_prove -= 1
-            if all(proof.done for proof in self.proofs):
-                self._steps_to_prove = 0
-                self._sampling.proofs.clear()
-            self._sampling.due |= self._steps_to_prove > 0
-            self.follow(self._modes)
+        self._name_what_a_captured_step_hides(step)
 
-    @property
-    def proving(self) -> bool:
-        """Whether layers may still go to our kernels by themselves soon."""
-        return self._steps_to_prove > 0
+    def compute_in_full(self, wanted: bool) -> None:
+        """Whether the next step computes the scores of all rows of kept attention, for `largest`."""
+        self._sampling.in_full = wanted
 
-    def follow(self, modes: npt.NDArray[np.int32]) -> None:
-        """Let each layer be served as `modes` [N], the modes of all heads, ask for."""
-        self._modes = modes
-        before = [layer.keeps for layer in self.layers]
-        first = 0
-        for index, layer in enumerate(self.layers):
-            heads = layer.state.shape[0]
-            proof = self.proofs[index] if self.proofs else None
-            served = self._attention == "kernels" or (proof is not None and proof.holds)
-            switched = bool(modes[first : first + heads].any()) and (proof is None or proof.reason is None)
-            layer.keeps = not (served or switched)
-            first += heads
-        if self._sampling.captured and before != [layer.keeps for layer in self.layers]:
+    def why_not_in_full(self, layer: WatchedLayer) -> str | None:
+        """Why the largest score of all rows of a layer's own attention cannot be had; None where it can."""
+        if self._sampling.fault:
+            return f"the probe is off ({self._sampling.fault})"
+        if self._sampling.captured:
+            return (
+                "its step was captured in a CUDA graph, which leaves the pass over all rows of a kept attention out; "
+                "attention='kernels' counts them there too"
+            )
+        if layer.bent:
+            return "a function or ALiBi slopes change its scores, which the pass over all rows of it does not know"
+        return self._sampling.refused.get(layer.state.data_ptr())
+
+    def _name_what_a_captured_step_hides(self, step: int) -> None:
+        if all(layer.keeps or layer.served or layer.cannot_serve for layer in self.layers) or self._kernels:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = step
+        elif self._sampling.captured and step == self._waits_since + 1:
             logger.warning(
-                "foreshock: a step that was captured in a CUDA graph keeps the attention it was captured with; capture "
-                "it again to let this switch take effect (torch.compile does so by itself)"
+                "foreshock: a switch waits: the step was captured in a CUDA graph, which keeps the attention that it "
+                "was captured with. Capture it again, after a step that runs uncaptured; the switch takes effect then"
             )
 
+    def follow(self, modes: npt.NDArray[np.int32]) -> None:
+        """Let each layer be served as `modes` [N], those that are wanted of all heads, ask for."""
+        first = 0
+        for layer in self.layers:
+            heads = layer.state.shape[0]
+            layer.ask(keeps=not (self._kernels or modes[first : first + heads].any()))
+            first += heads
+        self._leave_masks_out()
+
+    def masks_can_be_left_out(self, leave_out: Callable[[], Callable[[], None]]) -> None:
+        """`leave_out` makes the model's compiled code pass no mask that says no more than is_causal, which our kernels
+        would not serve; it returns the undoing. So it is while they are to serve a layer."""
+        self._leave_out = leave_out
+        for layer in self.layers:
+            layer.may_lose_masks = True
+        self._leave_masks_out()
+
+    def _leave_masks_out(self) -> None:
+        serving = not all(layer.keeps for layer in self.layers)
+        if serving and self._leave_out is not None and self._masks_back is None:
+            self._masks_back = self._leave_out()
+        elif not serving:
+            self._put_masks_back()
+
+    def _put_masks_back(self) -> None:
+        back, self._masks_back = self._masks_back, None
+        if back is not None:
+            back()
+
+    def serves(self, row: int) -> bool:
+        """Whether our kernels compute head `row` of all, as far as what ran shows."""
+        layer = self._layer_of(row)
+        return self._kernels or layer is None or layer.served
+
     def refusal(self, row: int, mode: int) -> str | None:
-        """Why the layer that holds head `row` of all cannot be given `mode`, as its calls are; None where it can."""
-        index = self._layer_of(row)
-        return None if index is None else self.layers[index].refusal(mode)
+        """Why head `row` of all cannot be given a mode, as its layer's calls are; None where it can."""
+        layer = self._layer_of(row)
+        return None if layer is None else self._refusal(layer, mode)
 
-    def idle(self, row: int) -> str | None:
-        """Why no mode would change what the layer that holds head `row` computes; None where one would."""
-        index = self._layer_of(row)
-        return None if index is None else self._idle(index)
-
-    def _layer_of(self, row: int) -> int | None:
+    def _layer_of(self, row: int) -> WatchedLayer | None:
         ends = itertools.accumulate(layer.state.shape[0] for layer in self.layers)
-        return next((index for index, end in enumerate(ends) if row < end), None)
+        return next((layer for layer, end in zip(self.layers, ends, strict=True) if row < end), None)
 
-    def _idle(self, index: int) -> str | None:
-        proof = self.proofs[index] if self.proofs else None
-        if proof is not None and proof.reason is not None:
-            return f"its own attention stays: {proof.reason}; a switch would change nothing"
-        return self.layers[index].idle
+    def _refusal(self, layer: WatchedLayer, mode: int) -> str | None:
+        never = self._sampling.refused.get(layer.state.data_ptr()) if mode and layer.keeps else None
+        return layer.refusal(mode) if never is None else f"its own attention stays: {never}"
 
-    def refused_mitigation(self) -> list[str]:
-        """What a switch would meet, in lines: the run's own mitigation, where a layer cannot have it."""
+    def what_a_switch_meets(self) -> list[str]:
+        """Lines: the run's own mitigation where a layer cannot have it, and dropout that a switch draws anew."""
         mode = parse_mode(self._mitigation)
-        whys = [layer.refusal(mode) or self._idle(index) for index, layer in enumerate(self.layers)]
-        return [
+        whys = [self._refusal(layer, mode) for layer in self.layers]
+        lines = [
             f"mitigation {self._mitigation} will be refused in {count} of {len(whys)} layers: {why}"
             for why, count in Counter(whys).items()
             if why is not None
         ]
+        if drops := sum(layer.keeps and layer.dropout_p > 0 for layer in self.layers):
+            lines.append(
+                f"{drops} of {len(whys)} layers use dropout. Their masks stay the model's own until a switch. A "
+                "switched layer draws other masks, with the same probability."
+            )
+        return lines
 
     def with_errors(
         self, verdicts: list[wire.Verdict], words: Words, heads: Sequence[tuple[int, int]]
@@ -166,30 +193,21 @@ class Keeper:
 
     def describe(self) -> str:
         """Who serves the attention, in a line."""
-        heads = f"{self._sampling.heads} heads in turn" if self._sampling.heads else "every head"
-        measured = f"every {self._every_steps} steps {self._sampling.rows} rows of {heads} of each layer are measured"
-        if self._attention == "kernels":
+        measured = f"every {self._every_steps} steps {self._sampling.rows} rows of every head are measured"
+        if self._kernels:
             return f"foreshock's kernels serve the attention; of calls that they do not serve {measured}"
-        if self.proofs:
-            return (
-                "the first steps compare foreshock's kernels with each layer's own attention; where they agree they "
-                f"serve it from then on, elsewhere {measured}"
-            )
         return f"attention is kept as it is; {measured}"
 
-    def standing(self, index: int) -> str:
+    def how_served(self, index: int) -> str:
         """What serves layer `index` now, in words."""
         layer = self.layers[index]
-        if not layer.keeps:
-            return "kernels" + (f", but kept and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
-        proof = self.proofs[index] if self.proofs else None
-        if proof is None:
+        if layer.keeps:
             return "kept, sampled"
-        reason = proof.reason or next(iter(layer.kept), "no call could be compared with our kernels yet")
-        return f"kept, sampled: {reason}"
+        return "kernels" + (f", but kept and sampled in calls where {next(iter(layer.kept))}" if layer.kept else "")
 
     def stop(self) -> None:
         """Measure nothing any more."""
+        self._put_masks_back()
         stop_sampling(self._key)
         for layer in self.layers:
             layer.tick = None

@@ -3,27 +3,41 @@
 The user's kernel stays in place. An identity on its output hands the output's gradient to `foreshock::probe_rows` in
 the backward, where a few rows are computed again from q and k (scores in fp32) and v (their output unrounded), and
 the same statistics are counted into the same state as our own kernels count of every row. Rows are drawn on the device,
-each one alone and with equal chance: shares and means are unbiased, and their standard errors are those of independent
-draws. A step that is not sampled costs one call of an operator that does nothing.
+spread over the batch and its sequences and each with equal chance: shares and means are unbiased. A step that is not
+sampled costs one call of an operator that does nothing.
 """
 
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, constants, spec_of
-from foreshock.monitor.attention.probed_rows import Call, measure
-from foreshock.monitor.attention.proof import Proof
+from foreshock.monitor.attention.probed_rows import (
+    Call,
+    ScoreMod,
+    Scores,
+    UnmeasurableError,
+    measure,
+    raise_largest,
+    sampled_scores,
+    sizes,
+)
+
+if TYPE_CHECKING:
+    from foreshock.monitor.attention.layout_proof import LayoutProof
 
 logger: Final = logging.getLogger("foreshock")
 
+_SAVED: Final = 7
+"""Tensors of a call that are saved for its backward; tokens of the projections come behind them."""
 _TICK_BITS: Final = 40
 """Of a layer's counter below its number."""
 
@@ -33,16 +47,21 @@ class Sampling:
     """How much one agent samples; `due` says whether the running step is measured."""
 
     rows: int
-    heads: int
-    """heads of each layer, in turn; 0 for all"""
+    every_steps: int = 1
+    """Steps from one that is measured to the next. A step that is captured in a CUDA graph measures so many times fewer
+    rows, since each of its replays is measured."""
     due: bool = True
+    in_full: bool = False
+    """The scores of all rows of the running step are computed, for the largest of each head."""
     captured: bool = False
     """A CUDA graph was captured: each of its replays is measured, and nothing in it changes until it is made anew."""
     strict: bool = False
     fault: str | None = None
     """Why this agent measures nothing any more: the training goes on without it."""
-    proofs: dict[int, Proof] = field(default_factory=dict)
-    """By the layer's place among its agent's: whether our kernels were proven for it; empty when nothing is open."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
+    layouts: "Sequence[LayoutProof]" = ()
+    """Of its layers, in the order of their counters: they keep the tokens of compiled code."""
 
 
 _samplings: Final[dict[str, Sampling]] = {}
@@ -62,19 +81,6 @@ def stop_sampling(key: str) -> None:
     _samplings.pop(key, None)
 
 
-def refuse_proof(key: str, tick: Tensor, reason: str) -> None:
-    """The layer of `tick` does what our kernels would not let it do: it is not proven any more."""
-    sampling = _samplings.get(key)
-    if sampling is not None and (proof := _open_proof(sampling, tick)) is not None:
-        proof.reason = reason
-
-
-def _open_proof(sampling: Sampling, tick: Tensor) -> Proof | None:
-    """The proof of the layer whose counter this is: its upper bits, for the counter may be a copy. Waits for the
-    device, in the few steps that prove."""
-    return sampling.proofs.get(int(tick) >> _TICK_BITS) if sampling.proofs else None
-
-
 def probe(
     out: Tensor,
     query: Tensor,
@@ -83,7 +89,7 @@ def probe(
     state: Tensor,
     tick: Tensor,
     sampling: str,
-    *,
+    *tokens: Tensor,
     mask: Tensor | None = None,
     causal: CausalAlignment = "none",
     window: tuple[int, int] = (-1, -1),
@@ -91,24 +97,45 @@ def probe(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     numerics: Numerics = "kernel",
-    provable: bool = False,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """`out` [..., H, Sq, D], whose backward measures rows of the attention that gave it.
 
     query [..., H, Sq, D]; key, value [..., Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores,
     broadcast to [..., H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are
     written.
-    sampling: what start_sampling gave. provable: it is a call of PyTorch's scaled_dot_product_attention that our
-    kernels would serve, and may be compared with them. cu_seqlens: where the sequences of queries and of keys begin
-    that are packed into one row (B = 1), each int32 [N + 1].
+    tokens: for a LayoutProof to keep. sampling: what start_sampling gave. cu_seqlens: where the sequences of
+    queries and of keys begin that are packed into one row (B = 1), each int32 [N + 1]. score_mod: what else the call
+    makes of its scores. largest: float32 [H], raised to the largest score of all rows in steps that are computed in
+    full; inf where a call could not be.
     """
+    if score_mod is not None and not _measured_now(sampling, query):
+        return out  # keeps nothing that the function holds
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
-    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics).text, provable)
-    packed = cu_seqlens or (None, None)
-    probed = cast(Tensor, _Probed.apply(out, query, key, value, mask, *packed, state, tick, options))  # type: ignore[no-untyped-call]
-    return cast(Tensor, _writable(probed))
+    options = (sampling, AttentionSpec(scale, causal, *window, softcap, dropout_p, numerics))
+    given = _apart(out, query, key, value, mask, *(cu_seqlens or (None, None)))
+    arguments = (*given, state, tick, largest, options, score_mod, *tokens)
+    return cast(Tensor, _writable(_Probed.apply(*arguments)))  # type: ignore[no-untyped-call]
+
+
+def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same, with a view of one that came before, as where keys are values: torch.compile takes no Function into its
+    graph that is given a tensor twice."""
+    apart: list[Tensor | None] = []
+    for x in tensors:
+        apart.append(x.view_as(x) if x is not None and any(x is other for other in apart) else x)
+    return apart
+
+
+def _measured_now(key: str, query: Tensor) -> bool:
+    """Whether the running step is measured. Compiled code that asks is compiled again where the answer changes."""
+    sampling = _samplings.get(key)
+    if sampling is None or sampling.fault:
+        return False
+    return sampling.due or (not torch.compiler.is_compiling() and _capturing(query))
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator, unused-ignore]
@@ -135,10 +162,14 @@ class _Probed(torch.autograd.Function):
         cu_keys: Tensor | None,
         state: Tensor,
         tick: Tensor,
-        options: tuple[Any, ...],
+        largest: Tensor | None,
+        options: tuple[str, AttentionSpec],
+        score_mod: ScoreMod | None,
+        *tokens: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys)
-        ctx.state, ctx.tick, ctx.options = state, tick, options
+        ctx.save_for_backward(out, query, key, value, mask, cu_queries, cu_keys, *tokens)
+        ctx.state, ctx.tick, ctx.options, ctx.tokens = state, tick, options, len(tokens)
+        ctx.score_mod, ctx.largest = score_mod, largest
         return out.view_as(out)
 
     @staticmethod
@@ -146,26 +177,46 @@ class _Probed(torch.autograd.Function):
         saved = ctx.saved_tensors if torch.compiler.is_compiling() else _still_as_they_were(ctx, grad_out)
         if saved is not None:
             with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
-                _operator(grad_out, *saved, ctx.state, ctx.tick, *ctx.options)
-        return grad_out, *[None] * 9
+                call, tokens = saved[:_SAVED], list(saved[_SAVED:])
+                run: Any = _operator
+                scores: list[Tensor] = []
+                if ctx.score_mod is not None and torch.compiler.is_compiling():
+                    scores = _scores_in_the_graph(Call(grad_out, *call), ctx)
+                elif ctx.score_mod is not None:  # a function is no argument of an operator
+                    run = partial(probe_rows, score_mod=ctx.score_mod)
+                key, spec = ctx.options
+                run(grad_out, *call, ctx.state, ctx.tick, ctx.largest, key, spec.text, tokens, scores)
+        elif ctx.largest is not None:
+            ctx.largest.fill_(math.inf)
+        return grad_out, *[None] * (11 + ctx.tokens)
+
+
+def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
+    """The Scores of sampled rows, computed by compiled code: what a function holds is known to it alone."""
+    key, spec = ctx.options
+    with torch.autocast(call.query.device.type, enabled=False):
+        call = call.batched().rounded(spec.numerics)
+        return list(sampled_scores(_samplings[key].rows, call, ctx.tick, spec, ctx.score_mod))
 
 
 def _still_as_they_were(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...] | None:
     """What the forward saved; None where there is nothing to measure: many gradients are taken at once, or the model
     wrote into one of them since, as it may where its own attention did not save it."""
-    which = ctx.options[0], ctx.tick
+    sampling = _samplings.get(ctx.options[0])
+    refused = {} if sampling is None else sampling.refused
+    layer = ctx.state.data_ptr()
     functorch = torch._C._functorch
     if functorch.is_batchedtensor(grad_out) or functorch.is_legacy_batchedtensor(grad_out):
-        refuse_proof(*which, "many gradients of it are taken at once, which our kernels do not")
+        refused[layer] = "many gradients of it are taken at once, which our kernels do not"
         return None
     if torch.is_grad_enabled():
-        refuse_proof(*which, "its gradient is differentiated again, which our kernels' is not")
+        refused[layer] = "its gradient is differentiated again, which our kernels' is not"
     try:
         return cast(tuple[Tensor, ...], ctx.saved_tensors)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        refuse_proof(*which, "the model writes into its operands or its output afterwards")
+        refused[layer] = "the model writes into its operands or its output afterwards"
         return None
 
 
@@ -173,8 +224,8 @@ def _still_as_they_were(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...] | None
 _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-    "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, str sampling_key, str spec_text, "
-    "bool provable) -> ()",
+    "Tensor? cu_queries, Tensor? cu_keys, Tensor(a!) state, Tensor(b!) tick, Tensor(c!)? largest, "
+    "str sampling_key, str spec_text, Tensor[] tokens, Tensor[] scores) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -190,33 +241,52 @@ def probe_rows(
     cu_keys: Tensor | None,
     state: Tensor,
     tick: Tensor,
+    largest: Tensor | None,
     sampling_key: str,
     spec_text: str,
-    provable: bool,
+    tokens: Sequence[Tensor] = (),
+    scores: Sequence[Tensor] = (),
+    score_mod: ScoreMod | None = None,
 ) -> None:
-    """Counts the statistics of sampled rows into `state` where its agent samples this step. Never waits for the device.
+    """Counts the statistics of sampled rows into `state` where its agent samples this step, and raises `largest` where
+    it is computed in full. Never waits for the device. scores: the Scores of the sampled rows, where they are computed
+    already.
 
     While a CUDA graph is captured every step is measured, since what is captured is what each replay does.
     """
     sampling = _samplings.get(sampling_key)
     if sampling is None or sampling.fault or not query.numel() or not key.numel():
         return
-    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = _capturing(query)
     sampling.captured |= capturing
-    if not (sampling.due or capturing):
+    in_full = largest is not None and sampling.in_full and not capturing
+    if not (sampling.due or capturing or in_full):
         return
     spec = spec_of(spec_text)
     call = Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):
-            if provable and not capturing and (proof := _open_proof(sampling, tick)) is not None:
-                proof.compare(grad_out, out, query, key, value, spec)
-            _sample(sampling, call.batched(), state, tick, spec)
+            if tokens and not capturing and any(layout.open for layout in sampling.layouts):
+                sampling.layouts[int(tick) >> _TICK_BITS].keep(tokens)  # waits for the device, until all are known
+            rows = -(-sampling.rows // sampling.every_steps) if capturing else sampling.rows
+            call = call.batched().rounded(spec.numerics)
+            if in_full and largest is not None:
+                raise_largest(largest, call, spec)
+            if sampling.due or capturing:
+                _sample(rows, call, state, tick, spec, score_mod, scores)
+    except UnmeasurableError:
+        pass
     except Exception as error:
+        if largest is not None:
+            largest.fill_(math.inf)
         if sampling.strict:
             raise
         sampling.fault = f"{type(error).__name__}: {str(error)[:300]}"
         logger.warning("foreshock: the probe is off from now on, training goes on: %s", sampling.fault)
+
+
+def _capturing(query: Tensor) -> bool:
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _library.impl("probe_rows", probe_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -234,21 +304,21 @@ def _kernels() -> Any:
     return sampled_rows
 
 
-def _sample(sampling: Sampling, call: Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
-    heads = state.shape[0]
-    kernels = _kernels() if call.query.is_cuda and call.mask is None and call.cu_queries is None else None
+def _sample(
+    rows: int,
+    call: Call,
+    state: Tensor,
+    tick: Tensor,
+    spec: AttentionSpec,
+    score_mod: ScoreMod | None,
+    scores: Sequence[Tensor],
+) -> None:
+    kernels = _kernels() if call.query.is_cuda and score_mod is None and not scores else None
     if kernels is not None and kernels.serves(call.query, call.key, call.value, call.out, spec):
-        chosen = sampling.heads if 0 < sampling.heads < heads else heads
-        kernels.count_sampled_rows(*call[:5], state, tick, sampling.rows, chosen, spec)
-        return
-    if 0 < sampling.heads < heads:
-        index = (tick * sampling.heads + torch.arange(sampling.heads, device=tick.device)) % heads
-        part = state[index]
-        measure(sampling.rows, index, call, part, tick, spec)
-        state[index] = part
+        kernels.count_sampled_rows(*call, state, tick, sizes(rows, *call.query.shape[::2]), spec)
     else:
-        measure(sampling.rows, torch.arange(heads, device=tick.device), call, state, tick, spec)
-    tick += 1
+        measure(rows, call, state, tick, spec, score_mod, Scores(*scores) if scores else None)
+        tick += 1
 
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:

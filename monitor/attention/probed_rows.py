@@ -1,20 +1,37 @@
-"""Rows of an attention that somebody else computed, drawn at random and computed again from its operands."""
+"""Rows of an attention that somebody else computed, drawn at random and computed again from its operands.
+
+They are stratified: as many of each entry of the batch, one in each stretch of the sequence, the same of all heads. So
+each row has an equal chance, and those of one entry are multiplied with its keys at once.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foreshock.kernels.flash_attention import AttentionSpec
-from foreshock.kernels.flash_attention.spec import compute_dtype, operand_dtype
+from foreshock.kernels.flash_attention.spec import Numerics, compute_dtype, operand_dtype
 from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_margin, several_in_bf16, several_within
-from foreshock.kernels.flash_attention.visibility import place
+from foreshock.kernels.flash_attention.visibility import place, seen_keys
 
+LEAST_ROWS: Final = 16
+"""Of an entry of the batch that is measured, where it has as many: fewer would read its keys for little."""
 HELD_BYTES: Final = 16 * 2**20
 """What a piece of the sampled rows holds in its largest tensor. The C library hands one of over 32 MiB back to the
 system at once, which costs a CPU as much again as filling it."""
+
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""What a call makes of its scores before their softmax, beside softcap, causality, window and mask. It takes scores
+[e, H, c, k] in float32 or float64, scale and softcap in them, and int32 numbers of the batch's entries [e, 1, 1, 1],
+query heads [H, 1, 1], queries [e, 1, c, 1] and keys [k]. It returns scores that broadcast to the same shape, -inf where
+a key is hidden, and writes into none of them. Raises UnmeasurableError where it cannot."""
+
+
+class UnmeasurableError(Exception):
+    """The scores of a call cannot be computed again; whoever raises it has named the call."""
 
 
 class Call(NamedTuple):
@@ -44,136 +61,233 @@ class Call(NamedTuple):
         mask = self.mask if self.mask is None or self.mask.dim() < (3 if one_head else 4) else flat(self.mask)
         return Call(grad_out, out, query, key, value, mask, self.cu_queries, self.cu_keys)
 
-
-def measure(count: int, heads: Tensor, call: Call, state: Tensor, tick: Tensor, spec: AttentionSpec) -> None:
-    """Count `count` rows of each of `heads` [h] (all rows where there are no more) into `state` [h, SLOT_COUNT]."""
-    query, keys = call.query, call.key.shape[2]
-    batch, _, queries, _ = query.shape
-    total = batch * queries
-    if count < total:
-        place = drawn(tick, (len(heads), count), total)
-    else:
-        place = torch.arange(total, device=query.device).expand(len(heads), total)
-    wide = compute_dtype(spec.numerics)
-    held = query.shape[3] if _copies(query.device) else 1  # numbers for a row and a key
-    at_once = max(1, HELD_BYTES // (len(heads) * keys * held * wide.itemsize))
-    for places in torch.split(place, at_once, dim=1):
-        entry, row = places.div(queries, rounding_mode="floor"), places % queries  # both [h, r]
-        accumulate(state, _rows(heads.view(-1, 1), entry, row, call, spec))
+    def rounded(self, numerics: Numerics) -> "Call":
+        """The same call with query, key and value in the type that they were multiplied in. Under autocast wider ones
+        were rounded to the type that the output has; where it has none of 16 bits, our kernels' own choice."""
+        if numerics not in ("kernel", "paper"):
+            return self
+        operand = operand_dtype(self.out.dtype)
+        return self._replace(**{name: getattr(self, name).to(operand) for name in ("query", "key", "value")})
 
 
-def _rows(head: Tensor, entry: Tensor, row: Tensor, call: Call, spec: AttentionSpec) -> Rows:
-    """What is known of the rows `row` [h, r] of batch entries `entry` [h, r] in heads `head` [h, 1]."""
-    grad_out, out, query, key, value, mask = call[:6]
-    operand, wide = operand_dtype(query.dtype), compute_dtype(spec.numerics)
+class Scores(NamedTuple):
+    """Of sampled rows, as they enter the softmax."""
 
-    def widened(x: Tensor) -> Tensor:
-        """As the kernel's operands: rounded where the numerics round them, then wide enough to multiply exactly."""
-        return (x.to(operand) if spec.numerics in ("kernel", "paper") else x).to(wide)
+    scores: Tensor
+    """[e, H, c, k]; -inf where a key is hidden."""
+    visible: Tensor
+    """How many keys each row sees, [e, H, c]."""
 
-    key_head = head // (query.shape[1] // key.shape[1])
-    times = _times_copies if _copies(query.device) else _times
-    queries = widened(query[entry, head, row])  # [h, r, D]
-    scores = times(queries, key.transpose(2, 3), entry, key_head, widened).mul_(spec.scale)  # [h, r, Sk]
+
+def measure(
+    count: int,
+    call: Call,
+    state: Tensor,
+    tick: Tensor,
+    spec: AttentionSpec,
+    score_mod: ScoreMod | None = None,
+    given: Scores | None = None,
+) -> None:
+    """Count some `count` rows of each head (all rows where there are no more) into `state` [H, SLOT_COUNT]. given: what
+    sampled_scores computed of them."""
+    batch, _, queries, _ = call.query.shape
+    if given is not None:
+        entries, rows = chosen_rows(tick, given.scores.shape[0] * given.scores.shape[2], batch, queries)
+        given = given._replace(scores=given.scores.clone())  # _rows writes into them
+        accumulate(state, _rows(entries, rows, call, given, _wide(call.value, entries, spec), spec))
+        return
+    for some, rows, scores, keys in _pieces(*chosen_rows(tick, count, batch, queries), call, spec, score_mod):
+        accumulate(state, _rows(some, rows, call, scores, _wide(call.value, some, spec)[:, :, keys], spec))
+
+
+def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
+    """Raise `largest`, float32 [H], to the largest score of every row of a call: the work of Q K^T in full, in pieces
+    of HELD_BYTES. NaN where a score is."""
+    batch, _, queries, _ = call.query.shape
+    entries, rows = (torch.arange(count, device=call.query.device) for count in (batch, queries))
+    for _, _, (scores, _), _ in _pieces(entries, rows.expand(batch, queries), call, spec, None):
+        torch.maximum(largest, scores.amax((0, 2, 3)).to(largest.dtype), out=largest)
+
+
+def _pieces(
+    entries: Tensor, rows: Tensor, call: Call, spec: AttentionSpec, score_mod: ScoreMod | None
+) -> Iterator[tuple[Tensor, Tensor, "Scores", slice]]:
+    """Of rows `rows` [E, c] of batch entries `entries` [E], piece by piece: entries, rows, scores, of which keys."""
+    at_once = _at_once(call, spec)
+    together = max(1, at_once // rows.shape[1])
+    for some, theirs in zip(torch.split(entries, together), torch.split(rows, together), strict=True):
+        keys = _wide(call.key, some, spec)
+        for piece in torch.split(theirs, at_once, dim=1):
+            low, high = _bounds(piece, call, spec)
+            first, end = 0, keys.shape[2]
+            if piece.device.type == "cpu":  # keys that none of these rows sees; elsewhere they would be waited for
+                first = min(int(low.min()), end - 1)
+                end = max(int(high.max()), first + 1)
+            scores = _scores(some, piece, call, keys[:, :, first:end], (low, high), spec, score_mod, first)
+            yield some, piece, scores, slice(first, end)
+
+
+def sampled_scores(count: int, call: Call, tick: Tensor, spec: AttentionSpec, score_mod: ScoreMod) -> Scores:
+    """Scores of the rows that `measure` takes at this tick: `count` of each head, or fewer where these would hold too
+    much. Reads no tensor's value, so that it may be part of a compiled graph."""
+    batch, _, queries, _ = call.query.shape
+    entries, rows = chosen_rows(tick, min(count, _at_once(call, spec)), batch, queries)
+    keys = _wide(call.key, entries, spec)
+    return _scores(entries, rows, call, keys, _bounds(rows, call, spec), spec, score_mod)
+
+
+def _at_once(call: Call, spec: AttentionSpec) -> int:
+    """How many rows of each head are computed at once."""
+    held = HELD_BYTES * (16 if call.query.is_cuda else 1)  # a GPU is kept waiting by many small pieces
+    return max(LEAST_ROWS, held // (call.query.shape[1] * call.key.shape[2] * compute_dtype(spec.numerics).itemsize))
+
+
+def sizes(count: int, batch: int, queries: int) -> tuple[int, int]:
+    """Of how many entries of the batch some `count` rows are measured, and how many of each: all of all of them where
+    there are no more."""
+    of_each = min(max(-(-count // batch), min(count, LEAST_ROWS)), queries)
+    return min(-(-count // of_each), batch), of_each
+
+
+def chosen_rows(tick: Tensor, count: int, batch: int, queries: int) -> tuple[Tensor, Tensor]:
+    """The entries that are measured, int64 [E], and the rows of each, int64 [E, c], in rising order.
+
+    With a number drawn from [0, n) for each of k stretches, (i n + drawn) // k is each of n rows with equal chance.
+    """
+    entries, of_each = sizes(count, batch, queries)
+    place = torch.arange(max(entries, of_each), device=tick.device)
+    if entries == batch and of_each == queries:
+        return place[:batch], place[:queries].expand(batch, queries)
+    index = torch.arange(1 + entries * of_each, device=tick.device)
+    numbers = drawn(tick * len(index) + index)
+    rows = (place[:of_each] * queries + numbers[1:].view(entries, of_each) % queries) // of_each
+    return (place[:entries] * batch + numbers[0] % batch) // entries, rows
+
+
+def _wide(x: Tensor, entries: Tensor, spec: AttentionSpec) -> Tensor:
+    """Keys or values of some entries of the batch, [e, Hkv, Sk, D], wide enough to multiply exactly."""
+    return (x if len(entries) == len(x) else x[entries]).to(compute_dtype(spec.numerics))
+
+
+def _scores(
+    entry: Tensor,
+    row: Tensor,
+    call: Call,
+    keys: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    spec: AttentionSpec,
+    score_mod: ScoreMod | None,
+    first: int = 0,
+) -> Scores:
+    """Of the rows `row` [e, c] of batch entries `entry` [e] with `keys`, the number `first` and those behind it, of
+    which each row sees those in `bounds`."""
+    low, high = bounds
+    scores = _times(_of_rows(call.query, entry, row).to(keys.dtype), keys.mT).mul_(spec.scale)  # [e, H, c, k]
     if spec.softcap > 0:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    hidden = _hidden(row, call, spec)
-    if mask is not None:
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        seen = mask.expand(shape)[entry, head, row]  # [h, r, Sk]
+    visible = (high - low).unsqueeze(1).expand(scores.shape[:3])
+    hidden, added = None, None
+    end = first + keys.shape[2]
+    position = torch.arange(first, end, dtype=torch.int32, device=row.device)
+    if score_mod is not None:
+        head = torch.arange(scores.shape[1], dtype=torch.int32, device=row.device)
+        query = torch.cat([row, row], 1)[:, None, :, None].int()
+        # what it makes of a score of 0 tells a mask and a bias from what, as a softcap, bends the scores
+        both = torch.cat([scores, torch.zeros_like(scores)], 2)
+        modified = score_mod(both, entry.view(-1, 1, 1, 1).int(), head.view(-1, 1, 1), query, position)
+        scores, added = torch.empty_like(both).copy_(modified).chunk(2, 2)
+    if _hides(call, spec):
+        hidden = ((position < low.unsqueeze(-1)) | (position >= high.unsqueeze(-1))).unsqueeze(1)
+    if (mask := call.mask) is not None:
+        mask = mask[(None,) * (4 - mask.dim())].expand(len(call.query), -1, call.query.shape[2], call.key.shape[2])
+        mask = _of_rows(mask[..., first:end], entry, row)  # [e, H or 1, c, k]
         if mask.dtype == torch.bool:
-            hidden = ~seen if hidden is None else hidden | ~seen
+            hidden = ~mask if hidden is None else hidden | ~mask
+            visible = (~hidden).sum(-1)
         else:
-            nothing = seen <= torch.finfo(mask.dtype).min / 2  # -inf, or what transformers writes in its place
-            scores += seen
-            hidden = nothing if hidden is None else hidden | nothing
+            scores += (bias := mask.to(scores.dtype))
+            added = bias if added is None else added + bias
+    if added is not None:
+        visible = seen_keys(added if hidden is None else added.masked_fill(hidden, -math.inf))
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
-    visible = (scores != -math.inf).sum(-1).unsqueeze(0)  # [1, h, r]
-    scores = scores.unsqueeze(0)  # [1, h, r, Sk], as one batch entry
+    return Scores(scores, visible)
+
+
+def _of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
+    return x[entry.unsqueeze(1), :, row].transpose(1, 2)  # [e, H, c, ...]
+
+
+def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor, spec: AttentionSpec) -> Rows:
+    """What is known of the rows `row` [e, c] of batch entries `entry` [e], of whose keys `values` are."""
+    operand, (scores, visible) = operand_dtype(call.query.dtype), given
     row_max = scores.amax(-1, keepdim=True)
     tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
     tied_one = several_within(scores, row_max, one_margin(operand), torch.empty_like(scores)).squeeze(-1)
     floor = row_max.masked_fill(row_max == -math.inf, 0.0)
     weights = scores.sub_(floor).exp_()
     row_sum = weights.sum(-1)
+    known_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+    # of the scores less their maximum, so that no offset cancels; entr is -w ln w, and 0 where w is
+    entropy = known_sum.log() + torch.special.entr(weights).sum(-1) / known_sum
     lse = floor.squeeze(-1) + row_sum.log()
-    grad = grad_out[entry, head, row].to(wide).unsqueeze(0)  # [1, h, r, D]
-    output = out[entry, head, row].to(operand).to(wide)  # in 16 bits under every numerics, as our kernels read it
+    grad = _of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
+    # in 16 bits under every numerics, as our kernels read it
+    output = _of_rows(call.out, entry, row).to(operand).to(scores.dtype)
     delta = (grad * output).sum(-1)
-    bias = torch.zeros_like(delta)
+    delta_bias = torch.zeros_like(delta)
     if spec.dropout_p == 0:  # with dropout only the kernel knows which weights it dropped
-        rounded = weights.to(operand).to(wide) if spec.numerics in ("kernel", "paper") else weights
-        product = times(rounded[0], value, entry, key_head, widened)  # [h, r, D]
-        exact = product / row_sum[0].masked_fill(row_sum[0] == 0, 1.0).unsqueeze(-1)
-        bias = (grad * (output - exact)).sum(-1)
+        rounded = weights.to(operand).to(weights.dtype) if spec.numerics in ("kernel", "paper") else weights
+        exact = _times(rounded, values) / known_sum.unsqueeze(-1)
+        delta_bias = (grad * (output - exact)).sum(-1)
     never = torch.zeros_like(tied_one)
-    return Rows(row_max.squeeze(-1), lse, tied_bf16, tied_one, never, visible, delta - bias, bias)
+    row_max = row_max.squeeze(-1)
+    return Rows(row_max, lse, tied_bf16, tied_one, never, visible, delta - delta_bias, delta_bias, entropy)
 
 
-def _copies(device: torch.device) -> bool:
-    """Whether each row is multiplied with a copy of its head's keys and values. Those that share them could do without,
-    but which do decides what is called: a device would have to be waited for."""
-    return device.type != "cpu"
+def _times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """`rows` [e, H, c, n], each times that of `matrices` [e, Hkv, n, m] which its head reads: [e, H, c, m]."""
+    of_key_heads = rows.reshape(*matrices.shape[:2], -1, rows.shape[3])  # [e, Hkv, H / Hkv * c, n]
+    return torch.matmul(of_key_heads, matrices).view(*rows.shape[:3], -1)
 
 
-Widened = Callable[[Tensor], Tensor]
+def _hides(call: Call, spec: AttentionSpec) -> bool:
+    """Whether some row does not see every key, masks left aside."""
+    return call.cu_queries is not None or spec.right >= 0 or spec.window_left >= 0
 
 
-def _times_copies(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, widened: Widened) -> Tensor:
-    """`rows` [h, r, n], each times that of `matrices` [B, Hkv, n, m] in its `entry` [h, r] and `head` [h, 1]:
-    [h, r, m]."""
-    return torch.matmul(rows.unsqueeze(-2), widened(matrices[entry, head])).squeeze(-2)
-
-
-def _times(rows: Tensor, matrices: Tensor, entry: Tensor, head: Tensor, widened: Widened) -> Tensor:
-    """The same product, of all rows at once that share a matrix: on a CPU the copies cost ten times as much as it."""
-    of_row, order = (entry * matrices.shape[1] + head).flatten().sort()
-    used, counts = torch.unique_consecutive(of_row, return_counts=True)
-    flat = rows.flatten(0, 1)
-    product = flat.new_empty(len(flat), matrices.shape[3])
-    for shared, mine in zip(used.tolist(), torch.split(order, counts.tolist()), strict=True):
-        product[mine] = flat[mine] @ widened(matrices[divmod(shared, matrices.shape[1])])
-    return product.view(*rows.shape[:2], -1)
-
-
-def _hidden(row: Tensor, call: Call, spec: AttentionSpec) -> Tensor | None:
-    """Pairs that causality, the window or the ends of packed sequences hide, bool [h, r, Sk]; None: there are none."""
+def _bounds(row: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """The keys [low, high) that causality, the window and the ends of packed sequences let each of `row` [e, c] see."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cu_queries is not None and call.cu_keys is not None:
-        sequence, position = place(call.cu_queries, queries)
-        sequence_of_keys, position_of_keys = place(call.cu_keys, keys)
-        longer = torch.nn.functional.pad(call.cu_keys.diff() - call.cu_queries.diff(), (0, 1))
-        diagonal = position if spec.causal == "top_left" else position + longer[sequence]
-        distance = position_of_keys - diagonal[row].unsqueeze(-1)
-        past = len(call.cu_queries) - 1  # of rows behind the last sequence, which see nothing
-        mine = sequence[row].unsqueeze(-1)
-        hidden = (mine != sequence_of_keys) | (mine == past)
-    elif spec.causal == "none" and spec.window_left < 0 and spec.window_right < 0:
-        return None
+        sequences, positions = place(call.cu_queries, queries)
+        sequence = sequences[row]  # one past the last of rows behind it, which see nothing
+        starts = call.cu_keys.long()
+        ends = torch.cat([starts[1:], starts[-1:]])
+        longer = torch.nn.functional.pad(starts.diff() - call.cu_queries.long().diff(), (0, 1))
+        low, high = starts[sequence], ends[sequence]
+        diagonal = low + positions[row] + (0 if spec.causal == "top_left" else longer[sequence])
     else:
-        offset = 0 if spec.causal == "top_left" else keys - queries
-        distance = torch.arange(keys, device=row.device) - (row + offset).unsqueeze(-1)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if spec.causal != "none" or spec.window_right >= 0:
-        hidden |= distance > (0 if spec.causal != "none" else spec.window_right)
+        low, high = torch.zeros_like(row), torch.full_like(row, keys)
+        diagonal = row + (0 if spec.causal == "top_left" else keys - queries)
+    if spec.right >= 0:
+        high = torch.minimum(high, diagonal + spec.right + 1)
     if spec.window_left >= 0:
-        hidden |= distance < -spec.window_left
-    return hidden
+        low = torch.maximum(low, diagonal - spec.window_left)
+    return low, torch.maximum(low, high)
 
 
-def drawn(tick: Tensor, shape: tuple[int, int], below: int) -> Tensor:
-    """Numbers in [0, below), int64 of `shape`, that depend on `tick` [1] alone.
+def drawn(index: Tensor) -> Tensor:
+    """Numbers in [0, 2^63), int64 of the shape of `index`, int64, that depend on it alone.
 
     The finaliser of splitmix64 (Steele, Lea and Flood, 2014) over a counter, on the device: the random streams that the
     training draws from are left alone, and a CUDA graph draws anew in every replay.
     """
-    count = math.prod(shape)
-    z = (tick * count + torch.arange(count, device=tick.device)) * _signed(0x9E3779B97F4A7C15)
+    z = index * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shifted(z, 31)
-    return ((z & 0x7FFFFFFFFFFFFFFF) % below).view(shape)
+    return z & 0x7FFFFFFFFFFFFFFF
 
 
 def _signed(word: int) -> int:

@@ -33,10 +33,15 @@ class _OfThread(threading.local):
 
 
 class _Traced:
-    layer: WatchedLayer | None = None
-    intercepted: bool = False
-    entered: bool = False
-    """Compiled code entered the layer, and not a hook that ran by itself: a call behind a graph break finds it here."""
+    # With a __dict__, what torch 2.13 traces would read what stood here before its last subgraph, as flex_attention's.
+    __slots__ = ("entered", "intercepted", "layer")
+
+    def __init__(self) -> None:
+        self.layer: WatchedLayer | None = None
+        self.intercepted = False
+        self.entered = False
+        """Compiled code entered the layer, and not a hook that ran by itself: a call behind a graph break finds it
+        here."""
 
 
 class _Outside:

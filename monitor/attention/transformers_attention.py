@@ -1,7 +1,8 @@
 """Watches the attention that transformers dispatches by name, which stays the model's own: name, mask and arguments.
 
-What reaches PyTorch's scaled_dot_product_attention is met there, as the call that it is. Any other function (eager,
-flash_attention_2, one that somebody registered) computes as ever, and a sample is measured by what it was given.
+What reaches PyTorch's scaled_dot_product_attention, or a library that is known, is met there, as the call that it is.
+Any other function (eager, one that somebody registered) computes as ever, and a sample is measured by what it was
+given.
 """
 
 from collections.abc import Callable
@@ -67,22 +68,24 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
             return attention(*args, **kwargs)
         query, key, value = args[1:4]
         mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
-        flash = name.startswith("flash_attention")
-        served = _served(layer, module, query, key, value, mask, kwargs, len(args) > 5) if flash else None
-        if served is not None:
-            return served.transpose(1, 2).contiguous(), None
+        unknown = _unknown(name, query, mask, kwargs, len(args) > 5)
+        kept = unknown
+        if not name.startswith("flash_attention"):
+            kept = f"its attention is {name}, which stays; set_attn_implementation('sdpa') lets kernels serve"
+        elif kept is None and (mask is not None or kwargs.get("position_bias") is not None):
+            kept = MASKED
+        options = unknown or _described(module, name, query, key, mask, kwargs)
+        if kept is None and not isinstance(options, str):
+            served = layer.serve(query, key, value, **options)
+            if served is not None:
+                return served.transpose(1, 2).contiguous(), None
         expect_interception()
         result = attention(*args, **kwargs)
-        if was_intercepted():  # as a call of PyTorch's
+        if was_intercepted():  # as a call of PyTorch's or of a library
             return result
-        if not flash:
-            reason = f"its attention is {name}, which stays; set_attn_implementation('sdpa') lets kernels serve"
-            layer.keep_call(reason)
+        if kept is not None:
+            layer.keep_call(kept)
         out, *rest = result
-        if (why := _unknown(mask, kwargs, len(args) > 5)) is not None:
-            layer.leave_alone(why)
-            return result
-        options = _described(module, name, query, key, mask, kwargs)
         if isinstance(options, str):
             layer.leave_alone(options)
             return result
@@ -91,13 +94,15 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
     return watched_attention
 
 
-def _unknown(mask: Any, kwargs: dict[str, Any], more: bool) -> str | None:
+def _unknown(name: str, query: Tensor, mask: Any, kwargs: dict[str, Any], more: bool) -> str | None:
     """Why the scores of this call cannot be told from its arguments."""
     names = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN and k not in _HARMLESS]
     if names or more:
         return f"it passes {', '.join(names) or 'more arguments than a mask'}, which is not probed"
     if not (mask is None or isinstance(mask, Tensor)):
         return f"its mask is a {type(mask).__name__}, which is not probed"
+    if name.startswith("flash_attention") and kwargs.get("position_ids") is not None and query.shape[0] == 1:
+        return "its positions may pack several sequences"  # only of a single row flash attention reads them
     return None
 
 
@@ -137,41 +142,3 @@ def _mask_of_scores(mask: Tensor | None, queries: int, keys: int) -> Tensor | No
         real = mask[:, :keys].bool()
         return (real.unsqueeze(1) & real.unsqueeze(2)).unsqueeze(1)
     return mask[..., :keys]
-
-
-def _served(
-    layer: WatchedLayer,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-    more: bool,
-) -> Tensor | None:
-    """Our kernels in the place of flash attention; None where it says more than causality, a window and a softcap."""
-    dropout, scaling, is_causal, window, softcap, bias = (kwargs.get(k) for k in _KNOWN[:6])
-    why = _unknown(mask, kwargs, more)
-    if why is None and (mask is not None or bias is not None):
-        why = MASKED
-    if why is None and kwargs.get("position_ids") is not None and query.shape[0] == 1:
-        why = "its positions may pack several sequences"  # only of a single row flash attention reads them
-    if why is None:
-        why = layer.problem(query, key, value, dropout or 0.0)
-    if why is not None:
-        layer.keep_call(why)
-        return None
-    if layer.keeps:
-        layer.note_service(None)
-        return None
-    causal = _is_causal(module, query, is_causal)
-    return layer.attend(
-        query,
-        key,
-        value,
-        causal="bottom_right" if causal else "none",
-        scale=scaling,
-        dropout_p=dropout or 0.0,
-        softcap=softcap or 0.0,
-        window=(window - 1, -1) if window and causal else (-1, -1),
-    )

@@ -3,9 +3,10 @@
 Its models make their masks from position numbers, which may say that a row holds several sequences. In eager mode they
 read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and make a
 mask of the general kind, which no kernel serves. But packing is told by giving `position_ids`: numbers that the model
-makes itself count straight up from 0.
+makes itself count straight up from 0. This is so only while our kernels are to serve a layer (keep_attention.py).
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Final
@@ -53,6 +54,7 @@ def _preprocess(
     return _original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
 
 
+@functools.cache  # a function of its own each time would make torch.compile start anew
 def _hook(names: tuple[str, ...]) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
     # Found by name: of a model compiled whole this hook is traced by itself, and under dynamic=True a place among the
     # arguments would be a symbol, whose comparison makes a graph of its own.

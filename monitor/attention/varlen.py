@@ -5,7 +5,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from foreshock.monitor.attention.running import layer_of_this_call, note_call_outside, note_interception
-from foreshock.monitor.attention.watched_layer import WatchedLayer
+from foreshock.monitor.attention.watched_layer import Packed, WatchedLayer
 from foreshock.monitor.model.discovery import VARLEN
 
 _HARMLESS = ("num_splits",)
@@ -66,15 +66,6 @@ def _watched(
         "window": (left, -1 if right == 0 else right),
         "scale": options["scale"],
     }
-    why = layer.problem(query, key, value)
-    if why is None and not layer.keeps:
-        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
-        served = layer.attend(query, key, value, **scores, **packed, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-        if served is not None:
-            return served[0].transpose(0, 1)
-    if why is not None:
-        layer.keep_call(why)
-    elif layer.keeps:
-        layer.note_service(None)
-    out = cast(Tensor, own()).transpose(0, 1)[None]
-    return layer.probed(out, query, key, value, **scores, cu_seqlens=cu_seqlens)[0].transpose(0, 1)
+    packed = Packed(*cu_seqlens, *longest)
+    out = layer.call(lambda: own().transpose(0, 1)[None], query, key, value, packed=packed, **scores)
+    return out[0].transpose(0, 1)

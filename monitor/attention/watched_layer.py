@@ -1,24 +1,42 @@
-"""A watched layer: where the calls of its attention are served and counted, and which layer's forward is running."""
+"""A watched layer: who serves each call of its attention, and where the call is counted."""
 
 import logging
+import operator
 from collections import Counter
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch._dynamo
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention
 from foreshock.kernels.flash_attention.centring import refusal
+from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
+from foreshock.monitor.attention.proof import UNCOMPARED, why_not_proven
+
+if TYPE_CHECKING:
+    from foreshock.monitor.attention.layout_proof import LayoutProof
 
 logger: Final = logging.getLogger("foreshock")
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 MASKED: Final = "it passes a mask"
+_MASKED_IN_A_GRAPH: Final = "it passes a mask in compiled code"
 NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
 """Numerics in which no operand and no result of attention is rounded to 16 bits."""
+
+
+class Packed(NamedTuple):
+    """Sequences that lie end to end in one row: where each begins, int32 [N + 1], and the longest one's length, None
+    where it lies on the device."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 def numerics_for(query: Tensor, asked: str) -> Any:
@@ -39,9 +57,21 @@ def head_dim_problem(head_dim: int, device: torch.device, numerics: str) -> str 
     return f"its head dim is {head_dim}; the kernels serve multiples of 8 up to 256"
 
 
+def _why_not_third_last(query: Tensor, heads: int) -> str | None:
+    """Why a query with windows in a dimension of their own may not be [B, windows, heads, S, D]; None where it is."""
+    like = [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1]
+    third_last = query.dim() - 3
+    if like in ([], [third_last]):
+        return None
+    # Heads are parts of a token's features: from one to the next is a shorter way in memory than from token to token.
+    if third_last in like and [dim for dim in like if 0 < query.stride(dim) < query.stride(-2)] == [third_last]:
+        return None
+    unclear = f"which dimension holds its {heads} heads is unclear"
+    return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"
+
+
 class WatchedLayer:
-    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT], `modes` int32 [H] and `cadence` int64
-    [2], all views; `cadence` is None where all rows are counted always.
+    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
 
     It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
     is served by our kernels or by the model's own attention, of which a sample is measured.
@@ -54,7 +84,6 @@ class WatchedLayer:
         modes: Tensor,
         numerics: str,
         *,
-        cadence: Tensor | None = None,
         strict: bool = False,
     ) -> None:
         self.name = name
@@ -62,34 +91,48 @@ class WatchedLayer:
         # autograd refuse what the graph of another layer, compiled by itself, has saved.
         self.state = state.data
         self.modes = modes.data
-        self.cadence = None if cadence is None else cadence.data
         self.numerics = numerics
         self.strict = strict
         self.rounds = numerics not in _EXACT
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
         """The probe's counter, int64 [1]; None before and after a Keeper looks after the layer."""
+        self.largest: Tensor | None = None
+        """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
+        self.bent = False
+        """A call gave its scores to a function, which the pass over all rows does not know."""
         self.sampling = ""
         """Key of the agent's sampling, for the probe."""
         self.keeps = False
         """The model's own attention serves the calls, and a sample of them is measured."""
-        self.draws = True
-        """Our kernels may serve dropout, whose masks they draw for themselves."""
+        self.layout: LayoutProof | None = None
+        """Shows where W_Q and W_K of its heads lie."""
         self.softcap = self.dropout_p = 0.0
         """Of the last call that trained."""
-        self.servable = False
-        """Our kernels could serve, or did serve, a call that trained."""
-        self.never_served: str | None = None
-        """Why they could not serve the last call that trained and stayed with its own attention."""
+        self.served = False
+        """Our kernels computed a call that trained since they were asked to: what really ran."""
+        self.ever_served = False
+        """They did so at any time."""
+        self.could_serve = False
+        """They could compute one, as far as is known without a comparison."""
+        self.differs: str | None = None
+        """How they differ from PyTorch's attention, where they were compared in calls of this layer and do."""
+        self.cannot_serve: str | None = None
+        """Why they could not serve the last call that trained and that they could not, since they were asked to."""
+        self.may_lose_masks = False
+        """Masks of compiled code may be left out once our kernels are asked to serve it."""
         self.kept: Counter[str] = Counter()
         """Why calls stayed with the model's own attention while our kernels served the layer."""
         self.unserved: Counter[str] = Counter()
         """Why calls were neither served nor measured."""
+        self.home: Callable[[], nn.Module | None] = lambda: None
+        """The module that it watches, as a weak reference."""
+        self.head_dim = 0
+        """Features of a query of the last call; 0 before the first, and not told by compiled code."""
         self.ran = self.met = False
         """Its module's forward ran, and called an attention that is met; not told of compiled code."""
-        for buffer in (self.state, self.modes, self.cadence):
-            if buffer is not None:  # spares torch.compile's CUDA graphs a copy of them in every step
-                torch._dynamo.mark_static_address(buffer, guard=False)
+        for buffer in (self.state, self.modes):  # spares torch.compile's CUDA graphs a copy of them in every step
+            torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -109,6 +152,11 @@ class WatchedLayer:
             return "its forward ran, but computed attention by none of the functions that are met"
         return NOT_RUN
 
+    def ask(self, *, keeps: bool) -> None:
+        """From now on its own attention serves its calls, or our kernels do; what comes of it only calls show."""
+        if keeps != self.keeps:
+            self.keeps, self.served, self.cannot_serve = keeps, False, None
+
     def leave_alone(self, reason: str) -> None:
         """Count a call that is neither served nor measured, and say so once."""
         if torch.compiler.is_compiling():
@@ -117,39 +165,59 @@ class WatchedLayer:
         if self.unserved[reason] == 1:
             logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
-    def note_service(self, problem: str | None) -> None:
-        """Take note of whether our kernels could serve a call, or why not: no mode changes what they never serve."""
-        if not torch.is_grad_enabled():
-            return
-        if problem is None:
-            self.servable = True
-        elif torch.compiler.is_compiling() and problem != MASKED:  # a sentence of shapes has no place in a graph
-            self.never_served = "our kernels do not take its operands"
-        else:
-            self.never_served = problem
-
     @property
     def sampled(self) -> bool:
         """Whether calls of it stay with its own attention, of which a sample is measured in some steps alone."""
-        return self.keeps or self.never_served is not None
+        return self.keeps or self.cannot_serve is not None
 
-    @property
-    def idle(self) -> str | None:
-        """Why no mode would change what this layer computes, as its calls have been; None where one would."""
-        if self.servable or self.never_served is None:
-            return None
-        return f"its own attention stays in every call: {self.never_served}; a switch would change nothing"
+    def call(self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+        """The output [..., H, Sq, D] of a call: by our kernels where they serve it, else by `own`, the model's own
+        attention, of which a sample is measured. `call`: as `serve` and `probed` take it."""
+        served = self.serve(query, key, value, **call)
+        if served is not None:
+            return served
+        call.pop("why", None)
+        return self.probed(own(), query, key, value, **call)
+
+    def serve(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        why: str | None = None,
+        mask: Tensor | None = None,
+        packed: Packed | None = None,
+        **scores: Any,
+    ) -> Tensor | None:
+        """The output [B, H, Sq, D] of our kernels; None where the call stays with the model's own attention. `why`: a
+        reason for that; `scores`: causal, window, scale, softcap and dropout_p, by name."""
+        if mask is not None:
+            why = _MASKED_IN_A_GRAPH if torch.compiler.is_compiling() else MASKED
+        elif why is None and (why := self.problem(query, key, value)) is not None and torch.compiler.is_compiling():
+            why = "our kernels do not take its operands"  # a sentence of sizes has no place in a graph
+        if why is None and not self.keeps:
+            why = self._why_not_proven(query, key, packed, **scores)
+            if why is None:
+                return self.attend(query, key, value, packed, **scores)
+            self.differs = None if why == UNCOMPARED else why
+        if why is not None:
+            self.keep_call(why)
+        elif torch.is_grad_enabled():
+            self.could_serve = True
+        return None
 
     def keep_call(self, reason: str) -> None:
         """Count a call that our kernels do not serve, and say so once."""
-        self.note_service(reason)
+        if torch.is_grad_enabled():
+            self.cannot_serve = reason
         if torch.compiler.is_compiling():
             return
         self.kept[reason] += 1
         if self.kept[reason] == 1:
             logger.info("foreshock: %s keeps its own attention in this call: %s", self.name, reason)
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> str | None:
+    def problem(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why our kernels cannot serve a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None: they
         can."""
         if (reason := self._misfit(query, key, value)) is not None:
@@ -159,8 +227,6 @@ class WatchedLayer:
             return f"{shapes}; our kernels take [B, H, S, D]"
         if key.shape[3] != query.shape[3] or value.shape[3] != query.shape[3]:
             return f"its queries have {query.shape[3]} features, its values {value.shape[3]}"
-        if dropout_p > 0 and not self.draws:
-            return "our kernels would draw other dropout masks than it does; attention='kernels' lets them"
         if self.numerics == "auto" and query.device.type != "cpu" and numerics_for(query, "auto") != "kernel":
             # The reference is right there too, but its memory grows with the square of the length.
             return (
@@ -177,6 +243,8 @@ class WatchedLayer:
             return "its query is a nested tensor; [B, H, S, D] is measured"
         if query.dim() < 4 and not (query.dim() == 3 and heads == 1):
             return f"its query has shape {list(query.shape)}; [B, H, S, D] is measured"
+        if query.dim() > 4 and (reason := _why_not_third_last(query, heads)) is not None:
+            return reason
         if query.dim() >= 4 and query.shape[-3] != heads:
             return f"its query has {query.shape[-3]} heads, {heads} were announced; attach(heads=...) announces others"
         if key.dim() != query.dim() or value.shape[:-1] != key.shape[:-1]:
@@ -189,19 +257,39 @@ class WatchedLayer:
             return f"it runs on {query.device}, but was on {self.state.device} when attached; attach after moving it"
         return None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
-        """The watched attention, [B, H, Sq, D], or None when our operator refuses this call."""
+    def _why_not_proven(
+        self, query: Tensor, key: Tensor, packed: Packed | None, *, scale: float | None = None, **scores: Any
+    ) -> str | None:
+        """How our kernels differ from PyTorch's attention in calls of this kind; None where they do not."""
+        autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
+        dtype = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
+        numerics = numerics_for(query, self.numerics)
+        # in compiled code sizes may be symbols, of which index makes constants
+        head_dim, group = operator.index(query.shape[3]), operator.index(query.shape[1] // key.shape[1])
+        (softcap,) = constants(scores.get("softcap", 0.0))
+        if scale is not None:
+            (scale,) = constants(scale)
+        kind = (str(query.device), str(dtype).removeprefix("torch."), numerics, head_dim, group)
+        rule = scores["causal"], scores.get("window", (-1, -1)), softcap, scale
+        return cast("str | None", why_not_proven(*kind, *rule, packed is not None))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
+        """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
+        if self.layout is not None and self.layout.meet(query, key):
+            self.layout.assumed = True  # compiled code without a probe
         self._note(**options)
         numerics = numerics_for(query, self.numerics)
-        options |= {"numerics": numerics, "state": self.state, "modes": self.modes, "cadence": self.cadence}
+        options |= {"numerics": numerics, "state": self.state, "modes": self.modes}
+        if packed is not None:
+            options |= packed._asdict()
         if torch.compiler.is_compiling():
-            self.note_service(None)
+            self._ran()
             return cast(Tensor, flash_attention(query, key, value, **options))
         self.rounds = numerics not in _EXACT
         try:
             out = cast(Tensor, flash_attention(query, key, value, **options))
-            self._meets(out)
-            self.note_service(None)
+            self._meets(query, out)
+            self._ran()
             return out
         except Exception as refused:
             if self.strict and not isinstance(refused, ValueError):
@@ -209,11 +297,15 @@ class WatchedLayer:
             self.keep_call(str(refused) or type(refused).__name__)
             return None
 
-    def _meets(self, out: Tensor) -> bool:
-        """Take note of a call's output; whether a backward will run through it."""
+    def _ran(self) -> None:
+        if torch.is_grad_enabled():
+            self.served = self.ever_served = True
+
+    def _meets(self, query: Tensor, out: Tensor) -> bool:
+        """Take note of a call and its output; whether a backward will run through it."""
         if torch.compiler.is_compiling():
             return out.requires_grad
-        self.met = True
+        self.met, self.head_dim = True, query.shape[-1]
         if torch.is_grad_enabled() and not out.requires_grad:
             self.leave_alone("nothing that it depends on is trained, so no backward runs through it")
         return out.requires_grad
@@ -223,12 +315,21 @@ class WatchedLayer:
             self.softcap, self.dropout_p = softcap, dropout_p
 
     def refusal(self, mode: int) -> str | None:
-        """Why our kernels cannot give this layer's heads a mode, as its calls are; None where they can."""
-        return refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
+        """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
+        why = refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
+        could = self.ever_served or (self.could_serve and self.differs is None)
+        could |= self.keeps and self.may_lose_masks and self.cannot_serve == _MASKED_IN_A_GRAPH
+        stays = self.cannot_serve or self.differs
+        if why is None and mode and stays is not None and not could:
+            why = f"its own attention stays in every call: {stays}; a switch would change nothing"
+        return why
 
-    def probed(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def probed(
+        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *, packed: Packed | None = None, **options: Any
+    ) -> Tensor:
         """`out` [..., H, Sq, D] of the model's own attention, of which the backward measures a sample where asked."""
-        if self.tick is None or not self._meets(out):
+        tokens = () if self.layout is None else self.layout.meet(query, key)
+        if self.tick is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:
             self.leave_alone(reason)
@@ -237,4 +338,10 @@ class WatchedLayer:
         numerics = numerics_for(query, self.numerics)
         if not torch.compiler.is_compiling():
             self.rounds = numerics not in _EXACT
-        return probe(out, query, key, value, self.state, self.tick, self.sampling, numerics=numerics, **options)
+        ends = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+        where = self.state, self.tick, self.sampling
+        if options.get("score_mod") is None:
+            options["largest"] = self.largest
+        else:
+            self.bent = True
+        return probe(out, query, key, value, *where, *tokens, numerics=numerics, cu_seqlens=ends, **options)

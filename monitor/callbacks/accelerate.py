@@ -9,7 +9,7 @@
 
 `tracker.checkpoint_with(accelerator)`, before init_trackers, puts modes and detector state into every checkpoint, each
 process's own beside the others': `foreshock_0.json` and so on. It also lets every process of several be watched:
-Accelerate calls its trackers on the first alone.
+Accelerate calls its trackers on the first alone. And it shows QK-Clip the optimizers, which 16-bit weights need.
 """
 
 import logging
@@ -23,7 +23,7 @@ from torch import nn
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.attach import attach
+from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.saved_state import read_state, write_state
 
 logger: Final = logging.getLogger("foreshock")
@@ -50,6 +50,8 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         self._model = model
         self._overrides = overrides
         self._saved: dict[str, Any] | None = None
+        self._optimizers: list[Any] = []
+        """Of the Accelerator that checkpoints go with, which prepares them at any time before the first step."""
         self._everywhere = False
         """Whether processes other than the first are watched too."""
         self.agent: Agent | None = None
@@ -81,6 +83,9 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         loss = _first(values, _LOSS)
         if self.agent is None or (step is None and loss is None):
             return
+        if self._optimizers:
+            self.agent.qk_clip_with(optimizer=self._optimizers)
+            self._optimizers = []
         self.agent.step(loss, _first(values, _GRAD_NORM), _first(values, _LEARNING_RATE), step=step)
 
     def finish(self) -> None:
@@ -107,9 +112,18 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             if self.agent is not None:
                 self.agent.load_state_dict(saved)
 
+        backward = accelerator.backward
+
+        def first_backward(*args: Any, **kwargs: Any) -> None:
+            accelerator.backward = backward
+            if self.agent is None:
+                logger.warning("foreshock watches nothing: call accelerator.init_trackers before the first step")
+            backward(*args, **kwargs)
+
+        accelerator.backward = first_backward
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
-        self._everywhere = True
+        self._everywhere, self._optimizers = True, getattr(accelerator, "_optimizers", [])
         if accelerator.process_index > 0:
             self._follow(accelerator)
 

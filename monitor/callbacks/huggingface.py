@@ -18,10 +18,10 @@ from transformers.training_args import TrainingArguments
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.attach import attach
+from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.copies import leave_no_trace_in_copies
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
-from foreshock.monitor.callbacks.saved_state import read_state, write_state
+from foreshock.monitor.callbacks.saved_state import read_state, take_up, write_state
 
 _FILE: Final = "foreshock_{}.json"
 
@@ -62,11 +62,9 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "before the training and agent.step(loss) after every step"
             )
         self.agent = attach(model, **self._overrides)
+        self.agent.qk_clip_with(optimizer=kwargs.get("optimizer"))
         saved = _own_state(args, state) or _saved_in(state, type(self).__name__) or self.saved
-        if saved is not None and saved["step"] == state.global_step:
-            self.agent.load_state_dict(saved)
-        else:
-            self.agent.begin_at(state.global_step)
+        take_up(self.agent, saved, state.global_step)
         if state.stateful_callbacks is not None:
             # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
             state.stateful_callbacks.setdefault(type(self).__name__, {})
@@ -160,8 +158,8 @@ def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
     """The agent's state in a loaded checkpoint, whether or not the Trainer was told to restore callbacks."""
     entry = (state.stateful_callbacks or {}).get(name)
     entry = entry[0] if isinstance(entry, list) and entry else entry
-    saved: dict[str, Any] | None = entry.get("attributes", {}).get("saved") if isinstance(entry, dict) else None
-    return saved
+    attributes = entry.get("attributes") if isinstance(entry, dict) else None
+    return attributes.get("saved") if isinstance(attributes, dict) else None
 
 
 def _is_json(value: object) -> bool:

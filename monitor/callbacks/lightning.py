@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from foreshock.monitor.agent import Agent, Status
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.attach import attach
+from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
+from foreshock.monitor.callbacks.saved_state import take_up
 
 
 class ForeshockCallback(Callback):  # type: ignore[misc]
@@ -43,10 +44,8 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._end("failed")
         placed = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         self.agent = attach(pl_module, **{**placed, **self._overrides})
-        if self._saved is not None and self._saved["step"] == trainer.global_step:
-            self.agent.load_state_dict(self._saved)
-        else:
-            self.agent.begin_at(trainer.global_step)
+        self.agent.qk_clip_with(optimizer=trainer.optimizers or None)
+        take_up(self.agent, self._saved, trainer.global_step)
         self._norm.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -59,7 +58,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         """A batch is done; a step too, unless its gradients are still being accumulated."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._micro_losses.append(loss.detach().reshape(()))
+            self._micro_losses.append(loss.detach().reshape(()).clone())  # a captured step writes it there again
         if self.agent is None or trainer.global_step <= self.agent.current_step:
             return
         # Lightning has divided each micro-batch's loss by how many make a step
@@ -98,4 +97,4 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called before training begins."""
-        self._saved = state_dict["agent"]
+        self._saved = state_dict.get("agent")

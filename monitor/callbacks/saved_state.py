@@ -17,14 +17,27 @@ def write_state(agent: Agent, path: Path) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(state)
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("x") as file:  # a new file: where a team writes, a link may lie under that name
+            file.write(state)
         os.replace(unfinished, path)
     except OSError as error:
         logger.warning("foreshock: the agent's state was not saved, training goes on: %s", error)
 
 
 def read_state(*paths: Path) -> dict[str, Any] | None:
-    """The state in the first of these files that is there; None where none is."""
-    found = next((path for path in paths if path.is_file()), None)
-    saved: dict[str, Any] | None = None if found is None else json.loads(found.read_text())
-    return saved
+    """The state in the first of these files that holds one; None where none does. A damaged file is named."""
+    for path in paths:
+        try:
+            if path.is_file() and isinstance(saved := json.loads(path.read_text()), dict):
+                return saved
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("foreshock: %s cannot be read, training goes on without it: %s", path, error)
+    return None
+
+
+def take_up(agent: Agent, saved: object, step: int) -> None:
+    """Go on from a state that was saved at this step; any other numbers the steps alone."""
+    agent.begin_at(step)
+    if isinstance(saved, dict) and saved.get("step") == step:
+        agent.load_state_dict(saved)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
-from foreshock.monitor.attach import attach
+from foreshock.monitor.attaching import attach
 from foreshock.monitor.callbacks.gradient_norm import GradientNorm
-from foreshock.monitor.callbacks.saved_state import read_state, write_state
+from foreshock.monitor.callbacks.saved_state import read_state, take_up, write_state
 from foreshock.monitor.model.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
@@ -52,6 +52,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     with _compiled_but_not_yet_run(model):
         settings: AgentSettings = {"layers": _numbers(model), **overrides}
         agent = attach(model, **settings)
+    agent.qk_clip_with(optimizer=list(trainer.optimizers) or None)
     _Hooks(trainer, agent)
     return agent
 
@@ -133,10 +134,7 @@ class _Hooks:
         loaded = self._load(*args, **kwargs)
         if loaded and self._trainer.step:
             saved = read_state(*(self._file(self._trainer.step, rank) for rank in (self._agent.config.rank, 0)))
-            if saved is None:
-                self._agent.begin_at(self._trainer.step)
-            else:
-                self._agent.load_state_dict(saved)
+            take_up(self._agent, saved, self._trainer.step)
         return loaded
 
     def close(self) -> None:

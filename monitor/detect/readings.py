@@ -1,7 +1,7 @@
 """One merged sample as the detectors read it."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,9 @@ class Readings:
     """mean of lse - log n, nats"""
     largest_score: Floats
     """largest |score|"""
-    tied_rows: Floats
-    """share of rows with several maxima, by the count that finds more of them"""
     delta_bias_sum: Floats
-    """over the rows that a cadence did not skip: summed over samples each row then weighs the same"""
+    """over the rows that were not skipped: summed over samples each row then weighs the same"""
     nonfinite_rows: Floats
-    query_norm: Floats | None = None
     modes: npt.NDArray[np.int32]
     loss: float | None = None
     grad_norm: float | None = None
@@ -34,13 +31,6 @@ class Readings:
     learning_rate: float | None = None
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
-    whole: bool = field(init=False)
-    """Whether every head counted rows, and what every sample tells of scores is finite: then nothing is masked."""
-
-    def __post_init__(self) -> None:
-        told = (self.score_offset, self.largest_score, self.tied_rows)
-        counted = not len(self.rows) or bool(self.rows[self.rows.argmin()] > 0)
-        object.__setattr__(self, "whole", counted and all(map(is_finite, told)))
 
     @classmethod
     def from_words(
@@ -50,37 +40,30 @@ class Readings:
         since_step: int,
         words: Words,
         modes: npt.NDArray[np.int32],
-        query_norm: Floats | None = None,
-        key_norm: Floats | None = None,
-        query_key_norm: Floats | None = None,
         loss: float | None = None,
         grad_norm: float | None = None,
         suspect_step: int | None = None,
         learning_rate: float | None = None,
         rounds: bool = True,
     ) -> "Readings":
-        """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN.
-
-        The norms of W_K and of W_Q W_K^T are taken for the caller's convenience; no detector reads them.
-        """
-        # This runs between two steps of a training. Half of its price is gathering slots from rows, so each is passed
-        # over once: what joins two slots joins them while it gathers. A test compares it with the catalogue.
-        floats = words.view(np.float64)
-        rows = slot_values(words, Slot.ROWS)
-        tied = np.maximum(words[:, Slot.TIED_ROWS_BF16], words[:, Slot.TIED_ROWS_ONE])
+        """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
+        # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
+        floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
+        largest_score = np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX])
+        bias = floats[:, Slot.DELTA_BIAS_SUM].copy()
         with np.errstate(divide="ignore", invalid="ignore"):
             offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
-            tied_rows = tied / (rows - slot_values(words, Slot.SKIPPED_ROWS))
-        seen = cls(
+        if not (is_finite(offset) and is_finite(largest_score)):
+            empty = rows <= 0
+            offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
+        return cls(
             step=step,
             since_step=since_step,
             rows=rows,
             score_offset=offset,
-            largest_score=np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX]),
-            tied_rows=tied_rows,
-            delta_bias_sum=floats[:, Slot.DELTA_BIAS_SUM].copy(),
+            largest_score=largest_score,
+            delta_bias_sum=bias,
             nonfinite_rows=slot_values(words, Slot.NONFINITE_ROWS),
-            query_norm=query_norm,
             modes=modes,
             loss=loss,
             grad_norm=grad_norm,
@@ -88,23 +71,6 @@ class Readings:
             learning_rate=learning_rate,
             rounds=rounds,
         )
-        return seen if seen.whole else seen._masked()
-
-    def _masked(self) -> "Readings":
-        """NaN where nothing was counted."""
-        return replace(
-            self,
-            score_offset=np.where(self.rows > 0, self.score_offset, np.nan),
-            largest_score=np.where(self.largest_score > -np.inf, self.largest_score, np.nan),
-            tied_rows=np.where(np.isfinite(self.tied_rows), self.tied_rows, np.nan),
-            delta_bias_sum=np.where(self.rows > 0, self.delta_bias_sum, np.nan),
-        )
-
-
-def largest(values: Floats) -> float:
-    """NaN where one is, 0 where there is none: for a few thousand values, `max` takes twice as long as finding it."""
-    flat = values.ravel()
-    return float(flat[flat.argmax()]) if len(flat) else 0.0
 
 
 def is_finite(values: Floats) -> bool:

@@ -1,4 +1,4 @@
-"""Verdicts from their evidence: why a head is warned about, how grave it is, and what was told of it before."""
+"""Verdicts from their evidence: why a head is warned about, and how that is said."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,16 @@ from typing import Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
-from foreshock.monitor.detect.forecast import Forecast, sentence
-from foreshock.monitor.detect.signals import DANGEROUS_SCORE
+from foreshock.monitor.detect.broken import BROKEN
+from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
 """A later one takes more to be said."""
+_SAYS: Final = {
+    "offset": ("drifts: its scores moved as a whole from", " nats"),
+    "score": ("grows: its largest |score| went from", ""),
+}
 
 
 class Found(NamedTuple):
@@ -20,13 +24,46 @@ class Found(NamedTuple):
     signal: str
     seen: dict[str, float]
     supported: bool
+    """its delta bias supports its drift"""
     cause: wire.Cause
     severity: wire.Severity
 
     def is_news_after(self, told: wire.Verdict) -> bool:
         """Whether people would do something else than after that verdict."""
-        now = self.severity, self.cause, self.signal == "nonfinite"
-        return now != (told.severity, told.cause, told.signal == "nonfinite")
+        now = self.severity, self.cause, self.signal == BROKEN
+        return now != (told.severity, told.cause, told.signal == BROKEN)
+
+
+def cause(
+    signal: str,
+    seen: Mapping[str, float],
+    *,
+    supported: bool,
+    can_round: bool,
+    left_track: bool,
+    before: wire.Cause | None,
+    first: wire.Cause | None,
+) -> wire.Cause:
+    """Rounding moves all scores of a head the way its delta bias pushes (`supported`); a step too large spreads them.
+
+    Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
+    rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
+    dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
+    before: there it follows from the scores.
+    before: the cause that a standing warning was told under. It is corrected by what is known better, never taken back:
+    a switch may have been founded on it. first: that of the oldest standing warning of growth that is not rounding; a
+    noisy loss would part the heads of one failure into two.
+    """
+    moved = abs(seen.get("offset", 0.0)) > abs(seen.get("offset_before", 0.0))
+    drifted = moved and abs(seen["offset"] - seen.get("offset_before", 0.0)) >= DetectorConfig.offset_change
+    found: wire.Cause = "other" if signal == BROKEN or left_track else "score growth"
+    if not ({"offset", "score"} & seen.keys()):
+        found = "other"
+    elif supported and drifted and can_round and not left_track and seen.get("score_before", 0.0) < DANGEROUS_SCORE:
+        found = "rounding"
+    if found != "rounding" and signal != BROKEN:
+        found = first or found
+    return found if before is None else max(found, before, key=_KNOWN.index)
 
 
 def verdict(
@@ -50,98 +87,46 @@ def verdict(
         harm_in_sight=ahead.in_sight,
         sentence="",
     )
-    corrected = before is not None and cause_of(before) != cause_of(made)
     told: dict[str, object] = {"sentence": sentence(made)}
     if before is not None:
+        corrected = cause_of(before) != cause_of(made)
         told["corrected_from"] = cause_of(before) if corrected else before.corrected_from
         told["corrected_step"] = step if corrected else before.corrected_step
     return made.model_copy(update=told)
 
 
-class Otherwise(NamedTuple):
-    """What stands of growth that was not shown to be rounding."""
-
-    first: wire.Cause | None = None
-    """the cause of the oldest such warning"""
-    dangerous: bool = False
-    """whether one is critical, and no delta bias supports it"""
-
-    def after(self, told: wire.Verdict | Found, *, explained: bool) -> "Otherwise":
-        """With one warning more; explained: the delta bias of its head supports its drift by now."""
-        if told.cause == "rounding" or told.signal == "nonfinite":
-            return self
-        dangerous = told.severity == "critical" and not explained
-        return Otherwise(self.first or told.cause, self.dangerous or dangerous)
+def who(verdict: wire.Verdict) -> str:
+    """Of whom a verdict speaks, at the start of a sentence."""
+    return "The run" if verdict.layer is None else f"Layer {verdict.layer} head {verdict.head}"
 
 
-def supported(seen: Mapping[str, float], least: float, shared_part: float) -> bool:
-    """Whether the delta bias is `least` standard errors or more, the way that the offset has gone, and the offset moved
-    by `shared_part` of what the largest score grew by or more."""
-    return _push(seen) >= least and _moved(seen) >= shared_part * _grown(seen)
+def sentence(verdict: wire.Verdict) -> str:
+    """The verdict in words, with its evidence in numbers."""
+    subject, seen = who(verdict), verdict.evidence
+    if verdict.signal == BROKEN:
+        what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
+        since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
+        return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."
+    (says, unit), now = _SAYS[verdict.signal], seen.get(verdict.signal, math.nan)
+    start = seen.get(f"{verdict.signal}_before", math.nan)
+    falls = "no longer " if abs(now) < abs(start) else ""
+    moved = f"{falls}{says} {_digits(start, 3)} to {_digits(now, 3)}{unit} in {seen.get('window_steps', 0.0):.0f} steps"
+    ahead = ""
+    if verdict.forecast_steps == 0:
+        ahead = f" Its largest |score| is past {DANGEROUS_SCORE:.0f}."
+    elif verdict.forecast_steps is not None:
+        steps_ahead = (verdict.forecast_steps, verdict.forecast_low_steps, verdict.forecast_high_steps)
+        likely, earliest, latest = (None if each is None else _digits(each, 2) for each in steps_ahead)
+        within = f"{earliest} to {latest}" if latest else f"{earliest} at the earliest, if it goes on"
+        ahead = f" At this pace its largest |score| reaches {DANGEROUS_SCORE:.0f} in about {likely} steps ({within})."
+    elif verdict.harm_in_sight is False:
+        ahead = " No harm is in sight: on this course it levels off before."
+    return f"{subject} {moved}; the cause looks like {verdict.cause}.{ahead}"
 
 
-def _moved(seen: Mapping[str, float]) -> float:
-    """By how much the offset is farther from zero; through zero, all of the way counts."""
-    now, start = seen.get("offset", 0.0), seen.get("offset_before", 0.0)
-    return abs(now - start) if abs(now) > abs(start) else 0.0
-
-
-def _grown(seen: Mapping[str, float]) -> float:
-    """By how much the largest score grew, but for what noise may have made of it; nothing where it is unknown."""
-    if "score" not in seen:
-        return 0.0
-    return seen["score"] - seen.get("score_before", 0.0) - seen.get("score_error", 0.0)
-
-
-def cause(
-    signal: str,
-    seen: Mapping[str, float],
-    *,
-    supported: bool,
-    can_round: bool,
-    left_track: bool,
-    least_change: float,
-    before: wire.Cause | None,
-    first: wire.Cause | None,
-) -> wire.Cause:
-    """Rounding moves all scores of a head the way its delta bias pushes; a step too large spreads them.
-
-    Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
-    rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
-    dangerous so early was not reached by a drift. Nor is rounding shown by growth from a score that was dangerous
-    before: there it follows from the scores. Where no bias was recorded, an offset that moved by half of what the
-    largest score did is enough.
-    before: the cause that a standing warning was told under. It is corrected by what is known better, never taken back:
-    a switch may have been founded on it. first: that of the oldest standing warning of growth that is not rounding; a
-    noisy loss would part the heads of one failure into two.
-    """
-    found = _cause(signal, seen, supported, can_round, left_track, least_change)
-    if found != "rounding" and signal != "nonfinite":
-        found = first or found
-    return found if before is None else max(found, before, key=_KNOWN.index)
-
-
-def _cause(
-    signal: str, seen: Mapping[str, float], supported: bool, can_round: bool, left_track: bool, least_change: float
-) -> wire.Cause:
-    if ("offset" not in seen and "score" not in seen) or left_track:
-        return "other"
-    growth: wire.Cause = "score growth" if signal != "nonfinite" else "other"
-    if not can_round or seen.get("score_before", 0.0) >= DANGEROUS_SCORE:
-        return growth
-    now, start = seen.get("offset", 0.0), seen.get("offset_before", 0.0)
-    moved = abs(now - start) if abs(now) > abs(start) else 0.0  # through zero, all of the way counts
-    grown = seen.get("score", math.inf) - seen.get("score_before", 0.0)
-    together = moved >= grown / 2 - seen.get("score_error", 0.0)
-    pushed = supported or (together and math.isnan(_push(seen)))
-    return "rounding" if moved >= least_change and pushed else growth
-
-
-def severity(signal: str, seen: Mapping[str, float], *, supported: bool, config: DetectorConfig) -> wire.Severity:
-    """Critical: numbers are not finite, harm comes by a cause that is supported, or the score is dangerous already."""
-    critical = signal == "nonfinite" or seen.get("score", 0.0) >= (config.score_level if supported else DANGEROUS_SCORE)
-    return "critical" if critical else "warning"
-
-
-def _push(seen: Mapping[str, float]) -> float:
-    return seen.get("delta_bias_z", math.nan) * math.copysign(1.0, seen.get("offset", 0.0))
+def _digits(value: float, significant: int) -> str:
+    """A number as people say it: so many significant digits, no exponent."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    places = significant - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(places, 0)}f}"

@@ -6,6 +6,7 @@ Layers of one class are alike: what their code calls is read once and remembered
 import dis
 import functools
 import re
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
@@ -19,7 +20,7 @@ _DEPTH: Final = 5
 _PRODUCT: Final = re.compile("matmul|bmm|einsum", re.IGNORECASE)
 _SOFTMAX: Final = re.compile("softmax|logsumexp", re.IGNORECASE)
 """Also in the name of a wrapper (XSoftmax.apply, self.matmul_qkv), or by hand (exp of scores less their logsumexp)."""
-_ATTENTION: Final = re.compile("att|mha|msa", re.IGNORECASE)
+_ATTENTION: Final = re.compile("Att|(?<![A-Za-z])att|attent|attn|mha|msa|MHA|MSA|ATT")
 _QUERIES: Final = re.compile(
     r"(w_?|to_|c_)?(q|qkv|query|queries)(_?(proj|linear|states|layer))?|query_key_value|c_attn|in_proj", re.I
 )
@@ -52,9 +53,20 @@ def kept_by(module: nn.Module) -> Iterator[Any]:
     yield from _kept_by(functions_of(module))
 
 
+def looked_up_by(module: nn.Module) -> tuple[Any, ...]:
+    """What the names in its code are bound to."""
+    return _looked_up_by(functions_of(module))
+
+
+def imported_by(module: nn.Module) -> Iterator[str]:
+    """The modules that its code imports when it runs."""
+    return (name for function in functions_of(module) for name in _imports(function.__code__))
+
+
 def forget() -> None:
     """Look at classes and functions anew: what they hold may have changed since they were looked at last."""
-    for remembered in (_methods, _called_on, _reached_from, _called_by, _kept_by_class, _kept_by):
+    classes = (_methods, _called_on, _used_by_forward, _kept_by_class)
+    for remembered in (*classes, _reached_from, _called_by, _looked_up_by, _kept_by):
         remembered.cache_clear()
 
 
@@ -69,6 +81,11 @@ def _reached_from(level: tuple[FunctionType, ...]) -> tuple[FunctionType, ...]:
                 deeper += _helpers_of(function)
         level = tuple(deeper)
     return tuple(seen.values())
+
+
+@functools.cache
+def _looked_up_by(functions: tuple[FunctionType, ...]) -> tuple[Any, ...]:
+    return tuple(value for function in functions for value in _looked_up(function))
 
 
 @functools.cache
@@ -149,9 +166,11 @@ def _multiplies(code: CodeType) -> bool:
 
 @functools.cache
 def _methods(kind: type) -> tuple[FunctionType, ...]:
-    """The methods of a class, its own and inherited ones, without those that are overridden and not called by super."""
+    """The methods of a class, its own and inherited ones, without those that are overridden and not called by super or
+    by the name of their class."""
     methods: dict[str, list[FunctionType]] = {}
     over: set[str] = set()
+    bases = {"super", *(base.__name__ for base in kind.__mro__[1:] if base.__module__ not in _BASES)}
     for base in kind.__mro__:
         for name, value in vars(base).items() if base.__module__ not in _BASES else ():
             method = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -159,16 +178,32 @@ def _methods(kind: type) -> tuple[FunctionType, ...]:
                 continue
             if isinstance(method, FunctionType):
                 methods.setdefault(name, []).append(method)
-            if not isinstance(method, FunctionType) or "super" not in _names(method.__code__):
+            if not isinstance(method, FunctionType) or bases.isdisjoint(_names(method.__code__)):
                 over.add(name)
     return tuple(method for found in methods.values() for method in found)
 
 
 def _given(module: nn.Module) -> Iterator[Any]:
-    """What the module holds that is neither a module nor of nn.Module's own making."""
-    return (
-        value for value in vars(module).values() if not isinstance(value, nn.Module | torch.Tensor | str | int | float)
-    )
+    """What the module holds for its forward that is neither a module nor of nn.Module's own making."""
+    kind: Any = type(module)
+    used = None if "forward" in vars(module) else _used_by_forward(kind)
+    for name, value in vars(module).items():
+        if not isinstance(value, nn.Module | torch.Tensor | str | int | float) and (used is None or name in used):
+            yield value
+
+
+@functools.cache
+def _used_by_forward(kind: type) -> frozenset[str] | None:
+    """Names that a forward and what it calls look up; None where its code is unknown. What else a module holds, such
+    as the attention that it had before, is kept for somebody else."""
+    methods = _methods(kind)
+    used, before = {"forward"}, set[str]()
+    while used != before:
+        before = used
+        for function in _reached_from(tuple(method for method in methods if method.__name__ in before)):
+            names = set(_names(function.__code__))
+            used = used | names | (_words(function.__code__) if "getattr" in names else set())
+    return frozenset(used) if len(used) > 1 else None
 
 
 @functools.cache
@@ -200,6 +235,13 @@ def _functions_in(value: Any, names: Iterable[str]) -> Iterator[FunctionType]:
             type(each)
         ):
             yield from _methods_called(type(each), {"__call__", *names})
+            yield from _functions_of_a_registry(each)
+
+
+def _functions_of_a_registry(value: Any) -> Iterator[FunctionType]:
+    """The functions in the tables that an object keeps."""
+    tables = (each for each in getattr(value, "__dict__", {}).values() if isinstance(each, dict))
+    yield from (each for table in tables for each in _opened(table) if isinstance(each, FunctionType))
 
 
 def _methods_called(kind: type, names: Iterable[str]) -> Iterator[FunctionType]:
@@ -234,8 +276,8 @@ def _looked_up(function: FunctionType) -> Iterator[Any]:
 
 
 def _modules_in(function: FunctionType) -> Iterator[types.ModuleType]:
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
+    imported = (sys.modules.get(name) for name in _imports(function.__code__))
+    for value in (*(function.__globals__.get(name) for name in _names(function.__code__)), *imported):
         if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _OF_OTHERS:
             yield value
 
@@ -267,8 +309,18 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 @functools.cache
+def _imports(code: CodeType) -> tuple[str, ...]:
+    instructions = (i for part in _with_inner(code) for i in dis.get_instructions(part))
+    return tuple(i.argval for i in instructions if i.opname == "IMPORT_NAME")
+
+
+@functools.cache
 def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(name for part in _with_inner(code) for name in part.co_names)
+
+
+def _words(code: CodeType) -> set[str]:
+    return {constant for part in _with_inner(code) for constant in part.co_consts if isinstance(constant, str)}
 
 
 @functools.cache

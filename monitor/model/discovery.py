@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as flex
 
 try:
     from torch.nn.attention import varlen
@@ -31,7 +32,9 @@ from foreshock.monitor.model.layers import (
     query_width,
     why_unmeasured,
 )
+from foreshock.monitor.model.libraries import calls_library, make_of
 from foreshock.monitor.model.sharding import is_sharded, part_of, tensor_parallel_dims, under_fsdp
+from foreshock.monitor.model.weights import stored
 
 Route = Literal["transformers", "scaled_dot_product_attention", "unserved"]
 
@@ -44,19 +47,35 @@ _varlen: Final[Any] = getattr(varlen, VARLEN_NAME, None)
 VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
 """PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
 
+FLEX_NAME: Final = "flex_attention"
+_flex: Final[Any] = flex.flex_attention
+FLEX: Final[Any] = _flex if (_flex.__code__.co_argcount, _flex.__code__.co_kwonlyargcount) == (9, 1) else None
+"""PyTorch's function of modified scores and block masks; None in a version of other arguments, as before 2.9."""
+
 _UNSERVED: Final = re.compile(
-    "flex_attention|compiled_flex_attn|"  # PyTorch's, torchtitan's
     r"_?flash_attn\w*(func|kvcache|forward)|memory_efficient_attention\w*|sage_?att\w*|npu_fusion_attention|"
     r"(fused_)?neighborhood_attention|na[123]d(_qk|_av)?|_scaled_dot_product_\w+"
     + ("" if VARLEN else f"|{VARLEN_NAME}")
+    + ("" if FLEX else f"|{FLEX_NAME}")
 )
 """Attention of other makes, by the names of its functions: foreshock sees no call of theirs."""
 
 _DISPATCHERS: Final = ("dispatch_attention_fn", "multi_head_attention_forward")
 """Functions that call scaled_dot_product_attention unless they are told otherwise: diffusers', PyTorch's own."""
 
-_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "n_local_heads")
+_HEADS: Final = (
+    "num_attention_heads_per_partition",  # Megatron
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads",
+    "nhead",
+    "heads",
+    "n_local_heads",
+)
 _KV_HEADS: Final = (
+    "num_query_groups_per_partition",  # Megatron
+    "num_gqa_groups_per_partition",  # TransformerEngine
     "num_key_value_heads",
     "num_kv_heads",
     "n_kv_heads",
@@ -67,6 +86,8 @@ _KV_HEADS: Final = (
 )
 _HEAD_DIM: Final = (
     "qk_head_dim",
+    "hidden_size_per_attention_head",  # Megatron
+    "hidden_size_per_attention_head_k",  # TransformerEngine
     "head_dim",
     "head_size",
     "d_head",
@@ -91,6 +112,7 @@ class Found:
     kv_heads: int = 0
     """0 where neither an attribute nor a projection tells it."""
     head_dim: int = 0
+    """0 where neither tells it: the first call does."""
     first_head: int = 0
     """Global number of the first of them (tensor parallelism)."""
     projection: Projection | None = None
@@ -99,6 +121,8 @@ class Found:
     problem: str | None = None
     also: tuple[str, ...] = ()
     """Other names of the very same module: the layers of a model may share one."""
+    looks_up: frozenset[str] = frozenset()
+    """Every name that its code looks up."""
 
 
 def find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]:
@@ -118,13 +142,21 @@ def _find_attention(model: nn.Module, told_heads: dict[str, int]) -> list[Found]
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
     parents = {f"{name}.{child}" if name else child: m for name, m in model.named_modules() for child in m._modules}
-    found = []
+    found: list[Found] = []
+    libraries: list[str] = []
     for name, module in model.named_modules():
-        route = _route(module)
+        if any(name.startswith(outer) for outer in libraries):
+            continue  # a part of a library's module
+        route, make = _route(module), make_of(module)
+        if make is not None:
+            route = "scaled_dot_product_attention"
+            libraries.append(f"{name}." if name else "")
+        if route is None and name in told_heads:  # whoever attached knows more than its code shows
+            route = "scaled_dot_product_attention"
         if route is not None:
             described = _describe(name, module, parents.get(name), route, told_heads.get(name))
             also = tuple(alias for alias in aliases[id(module)] if alias != name)
-            found.append(replace(_share(described, model), also=also))
+            found.append(replace(_share(described, model), also=also, looks_up=called_by(module)))
     return found
 
 
@@ -136,7 +168,10 @@ def _route(module: nn.Module) -> Route | None:
     names = called_by(module)
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return "transformers"
-    if SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS):
+    pytorchs = SDPA_NAME in names or (VARLEN and VARLEN_NAME in names) or names.intersection(_DISPATCHERS)
+    if pytorchs or calls_library(module):
+        return "scaled_dot_product_attention"
+    if FLEX and (FLEX_NAME in names or FLEX_NAME in map(own_name, kept_by(module))):  # whatever holds it
         return "scaled_dot_product_attention"
     return "unserved" if _why_unserved(module) else None
 
@@ -162,6 +197,8 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     # an inner module that only calls the kernel (torchtitan's) leaves heads and weights to the module round it
     owner = module if parent is None or told or _number(module, _HEADS) else parent
     heads = told or _number(owner, _HEADS)
+    if heads and not told and make_of(module) == "transformer_engine":
+        heads //= _number(module, ("tp_size",)) or 1  # it numbers those of all processes
     if not heads:
         hint = f'give heads={{"{name}": number of heads}}'
         return Found(name, module, route, problem=f"no attribute tells how many heads it has; {hint}")
@@ -173,13 +210,15 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
     head_dim = (
         _number(owner, _HEAD_DIM) or (query_width(owner, heads, kv_heads) or _number(owner, _WIDTH) or 0) // heads
     )
-    if not head_dim:
-        return Found(name, module, route, heads, problem="neither an attribute nor a projection tells its head dim")
+    if not head_dim:  # nor then a projection of a known name
+        unmeasured = why_unmeasured(owner)
+        return Found(name, module, route, heads, told_kv_heads or 0, unmeasured=unmeasured)
     told_by_weight = all_query_heads(owner, head_dim)
     if told_by_weight and told_by_weight > heads:  # some models keep the number of heads of their own rank
         heads, kv_heads = told_by_weight, told_by_weight * kv_heads // heads
     if heads % kv_heads:
-        return Found(name, module, route, heads, problem=f"{heads} heads do not divide into {kv_heads} key heads")
+        unmeasured = f"{heads} heads do not divide into {kv_heads} key heads"
+        return Found(name, module, route, heads, 0, head_dim, unmeasured=unmeasured)
     projection = find_projection(owner, heads, kv_heads, head_dim)
     if projection is None and not told_kv_heads:
         kv_heads = key_heads_by_width(owner, heads, head_dim)
@@ -196,7 +235,7 @@ def _share(found: Found, model: nn.Module) -> Found:
         return found
     spans = []
     for rows in (projection.query, projection.key):
-        weight = getattr(rows.holder, rows.weight, None)
+        weight = stored(rows.holder, rows.weight)
         dims = tensor_parallel_dims(weight, under_fsdp=under_fsdp(model, found.name)) if is_sharded(weight) else []
         if not dims:
             return found

@@ -8,30 +8,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from foreshock.contract.wire import MAX_GRAM_DIM
-from foreshock.monitor.model.adapters import (
-    adapted,
-    base_of,
-    computes_otherwise,
-    has_adapters,
-    is_conv1d,
-    stored,
-    why_unread,
-)
 from foreshock.monitor.model.sharding import (
     Part,
-    is_first_replica,
     is_sharded,
     is_wrapped,
     local_tensor,
     part_of,
     parts_of,
 )
+from foreshock.monitor.model.weights import base_of, has_adapters, is_conv1d, stored, why_unread
 
 _SEPARATE: Final = (
     ("q_proj", "k_proj"),
@@ -52,8 +42,8 @@ _FUSED_PER_KEY_HEAD: Final = ("query_key_value", "linear_qkv")
 _PROJECTIONS: Final = frozenset((*chain.from_iterable(_SEPARATE), *_FUSED, *_FUSED_PER_KEY_HEAD))
 
 
-class ShardedWeightError(Exception):
-    """The weight is spread over processes in a way that cannot be told; reading it would take a collective."""
+class UnreadableWeightError(Exception):
+    """The weight cannot be read: that would run code of the model or take a collective."""
 
 
 class Held(NamedTuple):
@@ -63,44 +53,42 @@ class Held(NamedTuple):
     """The heads held whole, numbered from 0 within the module."""
     weights: Tensor
     """[heads, D, E], E being the inputs held."""
-    inputs: tuple[int, int]
-    """Which inputs [start, stop) these are."""
-    all_inputs: int
-
-    @property
-    def whole_inputs(self) -> bool:
-        """Whether all inputs are held, not a part of them."""
-        return self.inputs == (0, self.all_inputs)
+    whole_inputs: bool
+    """Whether E is all inputs, not a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of each head in one weight. `starts` gives each head's first row; heads follow each other."""
+    """The rows of each head in one weight: `head_dim` from starts[h] on, each `stride` behind the last."""
 
     holder: nn.Module
     weight: str
     starts: tuple[int, ...]
     head_dim: int
+    stride: int = 1
 
     def read(self) -> Held:
-        """The heads' weights as they are now. Raises ShardedWeightError where the part held cannot be told."""
+        """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now."""
         rows, part, inputs = self._rows()
         first = part.rows[0]
         held = self._within(part.rows)
         heads = range(held[0], held[-1] + 1) if held else range(0)
+        if held != list(heads):
+            raise UnreadableWeightError
         starts = [self.starts[h] - first for h in heads]
-        if all(b - a == self.head_dim for a, b in pairwise(starts)):
+        if self.stride == 1 and all(b - a == self.head_dim for a, b in pairwise(starts)):
             begin = starts[0] if starts else 0
             weights = torch.unflatten(
                 rows[begin : begin + len(starts) * self.head_dim], 0, (len(starts), self.head_dim)
             )
         else:
-            weights = torch.stack([rows[start : start + self.head_dim] for start in starts])
-        return Held(heads, weights, part.columns, inputs)
+            length = self.stride * (self.head_dim - 1) + 1
+            weights = torch.stack([rows[start : start + length : self.stride] for start in starts])
+        return Held(heads, weights, part.columns == (0, inputs))
 
     def placed(self) -> list[list[int]] | None:
         """The heads that each process of the mesh holds whole; None where every process holds all of them."""
-        weight = getattr(self.holder, self.weight, None)
+        weight = self._stored()
         if not is_sharded(weight):
             return None
         return [self._within(_turned(part, self.holder).rows) for part in parts_of(weight)]
@@ -112,56 +100,58 @@ class HeadRows:
         return [head for head in range(len(self.starts)) if head not in held]
 
     def spread_inputs(self) -> bool:
-        """Whether a process holds only some of the inputs of each row: Gram matrices of all would have to be added."""
-        weight = getattr(self.holder, self.weight, None)
+        """Whether a process holds only some of the inputs of each row."""
+        weight = self._stored()
         if not is_sharded(weight):
             return False
         return len({_turned(part, self.holder).columns for part in parts_of(weight)}) > 1
 
-    def cuts(self) -> list[tuple[int, int] | None]:
-        """Which inputs [start, stop) each process of the mesh holds; None where it holds not all heads whole."""
-        parts = [_turned(part, self.holder) for part in parts_of(getattr(self.holder, self.weight))]
-        return [part.columns if len(self._within(part.rows)) == len(self.starts) else None for part in parts]
-
-    def is_first_replica(self) -> bool:
-        """Whether no process before this one holds the same part of a sharded weight."""
-        return is_first_replica(getattr(self.holder, self.weight))
+    def _stored(self) -> Any:
+        """The weight as it lies there; None where code of the model computes it, which may write or draw numbers."""
+        return stored(self.holder, self.weight)
 
     def _within(self, rows: tuple[int, int]) -> list[int]:
-        return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + self.head_dim <= rows[1]]
+        last = self.stride * (self.head_dim - 1)
+        return [h for h, start in enumerate(self.starts) if rows[0] <= start and start + last < rows[1]]
 
     def _rows(self) -> tuple[Tensor, Part, int]:
         """The part held as [rows, inputs], which part it is, and how many inputs there are."""
-        if has_adapters(self.holder):
-            whole = adapted(self.holder)
-            if whole is None:
-                raise ShardedWeightError
-            return whole, Part((0, whole.shape[0]), (0, whole.shape[1])), whole.shape[1]
-        weight = getattr(self.holder, self.weight)
+        weight = self._stored()
+        if not isinstance(weight, Tensor) or has_adapters(
+            self.holder
+        ):  # computed since, such as by a spectral norm that was registered
+            raise UnreadableWeightError
         local = local_tensor(weight)
         part = part_of(weight) if is_sharded(weight) else Part((0, weight.shape[0]), (0, weight.shape[1]))
         if local.shape != tuple(stop - start for start, stop in part):
-            raise ShardedWeightError
+            raise UnreadableWeightError
         turned = _output_dim(self.holder) == 1
         return local.t() if turned else local, _turned(part, self.holder), weight.shape[0 if turned else 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Where a layer's W_Q and W_K lie."""
+    """Where a layer's W_Q and W_K lie: in children of `owner`, or in itself."""
 
     layout: str
     query: HeadRows
     key: HeadRows
+    owner: nn.Module
 
     def of_heads(self, heads: range, kv_heads: range) -> "Projection":
         """The same for some of its heads only."""
         parts = ((self.query, heads), (self.key, kv_heads))
-        query, key = (
-            HeadRows(rows.holder, rows.weight, rows.starts[part.start : part.stop], rows.head_dim)
-            for rows, part in parts
+        query, key = (replace(rows, starts=rows.starts[part.start : part.stop]) for rows, part in parts)
+        return replace(self, query=query, key=key)
+
+    def of_weights_alone(self, why: str) -> "Projection":
+        """The same, with a note that its queries and keys do not follow from the weights alone."""
+        note = ", norms of the weights alone: "
+        return (
+            self
+            if why in self.layout
+            else replace(self, layout=self.layout + (", " if note in self.layout else note) + why)
         )
-        return Projection(self.layout, query, key)
 
     @property
     def unmeasured(self) -> list[int]:
@@ -177,19 +167,10 @@ class Projection:
         together = {head for q, k in zip(query, key, strict=True) for head in set(q) & self._readers(k)}
         return sorted(set(range(len(self.query.starts))) - together - set(self.unmeasured))
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether Gram matrices of the parts of the inputs add up to those of every head, where they are spread."""
-        if not self.query.spread_inputs() or not self.key.spread_inputs() or self.query.head_dim > MAX_GRAM_DIM:
-            return False
-        cuts = self.query.cuts()
-        return None not in cuts and cuts == self.key.cuts()
-
     def gaps(self, first_head: int = 0) -> str:
         """What is not measured and why, for the table of what was found; heads are numbered from `first_head`."""
         if self.query.spread_inputs() or self.key.spread_inputs():
-            spread = "the inputs of W_Q or W_K are spread over processes"
-            return f", norms {'added up by the service' if self.adds_up else 'not measured'}: {spread}"
+            return ", norms not measured: the inputs of W_Q or W_K are spread over processes"
         told = ""
         for heads, why in (
             (self.unmeasured, "norms of heads {} not measured: they straddle processes"),
@@ -210,12 +191,7 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
     projection = _find_projection(module, heads, kv_heads, head_dim)
     if projection is None:
         return None
-    whys = ["heads are normalised"] if _normalises_heads(module) else []
-    holders = {rows.holder for rows in (projection.query, projection.key)} - {module}
-    whys += sorted({f"{type(h).__name__} has a forward of its own" for h in holders if computes_otherwise(h)})
-    if not whys:
-        return projection
-    return replace(projection, layout=f"{projection.layout}, norms of the weights alone: {', '.join(whys)}")
+    return projection.of_weights_alone("heads are normalised") if normalises_heads(module) else projection
 
 
 _NOT_FOUND: Final = "W_Q and W_K were not found"
@@ -224,7 +200,8 @@ _HEAD_NORM: Final = re.compile(r"(q|k|query|key|qk)_?(layer_?norm|norm|ln)|(laye
 _HEAD_NORM_FLAGS: Final = ("qk_norm", "norm_qk", "use_qk_norm", "qk_layernorm")
 
 
-def _normalises_heads(module: nn.Module) -> bool:
+def normalises_heads(module: nn.Module) -> bool:
+    """Whether a name or a flag of the module says that it divides queries and keys by their norms."""
     named = (child for name, child in module._modules.items() if _HEAD_NORM.fullmatch(name))
     by_module = any(child is not None and not isinstance(child, nn.Identity) for child in named)
     return by_module or any(getattr(module, flag, None) is True for flag in _HEAD_NORM_FLAGS)
@@ -257,11 +234,10 @@ def _find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int
         query = _child(module, query_name, heads * head_dim)
         key = _child(module, key_name, kv_heads * head_dim)
         if query is not None and key is not None:
-            layout = f"separate ({query_name}, {key_name}){_adapters(query, key)}"
-            return Projection(
-                layout, HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
-            )
-    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and _outputs(inner) is None:
+            layout = f"separate ({query_name}, {key_name})"
+            rows = HeadRows(query, "weight", blocks, head_dim), HeadRows(key, "weight", kv_blocks, head_dim)
+            return Projection(layout, *rows, module)
+    if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
         return find_projection(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
     fused_width = (heads + 2 * kv_heads) * head_dim
     group = heads // kv_heads
@@ -269,12 +245,12 @@ def _find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int
         if (fused := _child(module, name, fused_width)) is not None:  # each key head: its queries, K, V
             starts = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
             key_starts = [(k * (group + 2) + group) * head_dim for k in range(kv_heads)]
-            return _fused(fused, f"fused per key head ({name})", starts, key_starts, head_dim)
+            return _fused(module, fused, f"fused per key head ({name})", starts, key_starts, head_dim)
     for name in _FUSED:
         if (fused := _child(module, name, fused_width)) is not None:
             kind = "Conv1D" if _output_dim(fused) else "Linear"
             shifted = [heads * head_dim + start for start in kv_blocks]
-            return _fused(fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
+            return _fused(module, fused, f"fused Q, K, V ({name}, {kind})", blocks, shifted, head_dim)
     return None
 
 
@@ -290,26 +266,24 @@ def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
     return tuple(head * head_dim for head in range(heads))
 
 
-def _fused(child: nn.Module, layout: str, query: Sequence[int], key: Sequence[int], head_dim: int) -> Projection:
-    rows = (HeadRows(child, "weight", tuple(starts), head_dim) for starts in (query, key))
-    return Projection(layout + _adapters(child), *rows)
-
-
-def _adapters(*modules: nn.Module) -> str:
-    return ", with adapters" if any(has_adapters(module) for module in modules) else ""
+def _fused(
+    owner: nn.Module, child: nn.Module, layout: str, query: Sequence[int], key: Sequence[int], head_dim: int
+) -> Projection:
+    of_query, of_key = (HeadRows(child, "weight", tuple(starts), head_dim) for starts in (query, key))
+    return Projection(layout, of_query, of_key, owner)
 
 
 def _child(module: nn.Module, name: str, outputs: int) -> nn.Module | None:
     """The projection of this name, if it is one and has this many outputs."""
     child = getattr(module, name, None)
-    return child if isinstance(child, nn.Module) and _outputs(child) == outputs else None
+    return child if isinstance(child, nn.Module) and outputs_of(child) == outputs else None
 
 
 def all_query_heads(module: nn.Module, head_dim: int) -> int | None:
     """The heads of a query projection that is sharded, all processes together; None for any other."""
     for name, _ in _SEPARATE:
         child = getattr(module, name, None)
-        if (width := _outputs(child)) is not None:
+        if (width := outputs_of(child)) is not None:
             return width // head_dim if is_sharded(child.weight) else None  # type: ignore[union-attr]
     return None
 
@@ -337,26 +311,28 @@ def key_heads_by_width(module: nn.Module, heads: int, head_dim: int) -> int:
             fits = query == heads * head_dim and key % head_dim == 0 and kv_heads > 0 and heads % kv_heads == 0
             return kv_heads if fits else 0
     fused = (_width(getattr(module, name, None)) for name in (*_FUSED, *_FUSED_PER_KEY_HEAD))
-    return heads if 3 * heads * head_dim in fused else 0
+    own = next((width // head_dim - heads for width in fused if width is not None and width % head_dim == 0), 0)
+    return own // 2 if own > 0 and own % 2 == 0 and heads % (own // 2) == 0 else 0
 
 
-def _outputs(module: object) -> int | None:
-    if not isinstance(module, nn.Module) or (has_adapters(module) and adapted(module) is None):
+def outputs_of(module: object) -> int | None:
+    """How many outputs a projection has, those of all processes; None where its weight cannot be read."""
+    if not isinstance(module, nn.Module) or has_adapters(module):
         return None  # the base's weight alone would give the norm of a W_Q that nobody uses
-    weight = stored(base_of(module))
+    weight = stored(module)
     return weight.shape[_output_dim(module)] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _width(module: object) -> int | None:
     """How many outputs a projection has, also where its weight cannot be read."""
-    if (outputs := _outputs(module)) is not None:
+    if isinstance(module, nn.Module) and (outputs := outputs_of(base_of(module))) is not None:
         return outputs
     told = getattr(getattr(module, "base_layer", module), "out_features", None)
     return told if isinstance(told, int) else None
 
 
 def _output_dim(module: nn.Module) -> int:
-    return 1 if is_conv1d(base_of(module)) else 0
+    return 1 if is_conv1d(module) else 0
 
 
 def _turned(part: Part, module: nn.Module) -> Part:
@@ -370,6 +346,6 @@ def _of_multihead_attention(module: nn.MultiheadAttention, blocks: tuple[int, ..
     if getattr(module, "_qkv_same_embed_dim", True):
         keys = tuple(module.embed_dim + start for start in blocks)
         query, key = (HeadRows(module, "in_proj_weight", starts, head_dim) for starts in (blocks, keys))
-        return Projection("fused Q, K, V (in_proj_weight)", query, key)
+        return Projection("fused Q, K, V (in_proj_weight)", query, key, module)
     query, key = (HeadRows(module, name, blocks, head_dim) for name in ("q_proj_weight", "k_proj_weight"))
-    return Projection("separate (q_proj_weight, k_proj_weight)", query, key)
+    return Projection("separate (q_proj_weight, k_proj_weight)", query, key, module)

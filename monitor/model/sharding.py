@@ -28,8 +28,16 @@ def is_wrapped(weight: Tensor) -> bool:
 def part_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None) -> Part:
     """What the process at `coordinate` of the mesh, this one by default, holds of a DTensor of two dimensions.
 
-    `mesh_dims` limits it to the shards over those dimensions of the mesh. A dimension is cut as torch.chunk cuts it.
+    `mesh_dims` limits it to the shards over those dimensions of the mesh.
     """
+    rows, columns = spans_of(weight, mesh_dims, coordinate)
+    return Part(rows, columns)
+
+
+def spans_of(
+    weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """The same for a DTensor of any dimensions: [start, stop) in each of them, cut as torch.chunk cuts it."""
     mesh, placements = weight.device_mesh, weight.placements
     where = _coordinate(mesh) if coordinate is None else coordinate
     spans = [(0, int(size)) for size in weight.shape]
@@ -38,25 +46,18 @@ def part_of(weight: Any, mesh_dims: Sequence[int] | None = None, coordinate: Seq
     for dim in sorted(dims, key=lambda d: hasattr(placements[d], "split_factor")):
         cut: int | None = getattr(placements[dim], "dim", None)
         if where is None:
-            return Part((0, 0), (0, 0))
+            return [(0, 0)] * len(spans)
         if cut is not None:
             start, stop = spans[cut]
             size = -(-(stop - start) // mesh.size(dim))
             spans[cut] = (min(start + where[dim] * size, stop), min(start + (where[dim] + 1) * size, stop))
-    return Part(spans[0], spans[1])
+    return spans
 
 
 def _coordinate(mesh: Any) -> Sequence[int] | None:
     """Where this process stands in the mesh; None outside it."""
     found = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
     return found[0] if found else None
-
-
-def is_first_replica(weight: Any) -> bool:
-    """Whether no process before this one in the mesh holds the same part of a DTensor."""
-    where = _coordinate(weight.device_mesh)
-    copies = [d for d, placement in enumerate(weight.placements) if not hasattr(placement, "dim")]
-    return where is not None and not any(where[d] for d in copies)
 
 
 def parts_of(weight: Any) -> Iterator[Part]:

@@ -1,13 +1,13 @@
 """Counts leave the device here: at a step boundary, in stream order, the packed state is copied and zeroed.
 
-On CUDA the copy is asynchronous and is read steps later, when its event has passed; the host never waits. Losses and
+On CUDA the copy is asynchronous and is read steps later, when its events have passed; the host never waits. Losses and
 gradient norms that are tensors ride along, so that reading them costs no synchronisation either.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.model.sharding import is_sharded
-from foreshock.monitor.sampling.grams import GramPart
-from foreshock.monitor.sampling.norms import Measured
+from foreshock.monitor.sampling.transfer import Gathered, Transfer, ungathered
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -42,12 +41,11 @@ class Counted:
     """Raw loss of each step that reported one, non-finite ones included."""
     grad_norms: Floats
     norms: dict[str, npt.NDArray[np.float32]]
-    """query_norm, key_norm, query_key_norm, each [N], NaN where unmeasured; empty when none were due."""
+    """query_norm, key_norm, query_key_norm, each [N], NaN where unmeasured; empty when none were due. Where QK-Clip has
+    been on, what it did: clip_factor, clipped_steps [N] and its processes' wishes [2]."""
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
-    parts: tuple[GramPart, ...] = ()
-    """Of Gram matrices, on the host."""
 
     @property
     def suspect_step(self) -> int | None:
@@ -70,17 +68,16 @@ class _Flight:
     step: int
     since_step: int
     state: Tensor | Words
-    losses: Tensor | list[float]
-    grad_norms: Tensor | list[float]
+    losses: Gathered
+    grad_norms: Gathered
     weights: list[Tensor]
-    """Norms and triangles, if any; these and all tensors above are on the host once `landed`."""
+    """Norms, if any; these and all tensors above are on the host once `landed`."""
     norm_names: tuple[str, ...]
-    parts: tuple[GramPart, ...]
     modes: npt.NDArray[np.int32]
     learning_rate: float | None
     step_seconds: float | None
     agent_seconds: float | None
-    event: Any
+    transfer: Transfer
 
 
 class Collector:
@@ -99,9 +96,14 @@ class Collector:
         """Last step of the last sample; the next one starts after it."""
 
     @property
+    def full(self) -> bool:
+        """Whether so many copies are under way that no other is started."""
+        return len(self._flights) >= MAX_FLIGHTS
+
+    @property
     def crowded(self) -> bool:
         """So many notes that a sample is due whatever the cadence says."""
-        return len(self._losses) >= MAX_NOTES
+        return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
 
     def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:
         """Keep one step's numbers; tensors stay on their device. Raises ValueError unless each is one number."""
@@ -140,7 +142,7 @@ class Collector:
         step: int,
         modes: npt.NDArray[np.int32],
         *,
-        norms: Callable[[], Measured] | None = None,
+        norms: Callable[[], dict[str, Tensor]] | None = None,
         step_seconds: float | None = None,
         agent_seconds: float | None = None,
     ) -> bool:
@@ -148,16 +150,14 @@ class Collector:
 
         `norms` gives what the weights say, on their device. False when too many copies are still under way.
         """
-        if len(self._flights) >= MAX_FLIGHTS:
+        if self.full:
             return False
-        measured = norms() if norms is not None else Measured({})
-        losses, grad_norms = _gathered(self._losses), _gathered(self._grad_norms)
-        weights = [_start_copy(t) for t in (*measured.norms.values(), *(part.triangles for part in measured.parts))]
-        state = self._take_state()
-        event = None
-        if self._state.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        measured = norms() if norms is not None else {}
+        transfer = Transfer()
+        losses, grad_norms = transfer.gather(self._losses), transfer.gather(self._grad_norms)
+        weights = [transfer.start(t) for t in measured.values()]
+        state = self._take_state(transfer)
+        transfer.seal()
         flight = _Flight(
             step,
             self.since_step,
@@ -165,22 +165,21 @@ class Collector:
             losses,
             grad_norms,
             weights,
-            tuple(measured.norms),
-            measured.parts,
+            tuple(measured),
             modes.copy(),
             self._learning_rate,
             step_seconds,
             agent_seconds,
-            event,
+            transfer,
         )
         self._flights.append(flight)
         self._losses, self._grad_norms, self.since_step = [], [], step
         return True
 
-    def _take_state(self) -> Tensor | Words:
+    def _take_state(self, transfer: Transfer) -> Tensor | Words:
         """The counts, on their way to the host; the state starts anew behind them."""
         if not self._state.is_cpu:
-            taken = _start_copy(self._state)
+            taken = transfer.start(self._state)
             self._state.copy_(self._identity)
             return taken
         words: Words = self._state.numpy()  # here NumPy, which costs the training thread less than PyTorch
@@ -191,62 +190,25 @@ class Collector:
     def landed(self, *, wait: bool = False) -> list[Counted]:
         """The copies that have arrived, oldest first. `wait` waits for all of them."""
         arrived = []
-        while self._flights:
-            event = self._flights[0].event
-            if event is not None and not event.query():
-                if not wait:
-                    break
-                event.synchronize()
+        while self._flights and self._flights[0].transfer.arrived(wait=wait):
             arrived.append(_counted(self._flights.popleft()))
         return arrived
 
 
-def _gathered(given: list[Tensor | float]) -> Tensor | list[float]:
-    """Numbers as they are where the host has them all, else a tensor on its way to the host."""
-    if any(isinstance(v, Tensor) for v in given):
-        return _start_copy(_stack(given))
-    return given  # type: ignore[return-value]
-
-
-def _stack(given: list[Tensor | float]) -> Tensor:
-    if len({(v.device, v.dtype) if isinstance(v, Tensor) else None for v in given}) == 1:
-        stacked = torch.stack(given)  # type: ignore[arg-type]  # two launches for all of them
-        return stacked if stacked.device.type == "mps" else stacked.to(torch.float64)
-    values = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in given]
-    devices = {v.device for v in values}
-    device = next(iter(devices)) if len(devices) == 1 else values[-1].device
-    # float64 exists on every device but Apple's; float32 there holds a loss exactly enough
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([v.to(device=device, dtype=dtype, non_blocking=True) for v in values])
-
-
-def _start_copy(source: Tensor) -> Tensor:
-    if not source.is_cuda:
-        return source.detach().to("cpu", copy=True)
-    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
-
-
 def _counted(flight: _Flight) -> Counted:
     names, state = flight.norm_names, flight.state
-    triangles = flight.weights[len(names) :]
     return Counted(
         step=flight.step,
         since_step=flight.since_step,
         words=state.numpy() if isinstance(state, Tensor) else state,
         modes=flight.modes,
-        losses=_floats(flight.losses),
-        grad_norms=_floats(flight.grad_norms),
-        norms={name: norms.numpy() for name, norms in zip(names, flight.weights, strict=False)},
+        losses=ungathered(flight.losses),
+        grad_norms=ungathered(flight.grad_norms),
+        norms={name: norms.numpy() for name, norms in zip(names, flight.weights, strict=True)},
         learning_rate=flight.learning_rate,
         step_seconds=flight.step_seconds,
         agent_seconds=flight.agent_seconds,
-        parts=tuple(replace(part, triangles=t) for part, t in zip(flight.parts, triangles, strict=True)),
     )
-
-
-def _floats(given: Tensor | list[float]) -> Floats:
-    values: Floats = np.array(given, dtype=np.float64) if isinstance(given, list) else given.numpy()
-    return values.astype(np.float64, copy=False)
 
 
 def nonfinite(values: Floats) -> int:

@@ -1,7 +1,7 @@
 """Spectral norms of every head of a model, laid out in the order of a sample's heads."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from foreshock.contract.wire import Layer
 from foreshock.kernels.spectral import SpectralNorms, head_grams
-from foreshock.monitor.model.layers import Held, Projection, ShardedWeightError
-from foreshock.monitor.sampling.grams import GramPart, gram_part
+from foreshock.monitor.model.layers import Held, Projection, UnreadableWeightError
 
 NORM_NAMES: Final = ("query_norm", "key_norm", "query_key_norm")
 
@@ -26,60 +25,45 @@ class _Shape(NamedTuple):
     kv_held: range
 
 
-class Measured(NamedTuple):
-    """What could be told of the weights at one step."""
-
-    norms: dict[str, Tensor]
-    """By name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
-    parts: tuple[GramPart, ...] = ()
-    """Of the layers whose inputs are spread over processes: this process's share of their Gram matrices."""
+_Groups = dict[tuple[_Shape, torch.device], list[tuple[int, Tensor, Tensor]]]
+"""By shape and device: where a layer's heads stand in a sample, and their Gram matrices of query and key."""
 
 
 class ModelNorms:
     """Follows W_Q, W_K and W_Q W_K^T of every head whose rows this process holds whole."""
 
-    def __init__(self, layers: Sequence[Layer], projections: Sequence[Projection | None]) -> None:
+    def __init__(self, layers: Sequence[Layer], projections: Sequence[Callable[[], Projection | None]]) -> None:
+        """`projections` tell where each layer's weights lie at a reading, or that it is unknown."""
         sizes = [len(layer.heads) for layer in layers]
         starts = itertools.accumulate(sizes, initial=0)
         self._total = sum(sizes)
-        self._layers = [
-            (start, layer, projection)
-            for start, layer, projection in zip(starts, layers, projections, strict=False)
-            if projection is not None
-        ]
+        self._layers = list(zip(starts, projections, strict=False))
         self._followers: dict[object, _Follower] = {}
-        self._adding_up: dict[int, bool] = {}
 
-    def measure(self) -> Measured:
-        """The norms now, and parts of the Gram matrices of which this process holds not all inputs."""
-        parts: list[GramPart] = []
-        groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]] = {}
-        for start, layer, projection in self._layers:
+    def measure(self) -> dict[str, Tensor]:
+        """The norms now: by name, each float32 [N] on the weights' device, NaN where unmeasured; {} when all are."""
+        groups: _Groups = {}
+        for start, located in self._layers:
+            if (projection := located()) is None:
+                continue
             try:
                 query, key = projection.query.read(), projection.key.read()
-            except ShardedWeightError:
+            except UnreadableWeightError:
                 continue
             if query.whole_inputs and key.whole_inputs and (query.heads or key.heads):
                 heads, kv_heads = len(projection.query.starts), len(projection.key.starts)
                 shape = _Shape(heads, kv_heads, projection.query.head_dim, query.heads, key.heads)
                 # weights become Gram matrices layer by layer: where they are gathered, only one layer's are at a time
-                groups.setdefault(shape, []).append((start, _grams(query, heads), _grams(key, kv_heads)))
-            elif self._sends(start, projection) and query.inputs[0] < query.inputs[1]:
-                parts.append(gram_part(layer, query, key))
-        return Measured(self._follow(groups), tuple(parts))
+                own = groups.setdefault((shape, query.weights.device), [])
+                own.append((start, _grams(query, heads), _grams(key, kv_heads)))
+        return self._follow(groups)
 
-    def _sends(self, start: int, projection: Projection) -> bool:
-        """Whether this process is the one that sends its part of the layer that starts there; told once."""
-        if start not in self._adding_up:
-            self._adding_up[start] = projection.adds_up and projection.query.is_first_replica()
-        return self._adding_up[start]
-
-    def _follow(self, groups: dict[_Shape, list[tuple[int, Tensor, Tensor]]]) -> dict[str, Tensor]:
+    def _follow(self, groups: _Groups) -> dict[str, Tensor]:
         if not groups:
             return {}
-        device = next(iter(groups.values()))[0][1].device
-        measured = torch.full((len(NORM_NAMES), self._total), float("nan"), device=device)
-        for shape, group in groups.items():
+        device = next(iter(groups))[1]
+        measured = torch.full((len(NORM_NAMES), self._total), float("nan"), dtype=torch.float32, device=device)
+        for (shape, _), group in groups.items():
             starts = tuple(start for start, _, _ in group)
             if (shape, starts) not in self._followers:
                 self._followers[shape, starts] = _Follower(shape, starts, device)
@@ -95,7 +79,7 @@ def _grams(held: Held, heads: int) -> Tensor:
     if len(held.heads) == heads:
         return head_grams([held.weights])[0]
     dim = held.weights.shape[1]
-    grams = torch.zeros(heads, dim, dim, device=held.weights.device)
+    grams = torch.zeros(heads, dim, dim, dtype=torch.float32, device=held.weights.device)
     if held.heads:
         grams[held.heads.start : held.heads.stop] = head_grams([held.weights])[0]
     return grams
@@ -118,5 +102,5 @@ class _Follower:
 
     def __call__(self, query: Tensor, key: Tensor) -> Tensor:
         """Norms of query [layers, H, D, D] and key [layers, Hkv, D, D] Gram matrices, [3, layers * H]."""
-        norms = torch.stack([norm.flatten() for norm in self._norms.of_grams(query, key)])
+        norms = torch.stack([norm.flatten() for norm in self._norms.of_grams(query, key)]).to(self.index.device)
         return norms if self._known is None else torch.where(self._known, norms, float("nan"))

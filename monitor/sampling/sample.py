@@ -1,4 +1,4 @@
-"""Samples and parts of Gram matrices as the training thread leaves them: raw arrays, built into messages elsewhere."""
+"""Samples as the training thread leaves them: raw arrays, built into messages elsewhere."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,6 @@ import pybase64
 from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.sampling.collector import Counted, largest, mean, nonfinite
-from foreshock.monitor.sampling.grams import GramPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +46,21 @@ class SampleDraft:
             learning_rate=counted.learning_rate,
             step_seconds=counted.step_seconds,
             agent_seconds=counted.agent_seconds,
-            risk=_array(None if self.risk is None else self.risk.astype(np.float32)),
+            risk=_single(self.risk),
             query_norm=_array(counted.norms.get("query_norm")),
             key_norm=_array(counted.norms.get("key_norm")),
             query_key_norm=_array(counted.norms.get("query_key_norm")),
+            clip_factor=_single(counted.norms.get("clip_factor")),
+            clipped_steps=_single(counted.norms.get("clipped_steps")),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GramsDraft:
-    """A part as the training thread leaves it, on the host. The message is built from it where there is time."""
-
-    part: GramPart
-    step: int
-    began_step: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays as they will travel."""
-        return self.part.triangles.nbytes * 4 // 3
-
-    def build(self) -> wire.Grams:
-        """The message."""
-        part, triangles = self.part, self.part.triangles.numpy()
-        heads = len(triangles) - part.kv_heads
-        query, key = _encoded(triangles[:heads]), _encoded(triangles[heads:])
-        return wire.Grams(
-            step=self.step,
-            began_step=self.began_step,
-            layer=part.layer.layer,
-            heads=part.layer.heads,
-            head_dim=part.head_dim,
-            inputs=part.inputs,
-            all_inputs=part.all_inputs,
-            query=query,
-            key=key,
-        )
-
-
-Draft = SampleDraft | GramsDraft
 
 
 def _array(values: npt.NDArray[Any] | None) -> wire.Array | None:
     return None if values is None else _encoded(values)
+
+
+def _single(values: npt.NDArray[Any] | None) -> wire.Array | None:
+    return None if values is None else _encoded(values.astype(np.float32))
 
 
 def _encoded(values: npt.NDArray[Any]) -> wire.Array:

@@ -1,6 +1,7 @@
-"""When a request is sent again: which answers deserve it, and how long to wait."""
+"""When a request is sent again: which answers deserve it, how long to wait, and what gets past a limit."""
 
 import email.utils
+import json
 import math
 import random
 import time
@@ -46,3 +47,12 @@ def retry_after_seconds(header: str | None, *, now: float | None = None) -> floa
         except (ValueError, TypeError, OverflowError, IndexError):
             return None
     return seconds if math.isfinite(seconds) and seconds > 0 else None
+
+
+def without_samples(payload: bytes) -> bytes | None:
+    """A batch without its samples, for a proxy with a limit: empty if it held no more, None if it held none."""
+    batch = json.loads(payload)
+    others = [event for event in batch["events"] if event["kind"] != "sample"]
+    if len(others) == len(batch["events"]):
+        return None
+    return json.dumps({**batch, "events": others}).encode() if others else b""

@@ -19,12 +19,11 @@ from pydantic import ValidationError
 from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.sampling.sample import Draft
-from foreshock.monitor.transport.lesser_forms import as_0_1_0, words_of
+from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.transport.outage import Outage
 from foreshock.monitor.transport.posting import Bearer, ResolvingLoop, headers_of, post
-from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay
-from foreshock.monitor.transport.spool import Spool, leftovers, spool_path
+from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay, without_samples
+from foreshock.monitor.transport.spool import Spool, leftovers, run_folder
 from foreshock.monitor.transport.stores import MemoryStore, Store
 
 logger: Final = logging.getLogger("foreshock")
@@ -40,8 +39,7 @@ EVENT_BYTES: Final = 1024
 """What an event without arrays counts for in the queue."""
 
 
-_MEASURED: Final = wire.Sample | wire.Grams
-_DROPPED_FIRST: Final = _MEASURED | Draft
+_DROPPED_FIRST: Final = wire.Sample | SampleDraft
 """Where not everything can be kept; a draft becomes one of the measured."""
 
 
@@ -57,9 +55,9 @@ class Sender:
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
         self.retries = 0
-        self._events: deque[tuple[int, wire.Event | Draft]] = deque()
+        self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
-        self._commands: deque[wire.Command] = deque(maxlen=MAX_COMMANDS)
+        self._commands: deque[wire.Command] = deque()
         self._sequence = 0
         self._began_at = time.monotonic()
         self._started: wire.Started | None = None
@@ -90,7 +88,7 @@ class Sender:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, event: wire.Event | Draft) -> None:
+    def put(self, event: wire.Event | SampleDraft) -> None:
         """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
         if isinstance(event, wire.Started):
             self._started = event
@@ -103,10 +101,6 @@ class Sender:
             return
         self._bytes_in += size
         self._events.append((size, event))
-
-    def has_room(self) -> bool:
-        """Whether so little waits that something large may be queued which is not urgent."""
-        return self._bytes_in - self._bytes_out <= self._config.queue_bytes // 4
 
     def commands(self) -> list[wire.Command]:
         """The commands that came in since the last call."""
@@ -167,9 +161,9 @@ class Sender:
         if directory is None:
             return
         try:
-            path = spool_path(Path(directory), self._run, self._boot)
-            old, removed = leftovers(Path(directory), self._run, self._config.spool_bytes)
-            self._spool = Spool(path, self._config.spool_bytes)
+            folder = run_folder(Path(directory), self._run)
+            old, removed = leftovers(folder, self._run, self._config.spool_bytes)
+            self._spool = Spool(folder, self._boot, self._config.spool_bytes)
         except OSError as error:
             self._spool_off(error)
             return
@@ -214,9 +208,9 @@ class Sender:
                 events.append(event)
         return events
 
-    def _finished(self, waiting: wire.Event | Draft) -> wire.Event | None:
+    def _finished(self, waiting: wire.Event | SampleDraft) -> wire.Event | None:
         """The event itself. A draft that cannot be built is a fault of ours, and costs no other event."""
-        if not isinstance(waiting, Draft):
+        if not isinstance(waiting, SampleDraft):
             return waiting
         try:
             return waiting.build()
@@ -241,7 +235,7 @@ class Sender:
     def _keep(self, events: list[wire.Event]) -> None:
         if not self._append(events, force=False):
             # what was decided and done is kept when samples no longer fit
-            words = [event for event in events if not isinstance(event, _MEASURED)]
+            words = [event for event in events if not isinstance(event, wire.Sample)]
             kept = len(words) if words and self._append(words, force=True) else 0
             self.dropped["spool_full" if self._spool is not None else "queue_full"] += len(events) - kept
         if self._more is not None:
@@ -324,9 +318,7 @@ class Sender:
         try:
             async with asyncio.timeout(self._config.request_seconds):
                 status, retry_after, body = await post(client, payload, headers)
-                if status == 422 and (older := as_0_1_0(payload)) is not None:
-                    status, retry_after, body = await post(client, older, headers)
-                if status == 413 and (smaller := words_of(payload)) is not None:
+                if status == 413 and (smaller := without_samples(payload)) is not None:
                     words_only = True
                     status, retry_after, body = await post(client, smaller, headers) if smaller else (422, None, None)
         except (TimeoutError, httpx.HTTPError, OSError) as error:
@@ -377,19 +369,17 @@ class Sender:
             return False
         if ack.boot != store.boot or not sequence <= ack.acknowledged <= max(store.highest, sequence):
             return False
-        self._commands.extend(ack.commands)
+        self._commands.extend(ack.commands[: max(MAX_COMMANDS - len(self._commands), 0)])  # others come again
         # asked by every answer until the batch that tells it has come
         lately = time.monotonic() - self._said_started_at < self._config.heartbeat_seconds
         self._say_started |= ack.send_started and store.boot == self._boot and not lately
         return True
 
 
-def _size(event: wire.Event | Draft) -> int:
-    if isinstance(event, Draft):
+def _size(event: wire.Event | SampleDraft) -> int:
+    if isinstance(event, SampleDraft):
         return EVENT_BYTES + event.nbytes
-    if isinstance(event, wire.Grams):
-        return EVENT_BYTES + len(event.query.data) + len(event.key.data)
     if not isinstance(event, wire.Sample):
         return EVENT_BYTES
-    arrays = (event.states, event.modes, event.query_norm, event.key_norm, event.query_key_norm, event.risk)
+    arrays = (event.states, *(getattr(event, name) for name in wire.PER_HEAD))
     return EVENT_BYTES + sum(len(array.data) for array in arrays if array is not None)

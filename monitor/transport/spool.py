@@ -2,24 +2,29 @@
 
 A record is `FSK1`, payload length, CRC-32 of sequence and payload, sequence, payload; integers little-endian. A record
 is readable once its write returned: it survives SIGKILL, not a power cut (nothing is synced). A torn tail is cut, a
-damaged record is skipped, whatever stands before and after it is kept.
+damaged record is skipped, whatever stands before and after it is kept. A file that is no spool, or one that is larger
+than a spool may be, is neither read nor changed.
 """
 
-import errno
-import fcntl
 import hashlib
+import json
+import logging
 import os
 import struct
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from foreshock.monitor.transport.private_folder import PrivateFolder, refused
+
+logger: Final = logging.getLogger("foreshock")
+
 _MAGIC: Final = b"FSK1"
 _HEADER: Final = struct.Struct("<4sIIQ")
 _CHUNK: Final = 1 << 16
+_SUFFIX: Final = ".spool"
 _pwrite: Final = os.pwrite
 _LOCK_SECONDS: Final = 2.0
 """How long a boot waits for its own spool, which a process that starts at the same moment may be looking into."""
@@ -47,22 +52,39 @@ class Spool:
     """The unsent batches of one boot, first in first out. Every method may raise OSError.
 
     The file is locked while a process holds it, so that only the batches of dead processes are replayed by others.
+    left_by: the run of a dead boot whose spool is taken up; of its records only those are taken that say so too.
     """
 
-    def __init__(self, path: Path, max_bytes: int, *, of_a_dead_boot: bool = False) -> None:
-        self.path: Final = path
-        self._max_bytes = max_bytes
-        self._fd = _open_locked(path, 0.0, 0) if of_a_dead_boot else _open_locked(path, _LOCK_SECONDS, os.O_CREAT)
-        self._records = deque(_scan(self._fd))
+    def __init__(self, folder: PrivateFolder, boot: str, max_bytes: int, *, left_by: str | None = None) -> None:
+        self.boot: Final = boot
+        """The boot whose batches these are."""
+        self.path: Final = folder.path / f"{boot}{_SUFFIX}"
+        self._folder, self._max_bytes, self._left_by = folder, max_bytes, left_by
+        waits, create = (_LOCK_SECONDS, os.O_CREAT) if left_by is None else (0.0, 0)
+        self._fd = folder.open_locked(self.path.name, waits, create)
+        try:
+            self._records = self._recognised()
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._end = self._records[-1].offset + _HEADER.size + self._records[-1].size if self._records else 0
         os.ftruncate(self._fd, self._end)  # a torn tail is cut
         self.highest: int = self._records[-1].sequence if self._records else 0
         """The last sequence ever appended."""
 
+    def _recognised(self) -> deque[Record]:
+        if os.fstat(self._fd).st_size > self._most_bytes:
+            raise refused(self.path, f"is larger than {self._most_bytes} bytes, twice FORESHOCK_SPOOL_BYTES")
+        records = deque(_scan(self._fd))
+        begins = _read(self._fd, 0, len(_MAGIC))
+        if not records and begins != _MAGIC[: len(begins)]:  # a torn first record is one of ours
+            raise refused(self.path, "holds no batches")
+        return records
+
     @property
-    def boot(self) -> str:
-        """The boot whose batches these are."""
-        return self.path.stem
+    def _most_bytes(self) -> int:
+        """Words go where samples no longer fit, up to here."""
+        return 2 * self._max_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -73,9 +95,9 @@ class Spool:
         return len(self._records)
 
     def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool:
-        """Keep a batch; False when it does not fit in `max_bytes` (`force` adds it all the same)."""
+        """Keep a batch; False when it does not fit in `max_bytes` (`force` allows as much again)."""
         record = frame(sequence, payload)
-        if not force and self._end + len(record) > self._max_bytes:
+        if self._end + len(record) > (self._most_bytes if force else self._max_bytes):
             return False
         try:
             _write_all(self._fd, record, self._end)
@@ -88,15 +110,27 @@ class Spool:
         return True
 
     def peek(self) -> tuple[int, bytes] | None:
-        """The oldest batch, (sequence, payload); None when all are sent. A record that decayed on disk is skipped."""
+        """The oldest batch, (sequence, payload); None when all are sent.
+
+        A record that decayed on disk, or belongs to another run, is skipped.
+        """
         while self._records:
             record = self._records[0]
             payload = _read(self._fd, record.offset + _HEADER.size, record.size)
             header = _read(self._fd, record.offset, _HEADER.size)
-            if header + payload == frame(record.sequence, payload) and len(payload) == record.size:
+            whole = header + payload == frame(record.sequence, payload) and len(payload) == record.size
+            if whole and (self._left_by is None or self._is_own(record.sequence, payload)):
                 return record.sequence, payload
             self.pop()
         return None
+
+    def _is_own(self, sequence: int, payload: bytes) -> bool:
+        """Whether a dead boot's batch says that it is one; it is sent with the token of this process."""
+        try:
+            batch = json.loads(payload)
+            return [batch[key] for key in ("run", "boot", "sequence")] == [self._left_by, self.boot, sequence]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
 
     def pop(self) -> None:
         """Forget the oldest batch, which is stored elsewhere now."""
@@ -123,7 +157,7 @@ class Spool:
         if self._fd < 0:
             return
         if not self._records:
-            self.path.unlink(missing_ok=True)
+            self._folder.remove(self.path.name)
         os.close(self._fd)
         self._fd = -1
 
@@ -134,20 +168,22 @@ class Spool:
         self.close()
 
 
-def spool_path(directory: Path, run: str, boot: str) -> Path:
-    """Where a boot of a run keeps its batches; made with its directory, for this user alone."""
-    folder = _folder(directory, run)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / f"{boot}.spool"
+def run_folder(directory: Path, run: str) -> PrivateFolder:
+    """Where the boots of a run keep their batches; made where it is missing, for this user alone."""
+    name = hashlib.sha256(run.encode()).hexdigest()[:32]  # what people give never becomes a path
+    return PrivateFolder(Path(name), within=PrivateFolder(directory))
 
 
-def leftovers(directory: Path, run: str, max_bytes: int) -> tuple[list[Spool], int]:
+def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spool], int]:
     """Spools of dead boots of this run, oldest first, and how many files were removed to stay within `max_bytes`."""
     kept: list[Spool] = []
     total = removed = 0
-    for path in sorted(_folder(directory, run).glob("*.spool"), reverse=True):
+    for name in reversed([name for name in folder.names() if name.endswith(_SUFFIX)]):
         try:
-            spool = Spool(path, max_bytes, of_a_dead_boot=True)
+            spool = Spool(folder, name.removesuffix(_SUFFIX), max_bytes, left_by=run)
+        except PermissionError as error:
+            logger.warning("foreshock: not sent and left alone: %s", error.strerror)
+            continue
         except OSError:
             continue  # a living process holds it, or it is gone
         total += spool.size_bytes
@@ -155,34 +191,9 @@ def leftovers(directory: Path, run: str, max_bytes: int) -> tuple[list[Spool], i
             kept.append(spool)
             continue
         removed += bool(len(spool))
-        path.unlink(missing_ok=True)
         spool._records.clear()
         spool.close()
     return kept[::-1], removed
-
-
-def _folder(directory: Path, run: str) -> Path:
-    return directory / hashlib.sha256(run.encode()).hexdigest()[:32]  # a name that people give never becomes a path
-
-
-def _open_locked(path: Path, seconds: float, create: int) -> int:
-    """Open and lock the file at this path, trying for `seconds`; between the two another process may remove it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
-            raise FileNotFoundError(errno.ENOENT, "another process removed it", str(path))
-        except (BlockingIOError, FileNotFoundError):
-            os.close(fd)
-            if time.monotonic() >= deadline:
-                raise
-        except OSError:
-            os.close(fd)
-            raise
-        time.sleep(0.005)
 
 
 def _scan(fd: int) -> Iterator[Record]:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from foreshock.server.access.limits import Guesses, Shares
+from foreshock.server.access.limits import ConcurrencyLimit, LoginLimit
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
@@ -27,13 +27,13 @@ from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settin
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_PROBES: Final = ("/healthz", "/readyz")
+HEALTH: Final = "/healthz"
+_PROBES: Final = (HEALTH, "/readyz")
 _OPEN_PAGES: Final = ("/", *_PROBES, "/v1/session", "/favicon.ico")
 _OPEN: Final = frozenset(
     {
         *((method, path) for path in _OPEN_PAGES for method in ("GET", "HEAD")),
         ("POST", "/v1/login"),
-        ("POST", "/v1/webhooks/grafana"),  # signed instead: the route checks
     }
 )
 """What needs no token, besides the page's files under /assets/."""
@@ -43,6 +43,8 @@ _SECURITY_HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+_NO_STORE: Final = (b"cache-control", b"no-store")
+"""On every answer but the page's files: what a cookie read is kept by no browser."""
 _RAW_SECURITY_HEADERS: Final = [(name.encode(), value.encode()) for name, value in _SECURITY_HEADERS.items()]
 
 
@@ -65,15 +67,15 @@ ANYONE: Final = Caller("local", frozenset(ALL_SCOPES))
 NOBODY: Final = Caller("nobody", frozenset())
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware round the whole application, static files and unknown paths included."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: Shares) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keyring: "Keyring", shares: ConcurrencyLimit) -> None:
         self.app = app
         self.shares = shares
         self.keyring = keyring
         self.hosts = frozenset(settings.allowed_hosts)
-        self.guesses = Guesses()
+        self.guesses = LoginLimit()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,6 +90,8 @@ class Gate:
                 given = message["headers"] = list(message["headers"])
                 names = {name for name, _ in given}
                 given.extend(header for header in _RAW_SECURITY_HEADERS if header[0] not in names)
+                if b"cache-control" not in names and not scope["path"].startswith("/assets/"):
+                    given.append(_NO_STORE)
                 if message["status"] == 413 and (b"content-type", b"application/problem+json") not in given:
                     replaced = True  # the framework's body limit answers in plain text, past every handler
                     await problem(413, TOO_LARGE, headers=_SECURITY_HEADERS)(scope, receive, send)
@@ -96,6 +100,8 @@ class Gate:
 
         with ExitStack() as under_way:
             try:
+                if scope["path"] != HEALTH:
+                    under_way.enter_context(self.shares.slot())
                 caller = scope.setdefault("state", {})["caller"] = await self._admit(scope)
                 if caller is not ANYONE and scope["path"] not in _PROBES:
                     who = _address(scope) if caller is NOBODY else caller.name
@@ -138,10 +144,10 @@ class Gate:
         return caller
 
     def _check_host(self, headers: Headers) -> None:
-        allowed = self.hosts or (frozenset() if self.keyring.tokens else _LOOPBACK_NAMES)
-        if not allowed:
+        if not self.hosts and self.keyring.tokens:
             return
         host = _host_name(headers.get("host", ""))
+        allowed = _LOOPBACK_NAMES if host in _LOOPBACK_NAMES else self.hosts  # probes of the own machine name it so
         if host not in allowed:
             raise ProblemError(403, "This Host name is not one of the service's (FORESHOCK_ALLOWED_HOSTS).")
         origin = headers.get("origin")

@@ -16,7 +16,7 @@ from foreshock.server.access.problems import ProblemError
 
 _MAX_BUCKETS: Final = 10_000
 _STRANGERS_BYTES: Final = 64 * 2**10
-_STRANGERS_PATHS: Final = ("/v1/login", "/v1/webhooks/grafana")
+LOGIN: Final = "/v1/login"
 """Where bodies are read of those who have shown no token."""
 _ORDER_BYTES: Final = 2**20
 """Orders and deliveries of alerts are far smaller; batches alone may be large."""
@@ -49,7 +49,7 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds * SPREAD.uniform(1, 2))))}
 
 
-class Guesses:
+class LoginLimit:
     """How often somebody may try to log in: ten times at once from one address, then every other second.
 
     From all addresses together 200 at once, then 20 a second.
@@ -71,18 +71,32 @@ def length_of(headers: Headers) -> int:
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
 
 
-class Shares:
-    """How much each caller may have under way at once, so that what never ends leaves room for the others.
+class ConcurrencyLimit:
+    """How much all and each caller may have under way at once, so that what never ends leaves room for the others.
 
-    Who shows a token gets half of the requests that the service takes, an address without one an eighth. Of bodies each
-    gets so many bytes, by what their headers announce: they lie in memory until they have come.
+    Who shows a token gets half of the requests that the service takes, an address without one an eighth, all of those
+    together a quarter. Of bodies each gets so many bytes, by what their headers announce: they lie in memory until they
+    have come.
     """
 
     def __init__(self, requests: int, body_bytes: int, max_bytes: int) -> None:
         self._of_token, self._of_stranger = max(1, requests // 2), max(1, requests // 8)
+        self._of_strangers, self._strangers = max(1, requests // 4), 0
+        self._of_all, self._all = requests, 0
         self._body_bytes, self._max_bytes = body_bytes, max_bytes
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """While a request is under way, whoever sends it. Raises ProblemError 503 beyond what the service takes."""
+        if self._all >= self._of_all:
+            raise ProblemError(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
+        self._all += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
 
     @contextmanager
     def take(self, who: str, headers: Headers, *, known: bool) -> Iterator[None]:
@@ -91,9 +105,12 @@ class Shares:
         Raises ProblemError 503 beyond the share of requests, 429 beyond that of bytes. One body is always taken.
         """
         size = self._max_bytes if "transfer-encoding" in headers else min(length_of(headers), self._max_bytes)
-        if self._requests[who] >= (self._of_token if known else self._of_stranger):
+        full = self._requests[who] >= (self._of_token if known else self._of_stranger)
+        if full or (not known and self._strangers >= self._of_strangers):
             raise ProblemError(
-                503, "More of your requests are under way than the service takes.", headers=retry_after(1.0)
+                503,
+                "More requests of yours, or without a token, are under way than the service takes.",
+                headers=retry_after(1.0),
             )
         if size and self._bytes[who] and self._bytes[who] + size > self._body_bytes:
             raise ProblemError(
@@ -101,9 +118,11 @@ class Shares:
             )
         self._requests[who] += 1
         self._bytes[who] += size
+        self._strangers += not known
         try:
             yield
         finally:
+            self._strangers -= not known
             for counted, number in ((self._requests, 1), (self._bytes, size)):
                 counted[who] -= number
                 if not counted[who]:
@@ -121,7 +140,7 @@ class BodyLimit:
         self._strangers = RequestBodyLimitMiddleware(app, min(max_bytes, _STRANGERS_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._strangers if scope.get("path") in _STRANGERS_PATHS else self._most
+        limit = self._strangers if scope.get("path") == LOGIN else self._most
         await limit(scope, receive, send)
 
 

@@ -12,15 +12,12 @@ from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError
-from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.trouble import STORE_ERRORS, is_away
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
-TOO_LARGE = (
-    "The body is larger than this address takes: 64 KiB at the login and at Grafana's webhook, elsewhere "
-    "FORESHOCK_MAX_BODY_BYTES."
-)
+TOO_LARGE = "The body is larger than this address takes: 64 KiB at the login, 33 MiB for a batch, elsewhere 1 MiB."
 
 
 class ProblemError(Exception):
@@ -42,14 +39,22 @@ def problem(
     status: int, detail: str, errors: Sequence[ProblemItem] = (), headers: dict[str, str] | None = None
 ) -> Response:
     """The answer for an error."""
-    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail, errors=list(errors))
+    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=_encodable(detail), errors=list(errors))
     return Response(body.model_dump_json(), status, headers, "application/problem+json")
+
+
+def _encodable(text: str) -> str:
+    """Text without the lone surrogates that a request may have named a field by: no answer could hold them."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def items(errors: Sequence[Any]) -> list[ProblemItem]:
     """Up to ten of pydantic's errors, without the input that caused them."""
     return [
-        ProblemItem(where=".".join(str(part) for part in error["loc"])[:200] or "body", message=_words(error)[:300])
+        ProblemItem(
+            where=_encodable(".".join(str(part) for part in error["loc"])[:200]) or "body",
+            message=_encodable(_words(error)[:300]),
+        )
         for error in list(errors)[:MAX_ERRORS]
     ]
 

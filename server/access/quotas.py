@@ -92,14 +92,14 @@ class Quotas:
         return error
 
 
-async def count(store: Store, connection: AsyncConnection, stored: Iterable[tuple[str, int, int]]) -> None:
+async def count(connection: AsyncConnection, stored: Iterable[tuple[str, int, int]]) -> None:
     """Count (token, run id, bytes) of batches in the transaction that stores them, which holds their runs."""
     sizes: Counter[tuple[int, str]] = Counter()
     for token, run_id, size in stored:
         sizes[run_id, token] += size
     if not sizes:
         return
-    insert = sqlite.insert(usage) if store.sqlite else postgresql.insert(usage)
+    insert = (sqlite if connection.dialect.name == "sqlite" else postgresql).insert(usage)
     added = {"stored_bytes": usage.c.stored_bytes + insert.excluded.stored_bytes}
     statement = insert.on_conflict_do_update(index_elements=[usage.c.run_id, usage.c.token], set_=added)
     values = [{"run_id": run_id, "token": token, "stored_bytes": n} for (run_id, token), n in sorted(sizes.items())]

@@ -65,7 +65,7 @@ class Rotation:
         self._keyring.tokens = found
         log.info("tokens changed", **details)
         async with self._store.write() as connection:
-            await audit.append(self._store, connection, actor="service", action="tokens changed", details=details)
+            await audit.append(connection, actor="service", action="tokens changed", details=details)
 
     def _read(self) -> tuple[Token, ...]:
         token = _token() if self._follows_token else self._token

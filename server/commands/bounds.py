@@ -7,35 +7,36 @@ from typing import Final
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.modes import is_mode
+from foreshock.contract.modes import CLIP_ORDERS
 from foreshock.server.commands.lifecycle import OPEN
 from foreshock.server.settings import Settings
 from foreshock.server.store.schema import commands
 
-_MACHINES: Final = ("alertmanager", "grafana", "service")
+_MACHINES: Final = ("alertmanager", "service")
 
 
 async def refusal(
-    settings: Settings, connection: AsyncConnection, run_id: int, heads: Sequence[tuple[int, int]], mode: str
+    settings: Settings,
+    connection: AsyncConnection,
+    run_id: int,
+    heads: Sequence[tuple[int, int]],
+    *,
+    clip: bool = False,
 ) -> str | None:
-    """Why a machine may not switch these heads now, or None."""
-    if not is_mode(mode):
-        return f"mode {mode} is not known to this service, which may be older than the agent"
+    """Why a machine may not switch these heads now, or propose QK-Clip (`clip`), or None. An order that is carried out
+    is no reason: it has made the heads what they are, or was undone."""
     table = commands.c
     now = time.time()
     ours = (table.run_id == run_id, table.source.in_(_MACHINES), table.state != "rejected")
     recent = await connection.execute(
-        select(func.count(), func.max(table.created)).where(*ours, table.created > now - 3600.0)
+        select(func.max(table.created)).where(*ours, table.created > now - settings.webhook_cooldown_seconds)
     )
-    count, last = recent.one()
-    if count >= settings.webhook_switches_per_hour:
-        return f"the run has had {count} webhook switches within the hour"
-    if last is not None and now - last < settings.webhook_cooldown_seconds:
+    if (last := recent.scalar()) is not None:
         return f"the run's cool-down lasts {settings.webhook_cooldown_seconds - (now - last):.0f} s more"
-    open_ = (*OPEN, "proposed", "applied")
-    for row in await connection.execute(
-        select(table.heads).where(table.run_id == run_id, table.mode == mode, table.state.in_(open_))
-    ):
-        if row.heads is None or {tuple(ref) for ref in heads} <= {tuple(ref) for ref in row.heads}:
-            return "a command for this head and mode stands already"
+    same = table.mode.in_(CLIP_ORDERS) if clip else table.mode.not_in(CLIP_ORDERS)
+    under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run, same
+    for row in await connection.execute(select(table.heads, table.state).where(*under_way)):
+        named = set(heads) if row.heads is None else {(layer, head) for layer, head in row.heads}
+        if set(heads) <= named or (row.state != "proposed" and not named.isdisjoint(heads)):
+            return "a command for these heads is under way"
     return None

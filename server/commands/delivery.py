@@ -13,16 +13,15 @@ from pydantic import ValidationError
 from sqlalchemy import Row, and_, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract import version_0_1_0
-from foreshock.contract.modes import is_mode
+from foreshock.contract.modes import CLIP_ORDERS, is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
-from foreshock.server.commands.heads_by_rank import Holding, all_ended, concerned, holdings
-from foreshock.server.commands.lifecycle import OPEN, heads_of, tell, tracks_of
-from foreshock.server.commands.local_switches import gathered, pass_on
+from foreshock.server.commands.heads_by_rank import RankHeads, all_ended, concerned, heads_by_rank
+from foreshock.server.commands.lifecycle import OPEN, details_of, heads_of, record_transition, tracks_of
+from foreshock.server.commands.local_switches import grouped, propagate
 from foreshock.server.models import CommandState
-from foreshock.server.runs.words import ended_before_the_answer, heads_in_words
+from foreshock.server.runs.words import ended_before_the_answer, order_in_words
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store
+from foreshock.server.store.database import lock_runs
 from foreshock.server.store.reading import passed_over
 from foreshock.server.store.schema import command_ranks, commands, runs
 
@@ -43,12 +42,11 @@ Orders = dict[tuple[str, int, str], tuple[Command, ...]]
 """What each boot, by run, rank and boot, is ordered to do."""
 
 
-def _concerned(row: Row[Any], ranks: Mapping[int, Holding]) -> set[int]:
+def _concerned(row: Row[Any], ranks: Mapping[int, RankHeads]) -> set[int]:
     return concerned(heads_of(row), ranks)
 
 
 async def exchange(
-    store: Store,
     connection: AsyncConnection,
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
@@ -59,18 +57,18 @@ async def exchange(
     The caller holds the runs (`Store.lock_runs`).
     """
     telling = {run_ids[batch.run] for batch, _ in switched}
-    held = await holdings(connection, telling) if telling else {}
+    held = await heads_by_rank(connection, telling) if telling else {}
     said: dict[int, list[dict[str, Any]]] = {}
     for batch, answer in switched:
         if answer.command is not None:
-            await _answer(store, connection, run_ids[batch.run], held, batch, answer)
-    for batch, answer, verdicts in gathered([(b, answer) for b, answer in switched if answer.command is None]):
+            await _answer(connection, run_ids[batch.run], held, batch, answer)
+    for batch, answer, verdicts in grouped([(b, answer) for b, answer in switched if answer.command is None]):
         run_id = run_ids[batch.run]
-        await pass_on(store, connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts)
+        await propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts)
     rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}
-    held |= await holdings(connection, {row.run_id for row in rows} - telling)
+    held |= await heads_by_rank(connection, {row.run_id for row in rows} - telling)
     tracks = await tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()
@@ -79,24 +77,27 @@ async def exchange(
         ranks = held.get(row.run_id, {})
         concerned = _concerned(row, ranks)
         track = tracks.get(row.id, {})
-        if await _settle(store, connection, row, ranks, track):
+        if await _settle(connection, row, ranks, track):
             continue
         for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
             _, rank, boot = boot_key
             state = track.get(rank)
             answered = state is not None and state.outcome is not None
             late = row.expires is not None and now > row.expires and state is None
-            if rank not in concerned or answered or late or ranks[rank].boot != boot or not is_mode(row.mode):
+            if (
+                rank not in concerned
+                or answered
+                or late
+                or ranks[rank].boot != boot
+                or not (is_mode(row.mode) or row.mode in CLIP_ORDERS)
+            ):
                 continue
-            batch = next(b for b in group if (b.run, b.rank, b.boot) == boot_key)
-            if not batch.revision and not {row.mode, row.expect or row.mode} <= version_0_1_0.MODES:
-                await _answer(store, connection, row.run_id, held, batch, _unknown_to(batch, row))
-            elif len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
+            if len(orders[boot_key]) < _MAX_PER_ACK and (order := _as_wire(row)) is not None:
                 sizes[boot_key] += len(order.model_dump_json().encode()) + 1
                 if sizes[boot_key] > _ACK_BYTES:
                     continue  # it goes out with a later ack, when those before it are answered
                 orders[boot_key].append(order)
-                await _delivered(store, connection, row, rank, state)
+                await _delivered(connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}
 
 
@@ -104,6 +105,7 @@ def _as_wire(row: Row[Any]) -> Command | None:
     try:
         return Command(
             id=row.id,
+            action="qk_clip" if row.mode in CLIP_ORDERS else "switch",
             heads=heads_of(row),
             mode=row.mode,
             expect=row.expect,
@@ -118,23 +120,7 @@ def _as_wire(row: Row[Any]) -> Command | None:
         return None
 
 
-def _unknown_to(batch: Batch, row: Row[Any]) -> Switched:
-    """In the name of an agent of 0.1.0, which would read no acknowledgement that names a mode it does not know."""
-    return Switched(
-        id=f"unknown-{row.id}"[:128],
-        step=max(event.step for event in batch.events),
-        command=row.id,
-        outcome="refused",
-        heads=(),
-        before=(),
-        after=(),
-        reason=f"the agent of rank {batch.rank} is a first build and does not know {row.mode[:64]}; update it",
-    )
-
-
-async def _delivered(
-    store: Store, connection: AsyncConnection, row: Row[Any], rank: int, track: Row[Any] | None
-) -> None:
+async def _delivered(connection: AsyncConnection, row: Row[Any], rank: int, track: Row[Any] | None) -> None:
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == rank)
     if track is not None:
         await connection.execute(update(command_ranks).where(same).values(deliveries=track.deliveries + 1))
@@ -142,21 +128,14 @@ async def _delivered(
     await connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
     changed = update(commands).where(commands.c.id == row.id, commands.c.state == "pending").values(state="delivered")
     if (await connection.execute(changed)).rowcount:
-        await tell(store, connection, row, row.run, "delivered", "service", {"rank": rank})
+        await record_transition(connection, row, row.run, "delivered", "service", {"rank": rank})
     else:
         details = {"rank": rank, "state": "delivered"}
-        await audit.append(
-            store, connection, actor="service", action="command", run=row.run, command=row.id, details=details
-        )
+        await audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
 
 
 async def _answer(
-    store: Store,
-    connection: AsyncConnection,
-    run_id: int,
-    held: Mapping[int, dict[int, Holding]],
-    batch: Batch,
-    switched: Switched,
+    connection: AsyncConnection, run_id: int, held: Mapping[int, dict[int, RankHeads]], batch: Batch, switched: Switched
 ) -> None:
     query = select(commands, runs.c.name.label("run")).join(runs)
     row = (
@@ -168,7 +147,7 @@ async def _answer(
     if ranks[batch.rank].boot != batch.boot:  # who lives now has not answered yet, and may have begun before the switch
         gone = {"rank": batch.rank, "outcome": switched.outcome, "step": switched.step, "process_start": batch.boot}
         actor = f"rank {batch.rank}, a former process"
-        await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
+        await audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
         return
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == batch.rank)
     values = {"outcome": switched.outcome, "switched": switched.model_dump_json()}
@@ -181,28 +160,16 @@ async def _answer(
         await connection.execute(update(command_ranks).where(same).values(values))
     else:
         return
-    details = {
-        "rank": batch.rank,
-        "outcome": switched.outcome,
-        "step": switched.step,
-        "heads": [list(ref) for ref in switched.heads[:64]],
-        "before": sorted(set(switched.before)),
-        "after": sorted(set(switched.after)),
-        "reason": switched.reason,
-    }
+    details = {"rank": batch.rank, **details_of(switched)}
     actor = f"rank {batch.rank}"
-    await audit.append(store, connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
+    await audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
     if row.state not in (*OPEN, "cancelled"):
         track_of = (await tracks_of(connection, [row.id])).get(row.id, {})
-        await _settle(store, connection, row, ranks, track_of)
+        await _settle(connection, row, ranks, track_of)
 
 
 async def _settle(
-    store: Store,
-    connection: AsyncConnection,
-    row: Row[Any],
-    ranks: Mapping[int, Holding],
-    track: dict[int, Row[Any]],
+    connection: AsyncConnection, row: Row[Any], ranks: Mapping[int, RankHeads], track: dict[int, Row[Any]]
 ) -> bool:
     """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
     outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None}
@@ -227,31 +194,30 @@ async def _settle(
         if state == "refused" and not outcomes:
             details["because"] = ended_before_the_answer(heads_of(row))
             sentence = _ended(row)
-        await tell(store, connection, row, row.run, state, "service", details, sentence)
+        await record_transition(connection, row, row.run, state, "service", details, sentence)
     return True
 
 
 def _unanswered(row: Row[Any], silent: set[int]) -> str:
     some = ", ".join(map(str, sorted(silent)[:16])) + (" and more" if len(silent) > 16 else "")
     who = "rank" if len(silent) == 1 else "ranks"
-    named = heads_in_words(heads_of(row))
-    return f"Command to switch {named} to {row.mode} is expired; no answer from {who} {some}: {row.reason}"
+    what = order_in_words(row.mode, heads_of(row))
+    return f"Command to {what} is expired; no answer from {who} {some}: {row.reason}"
 
 
 def _ended(row: Row[Any]) -> str:
-    named = heads_in_words(heads_of(row))
     why = "every rank that could switch it ended before it answered"
-    return f"Command to switch {named} to {row.mode} is refused; {why}: {row.reason}"
+    return f"Command to {order_in_words(row.mode, heads_of(row))} is refused; {why}: {row.reason}"
 
 
-async def expire(store: Store, connection: AsyncConnection) -> None:
+async def expire(connection: AsyncConnection) -> None:
     """Close what has expired; run from time to time, for runs that have gone silent."""
     overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
     owners = set((await connection.execute(select(commands.c.run_id).where(*overdue))).scalars())
-    await store.lock_runs(connection, owners)
+    await lock_runs(connection, owners)
     query = select(commands, runs.c.name.label("run")).join(runs).where(*overdue, commands.c.run_id.in_(owners))
     rows = (await connection.execute(query)).all()
-    held = await holdings(connection, {row.run_id for row in rows})
+    held = await heads_by_rank(connection, {row.run_id for row in rows})
     tracks = await tracks_of(connection, [row.id for row in rows])
     for row in rows:
-        await _settle(store, connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))
+        await _settle(connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))

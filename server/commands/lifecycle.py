@@ -15,23 +15,26 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from sqlalchemy import Row, desc, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.modes import is_mode
+from foreshock.contract.modes import CLIP_ORDERS, is_mode
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.access.problems import ProblemError
-from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, holdings
+from foreshock.server.commands.heads_by_rank import check_heads, check_somebody_is_left, heads_by_rank
 from foreshock.server.models import CommandChange, CommandState, CommandStatus, RankAnswer, Verification
 from foreshock.server.requests import CommandRequest
-from foreshock.server.runs.words import ended_before_the_answer, heads_in_words, printable
+from foreshock.server.runs.eventlog import write_events
+from foreshock.server.runs.orders import reject_evidence
+from foreshock.server.runs.run_metadata import find_run
+from foreshock.server.runs.words import ended_before_the_answer, order_in_words, printable
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store
+from foreshock.server.store.database import lock_runs
 from foreshock.server.store.reading import read_back
-from foreshock.server.store.schema import command_ranks, commands, events, runs
+from foreshock.server.store.schema import command_ranks, commands, runs
 
 OPEN: Final = ("pending", "delivered")
 
@@ -60,30 +63,17 @@ class Order:
     undoes: str | None = None
 
 
-async def create(store: Store, connection: AsyncConnection, order: Order) -> str:
+_OF_ORDER: Final = {field.name for field in fields(Order)} & {column.name for column in commands.c}
+"""What a command is stored with as its order has it, but for what `create` words anew."""
+
+
+async def create(connection: AsyncConnection, order: Order) -> str:
     """Create a command with its audit row and event; its id."""
     command_id = order.id or f"cmd-{uuid.uuid4().hex}"
     heads = None if order.heads is None else [list(ref) for ref in order.heads]
-    await connection.execute(
-        commands.insert().values(
-            id=command_id,
-            run_id=order.run_id,
-            state=order.state,
-            source=order.source,
-            issued_by=printable(order.issued_by[:128]),
-            reason=printable(order.reason[:500]),
-            heads=heads,
-            mode=order.mode,
-            expect=order.expect,
-            dry_run=order.dry_run,
-            created=time.time(),
-            expires=order.expires,
-            expires_step=order.expires_step,
-            idempotency_key=order.idempotency_key,
-            request_hash=order.request_hash,
-            undoes=order.undoes,
-        )
-    )
+    words = {"issued_by": printable(order.issued_by[:128]), "reason": printable(order.reason[:500])}
+    own = {"id": command_id, "heads": heads, "created": time.time()}
+    await connection.execute(commands.insert().values({**{c: getattr(order, c) for c in _OF_ORDER}, **words, **own}))
     if order.answered is not None:
         rank, switched = order.answered
         await connection.execute(
@@ -92,12 +82,11 @@ async def create(store: Store, connection: AsyncConnection, order: Order) -> str
             )
         )
     row = (await connection.execute(select(commands).where(commands.c.id == command_id))).one()
-    await tell(store, connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
+    await record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
     return command_id
 
 
 async def create_from_request(
-    store: Store,
     connection: AsyncConnection,
     run: str,
     request: CommandRequest,
@@ -106,8 +95,8 @@ async def create_from_request(
     default_expiry_seconds: float,
 ) -> tuple[str, bool]:
     """A person's command: goes out under every policy. Its id, and whether it is new."""
-    run_id = await run_id_of(connection, run)
-    await store.lock_runs(connection, [run_id])
+    run_id = (await find_run(connection, run)).id
+    await lock_runs(connection, [run_id])
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     if idempotency_key is not None:
         same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
@@ -116,7 +105,7 @@ async def create_from_request(
             raise ProblemError(409, "This Idempotency-Key was used for another command; take a new key.")
         if old is not None:
             return old.id, False
-    ranks = (await holdings(connection, [run_id])).get(run_id, {})
+    ranks = (await heads_by_rank(connection, [run_id])).get(run_id, {})
     if request.heads is not None:
         check_heads(run, request.heads, ranks)
     check_somebody_is_left(run, request.heads, ranks)
@@ -135,61 +124,67 @@ async def create_from_request(
         idempotency_key=idempotency_key,
         request_hash=digest,
     )
-    return await create(store, connection, order), True
+    return await create(connection, order), True
 
 
-async def run_id_of(connection: AsyncConnection, run: str) -> int:
-    """The id of a run. Raises ProblemError when there is none."""
-    run_id: int | None = (await connection.execute(select(runs.c.id).where(runs.c.name == run))).scalar()
-    if run_id is None:
-        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
-    return run_id
+async def approve(connection: AsyncConnection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
+    """Let a proposed command go out, for so many seconds; its id."""
+    row = await _proposed(connection, command_id)
+    check_somebody_is_left(row.run, heads_of(row), (await heads_by_rank(connection, [row.run_id])).get(row.run_id, {}))
+    return await _decide(connection, row, "pending", who, reason, time.time() + expiry)
 
 
-async def decide(
-    store: Store, connection: AsyncConnection, command_id: str, approve: bool, who: str, reason: str, expiry: float
-) -> None:
-    """Approve or reject a proposed command."""
-    row = await _command(store, connection, command_id)
+async def reject(connection: AsyncConnection, command_id: str, who: str, reason: str) -> list[str]:
+    """Turn a proposed command down, which holds for the warnings that stand: see `reject_evidence`; its id."""
+    row = await _proposed(connection, command_id)
+    await reject_evidence(connection, row.run_id, heads_of(row), row.mode)
+    return await _decide(connection, row, "rejected", who, reason, row.expires)
+
+
+async def _proposed(connection: AsyncConnection, command_id: str) -> Row[Any]:
+    row = await _command(connection, command_id)
     if row.state != "proposed":
-        raise ProblemError(409, f"Command {command_id} is {row.state}, no longer proposed.")
-    state: CommandState = "pending" if approve else "rejected"
-    values: dict[str, Any] = {"state": state}
-    if approve:
-        ranks = (await holdings(connection, [row.run_id])).get(row.run_id, {})
-        check_somebody_is_left(row.run, heads_of(row), ranks)
-        values["expires"] = time.time() + expiry
-    await connection.execute(update(commands).where(commands.c.id == command_id).values(values))
-    await tell(store, connection, row, row.run, state, who, {"reason": reason, "decided": True})
+        raise ProblemError(409, f"Command {row.id} is {row.state}, no longer proposed.")
+    return row
 
 
-async def cancel(store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str) -> None:
-    """Stop a command that is under way: no further rank gets it. What ranks did already stays, and can be undone."""
-    row = await _command(store, connection, command_id)
+async def _decide(
+    connection: AsyncConnection, row: Row[Any], state: CommandState, who: str, reason: str, expires: float | None
+) -> list[str]:
+    values = {"state": state, "decided_by": printable(who)[:160], "decided": time.time(), "expires": expires}
+    await connection.execute(update(commands).where(commands.c.id == row.id).values(values))
+    await record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True})
+    return [row.id]
+
+
+async def cancel(connection: AsyncConnection, command_id: str, who: str, reason: str) -> list[str]:
+    """Stop a command that is under way: no further rank gets it. What ranks did stays, and can be undone. Its id."""
+    row = await _command(connection, command_id)
     if row.state not in OPEN:
-        how = (
-            "reject it"
-            if row.state == "proposed"
-            else "undo it"
-            if row.state == "applied"
-            else "there is nothing to do"
-        )
+        how = {"proposed": "reject it", "applied": "undo it"}.get(row.state, "there is nothing to do")
         raise ProblemError(409, f"Command {command_id} is {row.state}, not under way; {how}.")
     await connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
     track = (await tracks_of(connection, [command_id])).get(command_id, {})
     told = {"reason": reason, "delivered_to": sorted(track), "answered": sorted(r for r in track if track[r].outcome)}
-    await tell(store, connection, row, row.run, "cancelled", who, told)
+    await record_transition(connection, row, row.run, "cancelled", who, told)
+    return [command_id]
 
 
 async def undo(
-    store: Store, connection: AsyncConnection, command_id: str, who: str, reason: str, dry_run: bool, expiry: float
+    connection: AsyncConnection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float
 ) -> list[str]:
     """Order the modes back that a command changed: one order for each former mode; their ids.
 
     Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied,
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
-    row = await _command(store, connection, command_id)
+    row = await _command(connection, command_id)
+    if row.mode in CLIP_ORDERS:
+        raise ProblemError(
+            409,
+            f"Command {command_id} set QK-Clip, which cannot be undone: weights that it scaled stay so, and training "
+            "has gone on from them. qk_clip_never ends it; to go back, resume from a checkpoint before it.",
+        )
     if row.state not in ("applied", "cancelled"):
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
     if other := (await _undone(connection, [command_id])).get(command_id):
@@ -209,31 +204,26 @@ async def undo(
             409,
             f"The mode before command {command_id} was {strange[0]}, which this service cannot order.",
         )
-    ranks = (await holdings(connection, [row.run_id])).get(row.run_id, {})
+    ranks = (await heads_by_rank(connection, [row.run_id])).get(row.run_id, {})
     check_somebody_is_left(row.run, sorted(former), ranks)
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
         by_mode[before].append(ref)
-    return [
-        await create(
-            store,
-            connection,
-            Order(
-                run_id=row.run_id,
-                run=row.run,
-                source="api",
-                issued_by=who,
-                reason=reason,
-                heads=heads,
-                mode=mode,
-                expect=row.mode,
-                dry_run=dry_run,
-                expires=time.time() + expiry,
-                undoes=command_id,
-            ),
-        )
-        for mode, heads in sorted(by_mode.items())
-    ]
+    order = Order(
+        run_id=row.run_id,
+        run=row.run,
+        source="api",
+        issued_by=who,
+        reason=f"undo: {reason}",
+        heads=None,
+        mode="",
+        expect=row.mode,
+        dry_run=dry_run,
+        expires=time.time() + expiry,
+        undoes=command_id,
+    )
+    back = [replace(order, heads=heads, mode=mode) for mode, heads in sorted(by_mode.items())]
+    return [await create(connection, one) for one in back]
 
 
 def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
@@ -248,9 +238,9 @@ async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, 
     return {row.undoes: row.id for row in await connection.execute(query)}
 
 
-async def _command(store: Store, connection: AsyncConnection, command_id: str) -> Row[Any]:
+async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
     owners = await connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
-    await store.lock_runs(connection, owners.scalars().all())
+    await lock_runs(connection, owners.scalars().all())
     query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
     row = (await connection.execute(query)).first()
     if row is None:
@@ -273,8 +263,19 @@ def answer_of(track: Row[Any]) -> Switched | None:
     return read_back(Switched, track.switched, "answer", (track.command_id, track.rank))
 
 
-async def tell(
-    store: Store,
+def details_of(switched: Switched) -> dict[str, Any]:
+    """What a rank did, as its audit row has it; at most 64 heads by name."""
+    return {
+        "outcome": switched.outcome,
+        "step": switched.step,
+        "heads": [list(ref) for ref in switched.heads[:64]],
+        "before": sorted(set(switched.before)),
+        "after": sorted(set(switched.after)),
+        "reason": switched.reason,
+    }
+
+
+async def record_transition(
     connection: AsyncConnection,
     row: Row[Any],
     run: str,
@@ -286,7 +287,7 @@ async def tell(
 ) -> None:
     """The audit row and the event of a transition, or of what became of the heads."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
-    await audit.append(store, connection, actor=actor, action="command", run=run, command=row.id, details=full)
+    await audit.append(connection, actor=actor, action="command", run=run, command=row.id, details=full)
     change = CommandChange(
         id=row.id,
         state=state,
@@ -298,18 +299,10 @@ async def tell(
         verification=verification,
     )
     if sentence is None:
-        sentence = f"Command to switch {heads_in_words(change.heads)} to {row.mode} is {state} ({actor}): {row.reason}"
-    await connection.execute(
-        events.insert().values(
-            run_id=row.run_id,
-            kind="command",
-            unix_seconds=time.time(),
-            sentence=sentence,
-            mode=row.mode,
-            outcome=state,
-            payload=change.model_dump_json(),
-        )
-    )
+        sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({actor}): {row.reason}"
+    own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
+    said = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
+    await write_events(connection, [{**own, **said}])
 
 
 async def status(
@@ -325,30 +318,18 @@ async def status(
 
 
 def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) -> CommandStatus:
-    own = ["id", "run", "state", "source", "issued_by", "reason", "heads", "mode", "expect", "dry_run"]
-    fields = [*own, "verification", "undoes"]
+    same = CommandStatus.model_fields.keys() & row._fields
     answers = []
     for rank, state in sorted(track.items()):
         said = answer_of(state)
-        answers.append(
-            RankAnswer(
-                rank=rank,
-                deliveries=state.deliveries,
-                outcome=state.outcome,
-                step=said.step if said else None,
-                heads=list(said.heads) if said else [],
-                before=list(said.before) if said else [],
-                after=list(said.after) if said else [],
-                reason=said.reason if said else "",
-            )
-        )
+        words = said.model_dump(include={"step", "heads", "before", "after", "reason"}) if said else {}
+        answers.append(RankAnswer(rank=rank, deliveries=state.deliveries, outcome=state.outcome, **words))
     ended = row.state == "refused" and not any(answer.outcome == "refused" for answer in answers)
     return CommandStatus.model_validate(
         {
-            **{name: getattr(row, name) for name in fields},
+            **{name: getattr(row, name) for name in same},
             "created_unix_seconds": row.created,
             "expires_unix_seconds": row.expires,
-            "expires_step": row.expires_step,
             "ranks": answers,
             "closed_because": ended_before_the_answer(heads_of(row)) if ended else None,
             "undone_by": undone_by,
@@ -368,7 +349,8 @@ async def not_arrested_by_run(connection: AsyncConnection) -> dict[int, int]:
     failed = (await connection.execute(applied.where(commands.c.verification == "not arrested"))).all()
     if not failed:
         return {}
-    rows = (await connection.execute(applied.where(commands.c.run_id.in_({row.run_id for row in failed})))).all()
+    switched = commands.c.run_id.in_({row.run_id for row in failed}), commands.c.mode.not_in(CLIP_ORDERS)
+    rows = (await connection.execute(applied.where(*switched))).all()
     found: Counter[int] = Counter()
     for row in failed:
         since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]

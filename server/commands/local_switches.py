@@ -15,16 +15,17 @@ from typing import Any, Final
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.modes import is_mode, mode_name, parse_mode, with_mode
+from foreshock.contract.modes import CLIP_ORDERS, is_mode, mode_name, parse_mode
+from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
-from foreshock.server.commands.heads_by_rank import Holding
-from foreshock.server.commands.lifecycle import OPEN, Order, create
+from foreshock.server.commands.heads_by_rank import RankHeads
+from foreshock.server.commands.lifecycle import OPEN, Order, create, details_of
 from foreshock.server.models import CommandState
+from foreshock.server.runs.incidents import rejected_heads
 from foreshock.server.runs.listing import active_warnings
 from foreshock.server.runs.newest import described
 from foreshock.server.store import audit, process_starts
-from foreshock.server.store.database import Store
-from foreshock.server.store.schema import boots, commands
+from foreshock.server.store.schema import commands
 
 _EXPIRY_SECONDS: Final = 3600.0
 _MOST_PROPOSALS: Final = 64
@@ -33,7 +34,7 @@ _MOST_APART: Final = 16
 """Switches with one outcome that a batch may tell of, and each is an order of its own."""
 
 
-def gathered(told: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
+def grouped(told: Sequence[tuple[Batch, Switched]]) -> list[tuple[Batch, Switched, frozenset[str | None]]]:
     """What ranks switched by themselves, with the warnings that each names: for itself, or where a batch tells of many
     with the same outcome, all of them as one. Each costs the writer a dozen statements, and everybody waits for it.
     """
@@ -62,11 +63,10 @@ def _as_one(some: Sequence[Switched], reason: str) -> Switched:
     return some[0].model_copy(update={**modes, "step": max(one.step for one in some), "reason": reason[-500:]})
 
 
-async def pass_on(
-    store: Store,
+async def propagate(
     connection: AsyncConnection,
     run_id: int,
-    ranks: Mapping[int, Holding],
+    ranks: Mapping[int, RankHeads],
     said: dict[int, list[dict[str, Any]]],
     batch: Batch,
     switched: Switched,
@@ -82,22 +82,15 @@ async def pass_on(
     living = own is not None and own.boot == batch.boot  # a superseded boot's news comes too late to be an order
     for ref, mode in zip(switched.heads, switched.after, strict=True):
         # a mode of a newer agent cannot be ordered; the history keeps it
-        if own is not None and ref in own.heads and is_mode(mode):
+        proposed = switched.outcome == "proposed" and mode in CLIP_ORDERS  # none orders it but a person
+        if own is not None and ref in own.heads and (is_mode(mode) or proposed):
             by_mode[mode].append(ref)
-    details: dict[str, Any] = {
-        "outcome": switched.outcome,
-        "step": switched.step,
-        "heads": [list(ref) for ref in switched.heads[:64]],
-        "before": sorted(set(switched.before)),
-        "after": sorted(set(switched.after)),
-        "reason": switched.reason,
-    }
     actor = f"rank {batch.rank}"
-    await audit.append(store, connection, actor=actor, action="local switch", run=batch.run, details=details)
+    await audit.append(connection, actor=actor, action="local switch", run=batch.run, details=details_of(switched))
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    borne_out = applied and await _is_borne_out(connection, run_id, batch.rank, switched, verdicts, said)
+    justified = applied and await _is_justified(connection, run_id, batch.rank, switched, verdicts, said)
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -106,9 +99,11 @@ async def pass_on(
         state: CommandState = "proposed"
         if applied and not _others(ranks, batch.rank, heads):
             state = "applied"
-        elif borne_out:
+        elif justified:
             state = "pending"
-        elif await _enough_proposed(connection, run_id, heads, mode):
+        elif await _enough_proposed(connection, run_id, heads, mode) or await _is_rejected(
+            connection, run_id, verdicts
+        ):
             continue
         order = Order(
             run_id=run_id,
@@ -116,21 +111,21 @@ async def pass_on(
             source="rank" if applied else "agent",
             issued_by=actor,
             reason=switched.reason or "local decision",
-            heads=heads,
+            heads=None if mode in CLIP_ORDERS else heads,
             mode=mode,
             state=state,
             expires=time.time() + _EXPIRY_SECONDS,
             id=command_id,
             answered=(batch.rank, switched) if applied else None,
         )
-        await create(store, connection, order)
+        await create(connection, order)
 
 
-def _others(ranks: Mapping[int, Holding], rank: int, heads: list[HeadRef]) -> set[int]:
+def _others(ranks: Mapping[int, RankHeads], rank: int, heads: list[HeadRef]) -> set[int]:
     return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
 
 
-async def _is_borne_out(
+async def _is_justified(
     connection: AsyncConnection,
     run_id: int,
     rank: int,
@@ -145,7 +140,7 @@ async def _is_borne_out(
     if not verdicts <= standing:
         return False
     if run_id not in said:
-        known = (await connection.execute(select(boots).where(boots.c.run_id == run_id))).all()
+        known = (await process_starts.of_now(connection, [run_id]))[run_id]
         living = [boot for boot in process_starts.newest(known).values() if boot.finished_status is None]
         said[run_id] = [described([boot]) for boot in living]
     if {one.get("policy") for one in said[run_id]} != {"auto"}:
@@ -154,9 +149,16 @@ async def _is_borne_out(
     mitigation = next(iter(mitigations))
     if len(mitigations) != 1 or not mitigation or not all(is_mode(mode) for mode in (mitigation, *switched.before)):
         return False
-    added = parse_mode(mitigation)
-    called_for = [mode_name(with_mode(parse_mode(before), added)) for before in switched.before]
-    return called_for == list(switched.after)
+    before = {ref: int(parse_mode(mode)) for ref, mode in zip(switched.heads, switched.before, strict=True)}
+    called_for = {ref: mode_name(mode) for mode, heads in switches(before, before, mitigation).items() for ref in heads}
+    return called_for == dict(zip(switched.heads, switched.after, strict=True))
+
+
+async def _is_rejected(connection: AsyncConnection, run_id: int, verdicts: frozenset[str | None]) -> bool:
+    """Whether a person has rejected a switch on the evidence of every head that these warnings name."""
+    named = [verdict for verdict in verdicts if verdict is not None]
+    raised = (await active_warnings(connection, [run_id], named)).get(run_id, []) if named else []
+    return bool(raised) and {(one.layer, one.head) for one in raised} <= await rejected_heads(connection, run_id)
 
 
 async def _enough_proposed(connection: AsyncConnection, run_id: int, heads: list[HeadRef], mode: str) -> bool:

@@ -18,7 +18,8 @@ from sqlalchemy import Row, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
-from foreshock.contract.modes import stronger
+from foreshock.contract.modes import CLIP_ORDERS, mode_name, stronger
+from foreshock.contract.orders import switches
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
@@ -28,13 +29,14 @@ from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.curves.series import edges
 from foreshock.server.models import Verification
-from foreshock.server.runs.incidents import tell_incidents
+from foreshock.server.runs.incidents import present, record_incidents
 from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
-from foreshock.server.store.database import Store
-from foreshock.server.store.schema import boots, runs
+from foreshock.server.store import process_starts
+from foreshock.server.store.database import Store, lock_runs
 from foreshock.server.store.schema import commands as table
+from foreshock.server.store.schema import runs
 
 SIGNALS: Final = {"head.score_offset": "score offset", "head.score_max": "largest score"}
 _LEVELS: Final = {"head.score_offset": 3.0, "head.score_max": 256.0}
@@ -90,10 +92,10 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     """
     if not settings.verify_steps:
         return
-    found = await store.look(lambda connection: _due(connection, settings, roller))
+    found = await store.read_in_thread(lambda connection: _due(connection, settings, roller))
     for due in found:
         async with store.write() as connection:
-            await _judge(store, connection, settings, due)
+            await _judge(connection, settings, due)
 
 
 async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) -> list[Due]:
@@ -103,7 +105,7 @@ async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) 
         .join(runs)
         .where(
             table.c.state == "applied",
-            table.c.mode != "plain",
+            table.c.mode.not_in(("plain", *CLIP_ORDERS)),
             table.c.verification.is_(None),
             table.c.undoes.is_(None),
             table.c.id.not_in(undone),
@@ -157,7 +159,7 @@ def judged_in_words(
     return said[0].upper() + said[1:]
 
 
-async def _judge(store: Store, connection: AsyncConnection, settings: Settings, due: Due) -> None:
+async def _judge(connection: AsyncConnection, settings: Settings, due: Due) -> None:
     row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
     loose = [ref for ref, found in running.items() if found]
@@ -167,7 +169,7 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
     )
     next_mode = stronger(row.mode) if loose else None
     said = judged_in_words(loose or heads, row.mode, at, verdict, worst, settings.verify_steps)
-    await store.lock_runs(connection, [row.run_id])
+    await lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
     if (await connection.execute(open_)).rowcount == 0:
         return  # another replica was first
@@ -176,25 +178,28 @@ async def _judge(store: Store, connection: AsyncConnection, settings: Settings, 
         for (layer, head), found in growths.items()
     }
     details = {"verification": verdict, "growth": growth}
-    await commands.tell(
-        store, connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
+    await commands.record_transition(
+        connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
     )
-    await tell_incidents(store, connection, [row.run_id], settings.verify_steps)
-    known = (await connection.execute(select(boots).where(boots.c.run_id == row.run_id))).all()
+    await record_incidents(connection, [row.run_id], settings.verify_steps)
+    known = (await process_starts.of_now(connection, [row.run_id]))[row.run_id]
     if next_mode is None or described(known).get("policy", "observe") == "observe":
         return
-    if await refusal(settings, connection, row.run_id, loose, next_mode) is None:
+    if await refusal(settings, connection, row.run_id, loose) is not None:
+        return
+    modes, held = await present(connection, row.run_id)
+    for mode, wanted in switches(loose, modes, next_mode, held=held).items():
         order = commands.Order(
             run_id=row.run_id,
             run=row.run,
             source="service",
             issued_by="service",
             reason=said,
-            heads=loose,
-            mode=next_mode,
+            heads=wanted,
+            mode=mode_name(mode),
             state="proposed",
         )
-        await commands.create(store, connection, order)
+        await commands.create(connection, order)
 
 
 async def growth_of(

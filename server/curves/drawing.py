@@ -15,7 +15,7 @@ from foreshock.contract.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
 from foreshock.server.curves.answers import Line
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, arrays_of, merge, stream_chunks
-from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read
+from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read, whole_spans
 from foreshock.server.curves.spans import Spans
 from foreshock.server.store.schema import samples
 
@@ -87,7 +87,9 @@ class Drawing:
         size = count * len(self.axis.heads) * SLOT_COUNT * 8
         many = count > _SAMPLES_READ or (size > _BYTES_READ and len(self.picked) > 0)
         rolled: set[int] = set()
+        looked_for = range(0)
         if many or window.width >= FINE:
+            looked_for = whole_spans(*window.reach)
             rolled = await built_spans(connection, window.run_id, *window.reach)
             await self._take_rolled(connection, rolled)
         names = frozenset[str]().union(*(arrays_of(BY_KEY[key]) for key, _ in self.spans))
@@ -97,9 +99,9 @@ class Drawing:
         for begin, end in _gaps(window.first, window.last, rolled):
             async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
                 steps = self._take_samples(chunk, names)
-                if many:
-                    for span in np.unique(steps // COARSE):
-                        roller.touch(window.run_id, int(span) * COARSE)
+                for span in np.unique(steps // COARSE).tolist():
+                    if span in looked_for:
+                        roller.touch(window.run_id, span * COARSE)
 
     async def _take_rolled(self, connection: AsyncConnection, rolled: set[int]) -> None:
         keys, layers = {key for key, _ in self.spans}, {layer for _, layer in self.spans}
@@ -168,7 +170,7 @@ class Drawing:
 async def draw(
     connection: AsyncConnection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
 ) -> list[Line | None]:
-    """The line of each curve; None for a head that the run does not have. For a lane beside the event loop."""
+    """The line of each curve; None for a head that the run does not have. For a executor beside the event loop."""
     drawing = Drawing(axis, curves, window)
     await drawing.take_in(connection, roller)
     return [drawing.line(curve) for curve in curves]

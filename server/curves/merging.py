@@ -20,8 +20,8 @@ from foreshock.contract.metric import AcrossRanks, Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
 from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
+from foreshock.server.store.reading import heads_of_layers
 from foreshock.server.store.schema import boots, samples, topologies
-from foreshock.server.store.topology import heads_of_layers
 
 RUN_SCALARS: Final[dict[str, str]] = {m.key: m.sample for m in METRICS if m.sample}
 """Run-level metrics that a sample carries, by catalogue key."""
@@ -41,8 +41,8 @@ class Axis:
     """The heads of a run, all ranks and boots together, in the order (layer, head)."""
 
     heads: tuple[HeadRef, ...]
-    rows: dict[int, npt.NDArray[np.intp]]
-    """For each boot that said what it watches: where its array rows stand on this axis; -1 for those left out."""
+    rows: dict[str, npt.NDArray[np.intp]]
+    """For each topology, by its hash: where the array rows of its boots stand on this axis; -1 for those left out."""
 
     @cached_property
     def columns(self) -> dict[int, slice]:
@@ -62,7 +62,7 @@ class Axis:
         """The axis of some of its heads, given by where they stand, ascending."""
         place = np.full(len(self.heads), -1, dtype=np.intp)
         place[picked] = np.arange(len(picked))
-        return Axis(tuple(self.heads[i] for i in picked), {boot: place[where] for boot, where in self.rows.items()})
+        return Axis(tuple(self.heads[i] for i in picked), {digest: place[where] for digest, where in self.rows.items()})
 
 
 @lru_cache(maxsize=64)
@@ -79,22 +79,21 @@ async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
 
 async def axes_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Axis]:
     """The heads of each of these runs, in two queries."""
-    query = select(boots.c.run_id, boots.c.id, boots.c.topology)
+    query = select(boots.c.run_id, boots.c.topology).distinct()
     known = await connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
-    by_run: dict[int, dict[int, str]] = {run_id: {} for run_id in run_ids}
+    by_run: dict[int, set[str]] = {run_id: set() for run_id in run_ids}
     for row in known:
-        by_run[row.run_id][row.id] = row.topology
-    hashes = {digest for by_boot in by_run.values() for digest in by_boot.values()}
+        by_run[row.run_id].add(row.topology)
+    hashes = set().union(*by_run.values())
     found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
     refs = {row.hash: heads_of_layers(row.layers) for row in found}
     shared: dict[frozenset[str], _Places] = {}  # of a fleet of runs most have the same heads
     axes = {}
-    for run_id, by_boot in by_run.items():
-        key = frozenset(by_boot.values())
+    for run_id, own in by_run.items():
+        key = frozenset(own)
         if key not in shared:
             shared[key] = _places({digest: refs[digest] for digest in key})
-        heads, rows = shared[key]
-        axes[run_id] = Axis(heads, {boot: rows[digest] for boot, digest in by_boot.items()})
+        axes[run_id] = Axis(*shared[key])
     return axes
 
 
@@ -109,7 +108,7 @@ def _places(refs: dict[str, tuple[HeadRef, ...]]) -> _Places:
 
 
 LIVE_SAMPLES: Final[Select[Any]] = (
-    select(samples, boots.c.rank, boots.c.boot)
+    select(samples, boots.c.rank, boots.c.boot, boots.c.topology)
     .join(boots, samples.c.boot_id == boots.c.id)
     .where(or_(boots.c.until_step.is_(None), samples.c.step <= boots.c.until_step))
     .order_by(samples.c.step, boots.c.rank, boots.c.boot, samples.c.sequence, samples.c.position)
@@ -168,18 +167,18 @@ def merge(axis: Axis, rows: Sequence[Row[Any]], names: frozenset[str] | None = N
     counted = np.zeros(shape, dtype=np.bool_)
     of_heads = [name for name in _FIELDS if names is None or name in names]
     fields = dict(zip(of_heads, np.full((len(of_heads), *shape), np.nan), strict=True))
-    places: dict[int, tuple[_Place, _Place]] = {}
+    places: dict[str, tuple[_Place, _Place]] = {}
     scalars = dict(zip(SCALARS, np.full((len(SCALARS), len(by_step)), np.nan), strict=True))
     given = dict(zip(SCALARS, np.zeros((len(SCALARS), len(by_step)), dtype=np.bool_), strict=True))
     for i, (_, group) in enumerate(by_step):
         seen = False
         for row in group:
-            where = axis.rows.get(row.boot_id)
+            where = axis.rows.get(row.topology)
             if where is None or names == frozenset():
                 continue
-            if row.boot_id not in places:
-                places[row.boot_id] = _places_on(axis, where)
-            own, at = places[row.boot_id]
+            if row.topology not in places:
+                places[row.topology] = _places_on(axis, where)
+            own, at = places[row.topology]
             for name, values in head_arrays(row, len(where), names).items():
                 values = values[own]
                 if name == "states":

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, bindparam, delete, func, insert, select
+from sqlalchemy import Row, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
@@ -22,11 +22,11 @@ from foreshock.contract.slots import Floats
 from foreshock.server.curves.merging import LIVE_SAMPLES, SERIES_KEYS, Axis, axis_of, merge, stream_chunks
 from foreshock.server.curves.spans import Spans
 from foreshock.server.pause import pause
-from foreshock.server.store.database import Store
-from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.database import Store, lock_runs
+from foreshock.server.store.executors import ClosingError
 from foreshock.server.store.many import Many
-from foreshock.server.store.schema import boots, rollup_spans, rollups, runs, samples
-from foreshock.server.store.trouble import tell
+from foreshock.server.store.schema import rollup_spans, rollups, runs, samples
+from foreshock.server.store.trouble import log_store_error
 
 COARSE: Final = 1024
 FINE: Final = 128
@@ -80,7 +80,7 @@ class Roller:
         self._closing = asyncio.Event()
 
     def touch(self, run_id: int, step: int) -> None:
-        """A sample of this step was stored, or its roll-up was missed."""
+        """A sample of this step was stored, or its roll-up was looked for and is not there."""
         if len(self._touched) < _WAITING:  # what is forgotten here is found missing at its first use
             self._touched[run_id, step // COARSE] = time.monotonic()
         self._newest[run_id] = max(step, self._newest.get(run_id, 0))
@@ -95,7 +95,7 @@ class Roller:
             except ClosingError:
                 return
             except Exception as error:
-                tell("roll-ups could not be built; it is tried again", error)
+                log_store_error("roll-ups could not be built; it is tried again", error)
 
     async def build_cold(self, cold_seconds: float = _COLD_SECONDS) -> None:
         """Build every roll-up that is cold."""
@@ -124,14 +124,13 @@ async def build(store: Store, run_id: int, span: int) -> bool:
             _roll(axis, chunk, levels)
         return before, axis, _as_rows(axis, levels, run_id, span)
 
-    before, axis, built = await store.look(roll)
+    before, axis, built = await store.read_in_thread(roll)
 
     async def keep(connection: AsyncConnection) -> bool:
-        await store.lock_runs(connection, [run_id])
-        if (await connection.execute(select(runs.c.id).where(runs.c.id == run_id))).first() is None:
-            return True  # the run is too old, and was deleted meanwhile
-        if before != await _fingerprint(connection, run_id, span):
-            return False
+        await lock_runs(connection, [run_id])
+        now = await _fingerprint(connection, run_id, span)
+        if now != before or now is None:
+            return now is None  # the run is too old, and was deleted meanwhile
         await forget(connection, [(run_id, span)])
         await _delete(connection, axis, run_id, span)
         if built:
@@ -158,18 +157,18 @@ async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) 
 
 
 async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:
-    """No roll-up of these runs holds any longer."""
+    """No roll-up of these runs holds any longer, nor one that is being built."""
     if run_ids:
         await connection.execute(delete(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids)))
+        await connection.execute(update(runs).where(runs.c.id.in_(run_ids)).values(reshaped=runs.c.reshaped + 1))
 
 
-async def _fingerprint(connection: AsyncConnection, run_id: int, span: int) -> Any:
-    """Changes whenever the roll-up of the span would."""
+async def _fingerprint(connection: AsyncConnection, run_id: int, span: int) -> tuple[int, int, int | None] | None:
+    """Changes whenever the roll-up of the span would; None where there is no run."""
     steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
     counted = select(func.count(), func.max(samples.c.id)).where(samples.c.run_id == run_id, steps)
-    known = select(boots.c.id, boots.c.until_step, boots.c.topology).where(boots.c.run_id == run_id)
-    found = (await connection.execute(known.order_by(boots.c.id))).all()
-    return tuple((await connection.execute(counted)).one()), [tuple(row) for row in found]
+    reshaped = (await connection.execute(select(runs.c.reshaped).where(runs.c.id == run_id))).scalar()
+    return None if reshaped is None else (reshaped, *(await connection.execute(counted)).one())
 
 
 def _empty_levels(axis: Axis, span: int) -> Levels:
@@ -214,10 +213,16 @@ def _as_rows(axis: Axis, levels: Levels, run_id: int, span: int) -> list[dict[st
     return rows
 
 
+def whole_spans(first: int, last: int) -> range:
+    """The spans that lie within steps [first, last]."""
+    return range(-(-first // COARSE), (last + 1) // COARSE)
+
+
 async def built_spans(connection: AsyncConnection, run_id: int, first: int, last: int) -> set[int]:
     """The spans within steps [first, last] whose roll-ups hold."""
+    within = whole_spans(first, last)
     query = select(rollup_spans.c.span).where(
-        rollup_spans.c.run_id == run_id, rollup_spans.c.span.between(-(-first // COARSE), (last + 1) // COARSE - 1)
+        rollup_spans.c.run_id == run_id, rollup_spans.c.span.between(within.start, within.stop - 1)
     )
     return set((await connection.execute(query)).scalars())
 
@@ -243,8 +248,10 @@ async def read(
     )
     found: dict[tuple[str, int], dict[int, tuple[int, bytes]]] = defaultdict(dict)
     for metric, layer, span, own, data in (await connection.execute(query)).all():
+        if span not in spans:
+            continue  # a row that was forgotten
         rows = found[metric, layer]
-        if span in spans and (span not in rows or own < rows[span][0]):
+        if span not in rows or own < rows[span][0]:
             rows[span] = own, data
     sizes = {layer: own.stop - own.start for layer, own in axis.columns.items()} | {RUN_LEVEL: 1}
     return {(metric, layer): _rolled(rows, sizes[layer]) for (metric, layer), rows in found.items()}

@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.environment import meant
 from foreshock.contract.metric import Metric
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.answers import CurveLine, Curves, Line, Series
@@ -41,7 +42,8 @@ def metric_of(key: str, *, per_head: bool = False) -> Metric:
     if metric is None or (metric.head is None and (per_head or not metric.has_series)):
         allowed = [m.key for m in BY_KEY.values() if m.head is not None]
         allowed += [] if per_head else list(SERIES_KEYS)
-        raise ProblemError(422, f"metric {key[:64]!r} cannot be shown in this way; allowed are {', '.join(allowed)}.")
+        what = f"does not exist; {meant(key, allowed)}" if metric is None else "cannot be shown in this way; "
+        raise ProblemError(422, f"metric {key[:64]!r} {what}allowed are {', '.join(allowed)}.")
     return metric
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from foreshock.contract.catalog import METRICS, SILENT_SECONDS
+from foreshock.contract.catalog import METRICS
 from foreshock.contract.metric import MORE_CHARTS, Scale
-from foreshock.contract.modes import DEFAULT_MITIGATION, MODES
+from foreshock.contract.modes import CLIP_DOES, CLIP_ORDERS, DEFAULT_MITIGATION, MODES, ClipWhen
 from foreshock.server.access.auth import Reader
 from foreshock.server.models import Problem, Response
 
@@ -48,12 +48,20 @@ class ModeChoice(Response):
     excludes: list[str] = Field(description="modes that cannot be joined with it")
 
 
+class ClipChoice(Response):
+    """When QK-Clip scales weights: what may be ordered in the place of a mode."""
+
+    name: str
+    when: ClipWhen
+    does: str
+
+
 class Catalog(Response):
     """Every metric that series and, where per_head, matrix can show, as charts stand; every mode that kernels serve."""
 
     metrics: list[MetricInfo]
     modes: list[ModeChoice]
-    silent_seconds: float = Field(description="an active run that is not heard of for longer has fallen silent")
+    clips: list[ClipChoice] = Field(description="orders about QK-Clip, which are for every head")
     default_mode: str = Field(description="what a head is switched to where nobody said otherwise")
 
 
@@ -88,6 +96,6 @@ async def get_catalog(_: Reader) -> Catalog:
             for mode in MODES
             if mode.served
         ],
-        silent_seconds=SILENT_SECONDS,
+        clips=[ClipChoice(name=name, when=when, does=CLIP_DOES[when]) for name, when in CLIP_ORDERS.items()],
         default_mode=DEFAULT_MITIGATION,
     )

@@ -8,14 +8,11 @@ more are let in when all of them are at work, and are answered at /healthz alone
 import asyncio
 from typing import Any, ClassVar, Final, cast
 
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from foreshock.server.access.limits import retry_after
-from foreshock.server.access.problems import problem
+from foreshock.server.access.limits import LOGIN
 from foreshock.server.settings import Settings
 
-HEALTH: Final = "/healthz"
 _RESERVE: Final = 64
 _HEADER_BYTES: Final = 65_536
 _STATUS_LINE: Final = b"HTTP/1.1 "
@@ -23,6 +20,7 @@ _PIPELINED: Final = 16
 """Requests that may come before the one ahead of them is answered. Few clients send any so; one packet can hold
 thousands, each of which takes some kilobytes.
 """
+_LOGIN_SECONDS: Final = 5.0
 _UNREAD_SECONDS: Final = 60.0
 """How long an answer may lie in the connection's buffer before its client is taken for gone."""
 
@@ -39,7 +37,13 @@ class Whole:
         self.is_closing = transport.is_closing  # asked at every request
 
     def write(self, data: bytes) -> None:
-        """Send, after the head that waits; a head waits for what comes in the same turn of the loop."""
+        """Send, after the head that waits; a head waits for what comes in the same turn of the loop.
+
+        Nothing is sent once the connection ends: many answers may be under way on it, and each would be an error.
+        """
+        if self.is_closing():
+            self._head = None
+            return
         if self._head is not None:
             data, self._head = self._head + data, None
         elif data.startswith(_STATUS_LINE):
@@ -160,6 +164,8 @@ class _Connection(HttpToolsProtocol):
         self._wait_no_more()
         self._end_in(self.body_seconds)
         super().on_headers_complete()
+        if self.scope["path"] == LOGIN:  # the one place where a body is read of those who have shown no token
+            self._end_in(min(self.body_seconds, _LOGIN_SECONDS))
 
     def on_message_complete(self) -> None:
         self._end_in(None)
@@ -190,33 +196,3 @@ def bounded(settings: Settings) -> type[_Connection]:
         "waiting": {},
     }
     return type("Connection", (_Connection,), limits)
-
-
-class Seats:
-    """How many requests are under way; auth.Gate sees to it that each caller has its part of them."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.taken = most, 0
-
-
-class Room:
-    """ASGI middleware: beyond so many requests at once there is a 503 at once, and health alone is answered."""
-
-    def __init__(self, app: ASGIApp, seats: Seats) -> None:
-        self._app, self._seats = app, seats
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI asks."""
-        if scope["type"] != "http" or scope["path"] == HEALTH:
-            await self._app(scope, receive, send)
-            return
-        seats = self._seats
-        if seats.taken >= seats.most:
-            answer = problem(503, "More requests are under way than the service takes.", headers=retry_after(1.0))
-            await answer(scope, receive, send)
-            return
-        seats.taken += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            seats.taken -= 1

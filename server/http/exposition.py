@@ -26,6 +26,7 @@ from foreshock.server.counters import Counters
 from foreshock.server.http.head_tables import HEADS_AT_ONCE, Reading, head_tables
 from foreshock.server.http.lines import Line, encoder, line
 from foreshock.server.http.run_series import RunRows, RunSeries, read_rows, series_of
+from foreshock.server.logs import lines
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.reading import unreadable
@@ -95,7 +96,7 @@ class Exposer:
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-        rows, per_run = await self._store.look(lambda connection: self._look(connection, exposition, prefix))
+        rows, per_run = await self._store.read_in_thread(lambda connection: self._look(connection, exposition, prefix))
         await self._read_anew([row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
@@ -103,12 +104,12 @@ class Exposer:
         quotas = {token.name: token.quota.series for token in self._keyring.tokens}
         exposition.left = {name: series for name, series in quotas.items() if series is not None}
         if exposition.left:
-            exposition.owners = await self._store.look(owners)
+            exposition.owners = await self._store.read_in_thread(owners)
         await asyncio.to_thread(_fill, exposition, shown, per_run)
-        # counted anew, now that the runs have been read
-        exposition.set("service.unreadable_rows", float(len(unreadable)))
-        self._counters.series_dropped = exposition.dropped
         exposition.set("service.series_dropped", float(exposition.dropped))
+        if not prefix:
+            exposition.set("service.unreadable_rows", float(len(unreadable)))  # now that the runs have been read
+            self._counters.series_dropped = exposition.dropped
         return exposition
 
     def _in_turns(self, shown: Sequence[tuple[Row[Any], RunSeries]]) -> list[tuple[Row[Any], RunSeries]]:
@@ -127,8 +128,12 @@ class Exposer:
     async def _look(
         self, connection: AsyncConnection, exposition: Exposition, prefix: str
     ) -> tuple[list[Row[Any]], dict[str, dict[int, int]]]:
-        """The runs that may be shown, and by metric what is counted of their commands; the service's own are added."""
-        await _add_service(connection, exposition, self._store, self._counters)
+        """The runs that may be shown, and by metric what is counted of their commands.
+
+        The service's own are added for who may see every run: they count what all tenants do.
+        """
+        if not prefix:
+            await _add_service(connection, exposition, self._store, self._counters)
         since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
         rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
         self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
@@ -146,7 +151,7 @@ class Exposer:
     async def _read_anew(self, rows: Sequence[Row[Any]]) -> None:
         for first in range(0, len(rows), _RUNS_AT_ONCE):
             some = rows[first : first + _RUNS_AT_ONCE]
-            found = await self._store.look(partial(self.read_changed, rows=some))
+            found = await self._store.read_in_thread(partial(self.read_changed, rows=some))
             made = await asyncio.to_thread(self._make_all, found)
             self._made |= {row.id: (row.changes, made[row.id]) for row in some}
 
@@ -215,6 +220,7 @@ async def _add_service(connection: AsyncConnection, exposition: Exposition, stor
         add("service.webhooks", count, sender, result)
     add("service.commit", counters.commit_seconds)
     add("service.store", await store.size_bytes(connection))
-    add("service.unreadable_rows", float(len(unreadable)))
+    add("service.log_lines_dropped", float(lines["left out"]))
+    add("service.unreadable_rows", float(len(unreadable)))  # its place in the budget; counted anew at the end
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
     add("service.watchdog", (await connection.execute(watchdog)).scalar())

@@ -52,4 +52,4 @@ class Readiness:
         async with self._store.write() as connection:
             await connection.execute(delete(service_state).where(service_state.c.key == _KEY))
             row = {"key": _KEY, "value": time.time()}
-            await connection.execute(insert_or_ignore(self._store, service_state), [row])
+            await connection.execute(insert_or_ignore(connection, service_state), [row])

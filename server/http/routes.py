@@ -1,6 +1,8 @@
 """The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -8,9 +10,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from foreshock.contract.incident import Incident
-from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, check_run, cookie_of
+from foreshock.contract.wire import ModeName
+from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader, caller_of, cookie_of
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
+from foreshock.server.commands.heads_by_rank import plan
 from foreshock.server.curves.answers import Curves, Matrix, Series
 from foreshock.server.curves.matrix import matrix
 from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
@@ -19,6 +23,7 @@ from foreshock.server.models import (
     AuditPage,
     CommandList,
     CommandStatus,
+    EventKind,
     EventList,
     Health,
     IncidentList,
@@ -26,16 +31,17 @@ from foreshock.server.models import (
     RunDetail,
     RunList,
     Session,
+    SwitchPlan,
 )
 from foreshock.server.requests import Acknowledgement, CommandRequest, Decision, Login, Undo
-from foreshock.server.runs.about import find_run
-from foreshock.server.runs.eventlog import KINDS_OF_0_1_0, read_events
+from foreshock.server.runs.eventlog import events_of
 from foreshock.server.runs.incidents import acknowledge, incidents_of
 from foreshock.server.runs.listing import list_runs, run_detail
+from foreshock.server.runs.run_metadata import find_run
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store
-from foreshock.server.store.lanes import Work
+from foreshock.server.store.database import Store, lock_runs
+from foreshock.server.store.executors import Work
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "What is wrong (RFC 9457)"}})
 
@@ -56,7 +62,7 @@ def _verify_steps(request: Request) -> int:
 
 async def _read_much(request: Request, read: Work[bytes]) -> Response:
     """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
-    async with _store(request).turn() as look:
+    async with _store(request).heavy_read_slot() as look:
         if await request.is_disconnected():
             raise ClientDisconnect
         return Response(await look(read), media_type="application/json")
@@ -68,7 +74,9 @@ async def get_runs(
     caller: Reader,
     limit: Limit = 100,
     search: Annotated[str, Query(max_length=128, description="part of a name or tag")] = "",
-    cursor: Annotated[str | None, Query(max_length=64, pattern=r"^0x1\.[0-9a-f]{13}p\+[0-9]{1,2}-[0-9]{1,18}$")] = None,
+    cursor: Annotated[
+        str | None, Query(max_length=160, pattern=r"^0x1\.[0-9a-f]{13}p\+[0-9]{1,2}-[^\x00]{1,128}$")
+    ] = None,
 ) -> Response:
     """Runs, the one heard from last first."""
     steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix
@@ -96,7 +104,7 @@ async def get_series(
     roller, wanted, span = request.app.state.roller, metric_of(metric), (from_step, to_step)
 
     async def read(connection: AsyncConnection) -> bytes:
-        run_id = await commands.run_id_of(connection, run)
+        run_id = (await find_run(connection, run)).id
         return as_json(await series(connection, roller, run_id, run, wanted, layer, head, span, max_points))
 
     return await _read_much(request, read)
@@ -116,7 +124,7 @@ async def get_curves(
     roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
 
     async def read(connection: AsyncConnection) -> bytes:
-        run_id = await commands.run_id_of(connection, run)
+        run_id = (await find_run(connection, run)).id
         return as_json(await curves(connection, roller, run_id, run, wanted, (from_step, to_step), max_points))
 
     return await _read_much(request, read)
@@ -136,7 +144,7 @@ async def get_matrix(
     wanted = metric_of(metric, per_head=True)
 
     async def read(connection: AsyncConnection) -> bytes:
-        run_id = await commands.run_id_of(connection, run)
+        run_id = (await find_run(connection, run)).id
         return (await matrix(connection, run_id, run, wanted, step, max_steps, from_layer)).model_dump_json().encode()
 
     return await _read_much(request, read)
@@ -147,19 +155,14 @@ async def get_events(
     request: Request,
     _: Reader,
     run: str,
-    kind: Annotated[
-        list[Literal["started", "verdict", "switched", "command", "finished", "incident", "acknowledged", "described"]],
-        Query(),
-    ] = [],  # noqa: B006
+    kind: Annotated[list[EventKind], Query()] = [],  # noqa: B006
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> EventList:
-    """What happened in a run, newest first. Kinds that the first builds do not know (incident, acknowledged,
-    described) are told to those who name them."""
+    """What happened in a run, newest first: events of every kind, or of those that are named."""
     async with _store(request).read() as connection:
-        await commands.run_id_of(connection, run)
-        kinds = tuple(kind) or KINDS_OF_0_1_0
-        found = await read_events(connection, run=run, kinds=kinds, before=cursor, limit=limit + 1)
+        await find_run(connection, run)
+        found = await events_of(connection, run, kind, cursor, limit + 1)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
 
@@ -168,7 +171,7 @@ async def get_events(
 async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
     """What all warnings of a run come to: one incident for each cause, the most urgent first, closed ones included."""
     async with _store(request).read() as connection:
-        run_id = await commands.run_id_of(connection, run)
+        run_id = (await find_run(connection, run)).id
         found = await incidents_of(connection, [run_id], _verify_steps(request))
     return IncidentList(incidents=found.get(run_id, []))
 
@@ -179,10 +182,10 @@ async def post_acknowledge(request: Request, caller: Actor, run: str, care: Ackn
     state = request.app.state
     who = f"{care.who} ({caller.name})"
     async with state.store.write() as connection:
-        run_id = await commands.run_id_of(connection, run)
-        await state.store.lock_runs(connection, [run_id])
+        run_id = (await find_run(connection, run)).id
+        await lock_runs(connection, [run_id])
         steps = state.settings.verify_steps
-        found = await acknowledge(state.store, connection, (run_id, run), care.incident, who, care.reason, steps)
+        found = await acknowledge(connection, (run_id, run), care.incident, who, care.reason, steps)
     state.broadcaster.wake()
     return found
 
@@ -191,8 +194,15 @@ async def post_acknowledge(request: Request, caller: Actor, run: str, care: Ackn
 async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100) -> CommandList:
     """Commands of a run, newest first."""
     async with _store(request).read() as connection:
-        run_id = await commands.run_id_of(connection, run)
+        run_id = (await find_run(connection, run)).id
         return CommandList(commands=await commands.status(connection, run_id, None, limit))
+
+
+@router.get("/v1/runs/{run:path}/switches")
+async def get_switches(request: Request, _: Reader, run: str, mode: ModeName) -> SwitchPlan:
+    """What ordering a mode for every head would change: each head keeps its own mode beside it."""
+    async with _store(request).read() as connection:
+        return await plan(connection, (await find_run(connection, run)).id, mode)
 
 
 @router.post("/v1/runs/{run:path}/commands", status_code=201)
@@ -209,7 +219,7 @@ async def post_command(
     expiry = state.settings.command_expiry_seconds
     async with state.store.write() as connection:
         command_id, new = await commands.create_from_request(
-            state.store, connection, run, order, caller.name, idempotency_key, expiry
+            connection, run, order, caller.name, idempotency_key, expiry
         )
         [status] = await commands.status(connection, None, command_id, 1)
     response.status_code = 201 if new else 200
@@ -237,61 +247,50 @@ async def get_command(request: Request, caller: Reader, command: str) -> Command
 
 async def _reachable(connection: AsyncConnection, caller: Caller, command: str) -> CommandStatus:
     found = await commands.status(connection, None, command, 1)
-    if not found:
+    if not found or not found[0].run.startswith(
+        caller.run_prefix
+    ):  # one answer: an id may be computed from a run's name
         raise ProblemError(404, f"There is no command {command[:128]!r}.")
-    check_run(caller, found[0].run)
     return found[0]
 
 
 @router.post("/v1/commands/{command}/approve")
 async def approve(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Let a proposed command go out."""
-    return await _decide(request, caller, command, decision, approved=True)
+    expiry = request.app.state.settings.command_expiry_seconds
+    return (await _act(request, caller, command, decision, partial(commands.approve, expiry=expiry)))[0]
 
 
 @router.post("/v1/commands/{command}/reject")
 async def reject(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Turn a proposed command down."""
-    return await _decide(request, caller, command, decision, approved=False)
+    return (await _act(request, caller, command, decision, commands.reject))[0]
 
 
 @router.post("/v1/commands/{command}/cancel")
 async def cancel(request: Request, caller: Actor, command: str, decision: Decision) -> CommandStatus:
     """Stop a pending or delivered command: no further rank gets it. What ranks did already stays, and can be undone."""
-    state = request.app.state
-    async with state.store.write() as connection:
-        await _reachable(connection, caller, command)
-        await commands.cancel(state.store, connection, command, f"{decision.who} ({caller.name})", decision.reason)
-        [status] = await commands.status(connection, None, command, 1)
-    state.broadcaster.wake()
-    return status
+    return (await _act(request, caller, command, decision, commands.cancel))[0]
 
 
 @router.post("/v1/commands/{command}/undo", status_code=201)
 async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
     """Order the modes back that a command changed; heads that have another mode by now refuse."""
+    act = partial(commands.undo, dry_run=order.dry_run, expiry=request.app.state.settings.command_expiry_seconds)
+    return CommandList(commands=await _act(request, caller, command, order, act))
+
+
+async def _act(
+    request: Request, caller: Caller, command: str, said: Decision, act: Callable[..., Awaitable[list[str]]]
+) -> list[CommandStatus]:
+    """Do this with a command that the caller reaches; how those stand then whose ids `act` gives back."""
     state = request.app.state
-    who, expiry = f"{order.who} ({caller.name})", state.settings.command_expiry_seconds
-    reason = f"undo: {order.reason}"[:500]
     async with state.store.write() as connection:
         await _reachable(connection, caller, command)
-        ids = await commands.undo(state.store, connection, command, who, reason, order.dry_run, expiry)
+        ids = await act(connection, command, f"{said.who} ({caller.name})", said.reason)
         found = [status for one in ids for status in await commands.status(connection, None, one, 1)]
     state.broadcaster.wake()
-    return CommandList(commands=found)
-
-
-async def _decide(
-    request: Request, caller: Caller, command: str, decision: Decision, *, approved: bool
-) -> CommandStatus:
-    state = request.app.state
-    who, expiry = f"{decision.who} ({caller.name})", state.settings.command_expiry_seconds
-    async with state.store.write() as connection:
-        await _reachable(connection, caller, command)
-        await commands.decide(state.store, connection, command, approved, who, decision.reason, expiry)
-        [status] = await commands.status(connection, None, command, 1)
-    state.broadcaster.wake()
-    return status
+    return found
 
 
 @router.get("/v1/audit")

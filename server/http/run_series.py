@@ -6,22 +6,26 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final
 
-from sqlalchemy import Row, func, select
+import numpy as np
+from sqlalchemy import Row, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.incident import Incident
-from foreshock.contract.labels import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
-from foreshock.contract.modes import is_mode
+from foreshock.contract.metric import DROP_REASONS, FAULT_COMPONENTS, OTHER, SIGNALS, known
+from foreshock.contract.modes import CLIP_ORDERS, is_mode
+from foreshock.contract.wire import Clipped
 from foreshock.server.curves.merging import Axis, MergedSteps, merge
 from foreshock.server.http.head_tables import Table
 from foreshock.server.http.lines import Labels, Line, line
+from foreshock.server.messages import words_of
 from foreshock.server.models import ActiveWarning
 from foreshock.server.runs.incidents import incidents_of
-from foreshock.server.runs.listing import active_warnings, health_totals, status_of
-from foreshock.server.runs.newest import newest_samples
+from foreshock.server.runs.listing import Losses, active_warnings, losses
+from foreshock.server.runs.newest import newest_samples, status_of
 from foreshock.server.store import process_starts
-from foreshock.server.store.schema import boots, events, warnings
+from foreshock.server.store.reading import read_back
+from foreshock.server.store.schema import events, warnings
 
 Entry = tuple[str, Labels, float]
 """(metric name, label values, value)."""
@@ -47,19 +51,25 @@ class RunRows:
 
     name: str
     boots: list[Row[Any]] = field(default_factory=list)
+    """The process starts of now."""
+    lost: Losses = field(default_factory=Losses)
     raised: list[ActiveWarning] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     newest: tuple[Axis, list[Row[Any]]] | None = None
     causes: Counter[str] = field(default_factory=Counter)
     switches: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(mode, outcome) of every switch."""
+    clips: float | None = None
+    """How often QK-Clip scaled a head, as the newest word of each rank has it."""
 
 
 async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
     """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
     found = {row.id: RunRows(row.name) for row in rows}
-    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(found))):
-        found[boot.run_id].boots.append(boot)
+    for run_id, starts_now in (await process_starts.of_now(connection, found)).items():
+        found[run_id].boots = starts_now
+    for run_id, lost in (await losses(connection, found)).items():
+        found[run_id].lost = lost
     for run_id, raised in (await active_warnings(connection, list(found))).items():
         found[run_id].raised = raised
     newest = await newest_samples(connection, list(found))
@@ -72,11 +82,22 @@ async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verif
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
     for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
-    key = events.c.run_id, events.c.mode, events.c.outcome
-    outcomes = select(*key, func.count()).where(events.c.run_id.in_(found), events.c.kind == "switched")
-    for run_id, mode, outcome, count in await connection.execute(outcomes.group_by(*key)):
-        named = mode if not mode or is_mode(mode) else OTHER
+    clips = events.c.kind == "clipped"
+    key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
+    told = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
+    clipped = []
+    for run_id, mode, outcome, _, count, newest in await connection.execute(
+        told.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
+    ):
+        if newest is not None:
+            clipped.append(newest)
+            continue
+        named = mode if not mode or is_mode(mode) or mode in CLIP_ORDERS else OTHER
         found[run_id].switches[named or "", outcome] += count
+    if clipped:
+        for event in await connection.execute(select(events).where(events.c.id.in_(clipped))):
+            if (said := read_back(Clipped, event.payload, "event", event.id)) is not None:
+                found[event.run_id].clips = (found[event.run_id].clips or 0.0) + said.total
     return found
 
 
@@ -126,6 +147,7 @@ def _of_incident(run: str, incident: Incident) -> list[Entry]:
     state = "open" if incident.state == "acknowledged" else incident.state  # told apart by a series of its own
     told: list[Entry] = [
         (_NAMES["incident.active"], (*where, state, incident.severity, incident.act), 1.0),
+        (_NAMES["incident.words"], (*where, *words_of(run, incident)), 1.0),
         (_NAMES["incident.heads"], where, float(incident.standing_heads)),
         (_NAMES["incident.opened_step"], where, float(incident.opened_step)),
         (_NAMES["incident.acknowledged"], where, float(incident.acknowledged is not None)),
@@ -145,15 +167,11 @@ def _whole(rows: RunRows, reading: MergedSteps | None) -> list[Entry]:
         if value is not None:
             whole.append((_NAMES[key], (rows.name, *labels), value))
 
-    by_rank: Counter[int] = Counter()
-    for boot in rows.boots:
-        by_rank[boot.rank] += boot.nonfinite_steps
-    add("run.nonfinite_steps", float(max(by_rank.values(), default=0)))
-    dropped, faults = health_totals(rows.boots)
+    add("run.nonfinite_steps", float(rows.lost.nonfinite_steps))
     # a zero, so that a panel of a good run is not empty
-    for reason, count in _by_known({"queue_full": 0, **dropped}, DROP_REASONS).items():
+    for reason, count in _by_known({"queue_full": 0, **rows.lost.dropped}, DROP_REASONS).items():
         add("agent.dropped", float(count), reason)
-    for component, count in _by_known({"sender": 0, **faults}, FAULT_COMPONENTS).items():
+    for component, count in _by_known({"sender": 0, **rows.lost.faults}, FAULT_COMPONENTS).items():
         add("agent.faults", float(count), component)
     living = process_starts.newest(rows.boots).values()
     add("run.last_heard", max((boot.last_seen for boot in living), default=None))
@@ -161,6 +179,9 @@ def _whole(rows: RunRows, reading: MergedSteps | None) -> list[Entry]:
     if reading is not None:
         for key, value in reading.latest().items():
             add(key, value)
+        clipped = reading.fields["clipped_steps"][-1]
+        add("run.clipped_heads", None if np.isnan(clipped).all() else float(np.nansum(clipped > 0)))
+    add("run.clips", rows.clips)
     for cause, count in rows.causes.items():
         add("warning.raised", float(count), cause)
     for (mode, outcome), count in rows.switches.items():

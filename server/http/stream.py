@@ -1,22 +1,24 @@
 """GET /v1/stream: what happens, as it happens (server-sent events).
 
-Events of the log carry their id; a client that comes back with Last-Event-ID gets what it missed from the store.
+Events of the log carry their id; a client that comes back with Last-Event-ID gets what it missed from the store. One
+that names an event which is not there, or not its own, hears what happens from now on.
 `sample` events only say that a run moved, with its newest numbers; they have no id and are not replayed.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
-from sqlalchemy import func, select
 from starlette.responses import StreamingResponse
 
 from foreshock.server.access.auth import Reader
-from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, Told, told
-from foreshock.server.runs.eventlog import read_events
-from foreshock.server.store.schema import events
+from foreshock.server.runs.broadcast import REPLAYED_AT_ONCE, Broadcaster, Client, StreamEvent, stream_event
+from foreshock.server.runs.eventlog import cursor_of, events_after, newest_cursor
+from foreshock.server.store.database import BusyError
+from foreshock.server.store.executors import ClosingError
 
 router = APIRouter()
 _PING_SECONDS: Final = 15.0
@@ -27,19 +29,19 @@ async def _listen(
     request: Request,
     caller: Reader,
     run: Annotated[str | None, Query(max_length=128)] = None,
-    last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
+    last_event_id: Annotated[str, Header()] = "",
 ) -> AsyncIterator[Client]:
     """Join before the answer begins: what happens after the client sees the first byte is not missed."""
     broadcaster: Broadcaster = request.app.state.broadcaster
-    waiting: asyncio.Queue[Told | None] = asyncio.Queue(broadcaster.settings.stream_queue_events)
+    waiting: asyncio.Queue[StreamEvent | None] = asyncio.Queue(broadcaster.settings.stream_queue_events)
     address = request.client.host if request.client else ""
     client = Client(run, caller.run_prefix, (caller.name, address), waiting)
     broadcaster.join(client)
     try:
         async with broadcaster.store.read() as connection:
-            newest = (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
-        client.since = newest if last_event_id is None else min(last_event_id, newest)
-        client.resumes = last_event_id is not None
+            newest = await newest_cursor(connection)
+            left = await cursor_of(connection, last_event_id, caller.run_prefix)
+        client.since, client.resumes = newest if left is None else left, left is not None
         client.joined = newest
         broadcaster.wake()
         yield client
@@ -63,12 +65,15 @@ async def _tell(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes
     yield format_sse_event(comment="listening", retry=2000)
     sent = client.since
     while client.resumes and not client.lost:
-        async with broadcaster.store.read() as connection:
-            missed = await read_events(connection, run=client.run, after=sent, limit=REPLAYED_AT_ONCE)
-        for event in missed:
-            sent = event.id
+        read = partial(events_after, cursor=sent, limit=REPLAYED_AT_ONCE, run=client.run)
+        try:  # beside the event loop: a client that leaves is cancelled again and again, which no driver survives whole
+            async with broadcaster.store.heavy_read_slot() as look:
+                missed = await look(read)
+        except (BusyError, ClosingError):
+            return  # the client comes back
+        for sent, event in missed:
             if client.wants(event.run):
-                yield told(event).written
+                yield stream_event(sent, event).written
         if len(missed) < REPLAYED_AT_ONCE:
             break
     while not broadcaster.closed:
@@ -80,5 +85,5 @@ async def _tell(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes
             continue
         if item is None:
             break
-        if item.id is None or item.id > sent:
+        if item.cursor is None or item.cursor > sent:
             yield item.written

@@ -28,7 +28,7 @@ async def get_usage(request: Request) -> UsageList:
         rows = await connection.execute(query if of_all else query.where(usage.c.token == caller.name))
         return {token: (number, int(size)) for token, number, size in rows}
 
-    used = await request.app.state.store.look(read)
+    used = await request.app.state.store.read_in_thread(read)
     names = sorted(quotas.keys() | used.keys()) if of_all else [caller.name]
     return UsageList(
         tokens=[

@@ -16,14 +16,13 @@ from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.ingest.arrivals import Arrival
-from foreshock.server.ingest.grams import Adder
+from foreshock.server.ingest.process_order import Arrival
 from foreshock.server.ingest.recorder import MisfitError, Recorded, key_of, record
 from foreshock.server.runs.broadcast import Broadcaster
-from foreshock.server.runs.incidents import tell_incidents
+from foreshock.server.runs.incidents import record_incidents
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
-from foreshock.server.store.trouble import tell
+from foreshock.server.store.trouble import log_store_error
 
 _SHOWN_SECONDS: Final = 60.0
 _EVENTS_AT_ONCE: Final = 1024
@@ -47,16 +46,10 @@ class Writer:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        counters: Counters,
-        broadcaster: Broadcaster,
-        roller: Roller,
-        adder: Adder,
+        self, settings: Settings, store: Store, counters: Counters, broadcaster: Broadcaster, roller: Roller
     ) -> None:
         self._settings, self._store, self._counters = settings, store, counters
-        self._broadcaster, self._roller, self._adder = broadcaster, roller, adder
+        self._broadcaster, self._roller = broadcaster, roller
         self._waiting: dict[str, deque[_Item]] = {}
         """By token what waits, none of them empty; whose turn it is comes first."""
         self._woken = asyncio.Event()
@@ -163,7 +156,7 @@ class Writer:
             self._counters.batches["refused"] += 1
             answer = ProblemError(422, str(error))
         else:
-            tell("batch not stored", error, run=item.batch.run)
+            log_store_error("batch not stored", error, run=item.batch.run)
             answer = ProblemError(503, "The batch could not be stored; try again.", headers=retry_after(2.0))
         if not item.done.done():
             item.done.set_exception(answer)
@@ -184,13 +177,13 @@ class Writer:
         }
 
         async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
-            done = await record(self._store, connection, group, arrivals)
+            done = await record(connection, group, arrivals)
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
-            await quotas.count(self._store, connection, own)
-            orders = await exchange(self._store, connection, done.run_ids, done.switched, group)
+            await quotas.count(connection, own)
+            orders = await exchange(connection, done.run_ids, done.switched, group)
             if told := done.told | self._mode_comes(done):
-                await tell_incidents(self._store, connection, told, self._settings.verify_steps)
+                await record_incidents(connection, told, self._settings.verify_steps)
             return done, orders
 
         done, orders = await self._store.transact(take_in)
@@ -198,7 +191,6 @@ class Writer:
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:
             self._roller.touch(run_id, step)
-        self._adder.touch(done.summed)
         self._broadcaster.committed(done.new)
         return [
             Ack(

@@ -16,21 +16,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foreshock.contract import version_0_1_0
 from foreshock.contract.wire import MAX_EVENTS, MAX_VALUES, Ack, Batch, read_batch
 from foreshock.server.access.auth import ANYONE, Caller, Needs, check_run, check_scope
 from foreshock.server.access.limits import SPREAD, Buckets, length_of, retry_after
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, items
 from foreshock.server.access.quotas import Quotas
 from foreshock.server.counters import Counters
-from foreshock.server.ingest.arrivals import arrival_of
 from foreshock.server.ingest.batches import Writer
+from foreshock.server.ingest.process_order import arrival_of
 from foreshock.server.models import Problem
 from foreshock.server.runs.words import printable
 
 log = structlog.get_logger()
 PATH: Final = "/v1/batches"
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "incidents", "acknowledge", "describe", "delete")
+RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "switches", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 _LARGE_BYTES: Final = 2**16
 """Larger bodies of a token are read one after another: each may hold up the event loop for some tenths of a second."""
@@ -97,8 +96,7 @@ class Endpoint:
                 headers=retry_after(wait),
             )
         ack = await self._writer.submit(batch, len(body), token, arrival_of(headers))
-        answer = ack.model_dump_json().encode()
-        return answer if batch.revision else version_0_1_0.ack(answer)
+        return ack.model_dump_json().encode()
 
     async def _whole(self, headers: Headers, receive: Receive) -> bytes:
         """The body of a request."""

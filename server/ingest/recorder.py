@@ -7,6 +7,7 @@ the value with the highest sequence.
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,22 +15,26 @@ from typing import Any
 from sqlalchemy import Row, bindparam, case, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.wire import AgentHealth, Batch, Finished, Grams, Layer, Sample, Started, Switched, Verdict
+from foreshock.contract.wire import AgentHealth, Batch, Clipped, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
-from foreshock.server.ingest.arrivals import Arrival
-from foreshock.server.ingest.grams import Part, keep_parts
-from foreshock.server.ingest.placing import place, starts_of, supersede
-from foreshock.server.runs.words import finished_sentence, printable, started_sentence, switched_sentence
-from foreshock.server.store import process_starts
-from foreshock.server.store.database import Store, insert_or_ignore
+from foreshock.server.ingest.newest_warnings import merge_warnings
+from foreshock.server.ingest.process_order import Arrival, place, record_shared_ranks, supersede
+from foreshock.server.runs.eventlog import write_events
+from foreshock.server.runs.words import (
+    clipped_sentence,
+    finished_sentence,
+    printable,
+    started_sentence,
+    switched_sentence,
+)
+from foreshock.server.store import audit, process_starts
+from foreshock.server.store.database import insert_or_ignore, lock_runs
 from foreshock.server.store.many import Many
-from foreshock.server.store.packing import pack_sample
-from foreshock.server.store.schema import batches, boots, events, runs, samples, topologies, warnings
-from foreshock.server.store.topology import heads_of_layers
+from foreshock.server.store.packing import pack_sample, unpack_arrays
+from foreshock.server.store.reading import heads_of_layers
+from foreshock.server.store.schema import batches, boots, runs, samples, topologies
 
 BootKey = tuple[str, int, str]
-WarningKey = tuple[int, int, str]
-"""(run id, rank, the agent's own name of it)."""
 _MERGED = (
     "last_sequence",
     "last_seen",
@@ -42,6 +47,8 @@ _MERGED = (
     "nonfinite_steps",
     "finished_status",
     "began",
+    "place",
+    "beside",
     "replayed",
     "newest_step",
     "stepped",
@@ -57,14 +64,6 @@ _MERGE_BOOTS = Many(
     ["row_id"],
 )
 _WRITE_SAMPLES = Many(samples.insert(), [column.name for column in samples.c if column is not samples.c.id])
-_WRITE_WARNINGS = Many(warnings.insert(), [column.name for column in warnings.c])
-_KEY_OF_WARNING = (warnings.c.run_id, warnings.c.rank, warnings.c.uid)
-_CHANGE_WARNINGS = Many(
-    update(warnings)
-    .where(*(column == bindparam(f"new_{column.name}") for column in _KEY_OF_WARNING))
-    .values({column: bindparam(f"new_{column.name}") for column in warnings.c if not column.primary_key}),
-    [f"new_{column.name}" for column in _KEY_OF_WARNING],
-)
 _SEE_RUNS = Many(
     update(runs)
     .where(runs.c.id == bindparam("own"))
@@ -94,8 +93,6 @@ class Recorded:
     switched: list[tuple[Batch, Switched]] = field(default_factory=list)
     stepped: set[tuple[int, int]] = field(default_factory=set)
     """(run id, step) of every sample."""
-    summed: set[tuple[int, int]] = field(default_factory=set)
-    """(run id, step) whose sums of Gram matrices may be complete now."""
     told: set[int] = field(default_factory=set)
     """Runs of which something was told that an incident may change by: a verdict, a switch."""
     unexplained: set[BootKey] = field(default_factory=set)
@@ -107,17 +104,15 @@ def key_of(batch: Batch) -> BootKey:
     return batch.run, batch.rank, batch.boot
 
 
-async def record(
-    store: Store, connection: AsyncConnection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]
-) -> Recorded:
+async def record(connection: AsyncConnection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]) -> Recorded:
     """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
     now = time.time()
     done = Recorded()
-    await _find_runs(store, connection, group, now, done)
+    await _find_runs(connection, group, now, done)
     # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
-    await store.lock_runs(connection, done.run_ids.values())
-    found = await _find_boots(store, connection, group, now, done)
-    await _keep_new(store, connection, group, done)
+    await lock_runs(connection, done.run_ids.values())
+    found = await _find_boots(connection, group, now, done)
+    await _keep_new(connection, group, done)
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
@@ -126,17 +121,17 @@ async def record(
     await _write_samples(connection, done)
     told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
     placed = await place(connection, rows, told, now)
-    await _merge_boots(store, connection, done, rows, placed, now)
-    await _write_events(store, connection, done, rows, now)
-    await _merge_warnings(connection, done)
-    await _keep_grams(store, connection, done, now)
+    living = {i for i, arrival in told.items() if not arrival.replayed}
+    await _merge_boots(connection, done, rows, placed, living, now)
+    await _write_events(connection, done, rows, now)
+    await record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
+    brought = [(done.run_ids[batch.run], done.boot_ids[key_of(batch)], batch) for batch in done.new]
+    await merge_warnings(connection, brought)
     await _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
 
 
-async def _find_runs(
-    store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
-) -> None:
+async def _find_runs(connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded) -> None:
     """Find or make them."""
     names = sorted({batch.run for batch in group})
     for attempt in (1, 2):
@@ -149,11 +144,11 @@ async def _find_runs(
         # since its changes are counted on from another moment.
         since = int(1e6 * now)
         values = [{"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in missing]
-        await connection.execute(insert_or_ignore(store, runs), values)
+        await connection.execute(insert_or_ignore(connection, runs), values)
 
 
 async def _find_boots(
-    store: Store, connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
+    connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
 ) -> dict[int, Row[Any]]:
     """Find or make them: their rows by id."""
     keys = sorted({key_of(batch) for batch in group})
@@ -167,16 +162,23 @@ async def _find_boots(
         if not absent or attempt == 2:
             break
         values = [
-            {"run_id": done.run_ids[run], "rank": rank, "boot": boot, "last_seen": now} for run, rank, boot in absent
+            {
+                "run_id": done.run_ids[run],
+                "rank": rank,
+                "boot": boot,
+                "place": process_starts.place_of(None, boot),
+                "last_seen": now,
+            }
+            for run, rank, boot in absent
         ]
-        await connection.execute(insert_or_ignore(store, boots), values)
+        await connection.execute(insert_or_ignore(connection, boots), values)
     return rows
 
 
-async def _keep_new(store: Store, connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
+async def _keep_new(connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
     wanted = {(done.boot_ids[key_of(b)], b.sequence): b for b in reversed(group)}
     values = [{"boot_id": boot_id, "sequence": sequence} for boot_id, sequence in sorted(wanted)]
-    statement = insert_or_ignore(store, batches).returning(batches.c.boot_id, batches.c.sequence)
+    statement = insert_or_ignore(connection, batches).returning(batches.c.boot_id, batches.c.sequence)
     stored = {(row.boot_id, row.sequence) for row in await connection.execute(statement, values)}
     done.new = [wanted[key] for key in sorted(stored)]
 
@@ -189,18 +191,44 @@ async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[i
         for row in await connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
             _heads_of[row.hash] = len(heads_of_layers(row.layers))
     watched: dict[int, int] = {}
+    stored: dict[int, int | None] = {}
     for batch in done.new:
         boot_id = done.boot_ids[key_of(batch)]
+        known = watched.get(boot_id, _heads_of.get(rows[boot_id].topology))
+        want = known
         for event in batch.events:
             if isinstance(event, Started):
-                watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
-        want = watched.get(boot_id, _heads_of.get(rows[boot_id].topology))
-        for event in batch.events:
-            if isinstance(event, Sample) and want and not event.head_counts() <= {want}:
+                want = watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
+        if want != known or want is None:  # samples that came before must stay readable
+            if boot_id not in stored:
+                stored[boot_id] = await _heads_of_samples(connection, rows[boot_id])
+            if want is None:
+                want = stored[boot_id]
+            elif stored[boot_id] not in (None, want):
                 raise MisfitError(
-                    f"The sample of step {event.step} speaks of {event.head_counts().pop()} heads, its boot watches "
-                    f"{want}; nothing of the batch was stored."
+                    f"The process start watches {want} heads, and samples of it were acknowledged that speak of "
+                    f"{stored[boot_id]}; nothing of the batch was stored. Name a start that watches others anew."
                 )
+        for event in batch.events:
+            counts = event.head_counts() if isinstance(event, Sample) else set()
+            want = want or min(counts, default=None)
+            if want and not counts <= {want}:
+                raise MisfitError(
+                    f"The sample of step {event.step} speaks of {max(counts - {want})} heads, its boot watches {want}; "
+                    "nothing of the batch was stored."
+                )
+            if counts and boot_id in stored:
+                stored[boot_id] = want
+
+
+async def _heads_of_samples(connection: AsyncConnection, boot: Row[Any]) -> int | None:
+    """How many heads the stored samples of a process start speak of; None where none of them has any."""
+    if boot.earliest_step is None:
+        return None
+    own = samples.c.run_id == boot.run_id, samples.c.step >= boot.earliest_step, samples.c.boot_id == boot.id
+    query = select(samples.c.arrays).where(*own, samples.c.arrays.is_not(None)).order_by(samples.c.step).limit(1)
+    arrays = unpack_arrays((await connection.execute(query)).scalar())
+    return next((len(array) for array in arrays.values()), None)
 
 
 async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
@@ -223,30 +251,24 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
         await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
-async def _keep_grams(store: Store, connection: AsyncConnection, done: Recorded, now: float) -> None:
-    owned = [(done.run_ids[b.run], done.boot_ids[key_of(b)], event) for b in done.new for event in b.events]
-    parts = [Part(run_id, boot_id, event) for run_id, boot_id, event in owned if isinstance(event, Grams)]
-    started = {boot_id for _, boot_id, event in owned if isinstance(event, Started)}
-    if parts or started:
-        done.summed = await keep_parts(store, connection, parts, started, now)
-
-
 async def _merge_boots(
-    store: Store,
     connection: AsyncConnection,
     done: Recorded,
     rows: dict[int, Row[Any]],
     placed: dict[int, dict[str, Any]],
+    living: Collection[int],
     now: float,
 ) -> None:
     merged: dict[int, dict[str, Any]] = {}
     layers_by_hash: dict[str, str] = {}
-    moved = set(placed)
+    moved = {*placed, *(i for i, row in rows.items() if row.last_sequence == 0)}
     for batch in done.new:
         boot_id = done.boot_ids[key_of(batch)]
         boot = merged.setdefault(boot_id, {**rows[boot_id]._asdict(), **placed.get(boot_id, {})})
         boot["last_sequence"] = max(boot["last_sequence"], batch.sequence)
-        boot["last_seen"] = now
+        if boot_id in living:
+            boot["last_seen"] = now
+            boot["beside"] |= rows[boot_id].last_sequence > 0 and not rows[boot_id].newest
         for event in batch.events:
             if isinstance(event, Started | Sample | AgentHealth) and (
                 boot["stepped"] is None or event.step > boot["newest_step"]
@@ -265,18 +287,22 @@ async def _merge_boots(
                     boot["earliest_step"] = event.since_step
                     moved.add(boot_id)
             elif isinstance(event, AgentHealth) and batch.sequence >= boot["health_sequence"]:
-                boot["health"] = event.model_dump_json()
+                boot["health"] = event.model_dump_json() if event.dropped or event.faults else None
                 boot["health_sequence"] = batch.sequence
             elif isinstance(event, Finished):
                 boot["finished_status"] = event.status
     done.unexplained = {key for key, i in done.boot_ids.items() if i in merged and merged[i]["description"] is None}
     if layers_by_hash:
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
-        await connection.execute(insert_or_ignore(store, topologies), values)
+        await connection.execute(insert_or_ignore(connection, topologies), values)
     changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
     await _MERGE_BOOTS.execute(connection, changes)
     if moved:
-        await supersede(connection, {(merged[i]["run_id"], merged[i]["rank"]) for i in moved})
+        places: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        for i in moved:
+            before = {rows[i].place} if rows[i].last_sequence else set()
+            places[merged[i]["run_id"], merged[i]["rank"]] |= {merged[i]["place"], *before}
+        await supersede(connection, places)
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
     await forget_runs(connection, reshaped)
 
@@ -288,10 +314,9 @@ def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
     return digest
 
 
-async def _write_events(
-    store: Store, connection: AsyncConnection, done: Recorded, before: dict[int, Row[Any]], now: float
-) -> None:
+async def _write_events(connection: AsyncConnection, done: Recorded, before: dict[int, Row[Any]], now: float) -> None:
     rows: list[dict[str, Any]] = []
+    clipped: list[tuple[Batch, Clipped]] = []
     introduced = {boot_id for boot_id, row in before.items() if row.description is not None}
     for batch in done.new:
         boot_id = done.boot_ids[key_of(batch)]
@@ -307,6 +332,9 @@ async def _write_events(
                 done.switched.append((batch, event))
                 row |= {"sentence": switched_sentence(event), "payload": event.model_dump_json()}
                 row |= {"mode": event.after[0] if event.after else None, "outcome": event.outcome}
+            elif isinstance(event, Clipped):
+                clipped.append((batch, event))
+                row |= {"sentence": clipped_sentence(batch.rank, event), "payload": event.model_dump_json()}
             elif isinstance(event, Started):
                 if boot_id in introduced:  # it says it again because it was asked to
                     continue
@@ -320,65 +348,11 @@ async def _write_events(
                 done.told.add(done.run_ids[batch.run])
             row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
-    if rows:
-        await store.lock_log(connection)
-        await connection.execute(events.insert(), rows)
-
-
-async def _merge_warnings(connection: AsyncConnection, done: Recorded) -> None:
-    """Keep each warning's newest word, whatever order the words came in."""
-    newest: dict[WarningKey, dict[str, Any]] = {}
-    verdicts = [
-        (batch, position, event)
-        for batch in done.new
-        for position, event in enumerate(batch.events)
-        if isinstance(event, Verdict)
-    ]
-    if not verdicts:
-        return
-    query = select(warnings).where(
-        warnings.c.run_id.in_({done.run_ids[batch.run] for batch, _, _ in verdicts}),
-        warnings.c.uid.in_({verdict.id for _, _, verdict in verdicts}),
-    )
-    before = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in await connection.execute(query)}
-    told_by = {old["boot_id"] for old in before.values()} | {done.boot_ids[key_of(batch)] for batch, _, _ in verdicts}
-    ranks = {(done.run_ids[batch.run], batch.rank) for batch, _, _ in verdicts} if len(told_by) > 1 else set()
-    starts = [process_starts.in_order(rows) for rows in (await starts_of(connection, ranks)).values()] if ranks else []
-    places = {row.id: i for own in starts for i, row in enumerate(own)}
-    for batch, position, verdict in verdicts:
-        key = done.run_ids[batch.run], batch.rank, verdict.id
-        old = newest.get(key) or before.get(key)
-        row = {
-            "run_id": key[0],
-            "rank": key[1],
-            "uid": key[2],
-            "boot_id": done.boot_ids[key_of(batch)],
-            "boot": batch.boot,
-            "sequence": batch.sequence,
-            "position": position,
-            "raised_step": verdict.step,
-            "cause": verdict.cause,
-            "active": verdict.state != "cleared",
-            "verdict": verdict.model_dump_json(),
-        }
-        if old is not None:
-            raised = min(old["raised_step"], verdict.step)
-            if _newness(old, places) > _newness(row, places):
-                row = old
-            row = {**row, "raised_step": raised}
-        newest[key] = row
-    await _write_warnings(connection, newest, before.keys())
-
-
-def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int]:
-    return places.get(row["boot_id"], 0), row["sequence"], row["position"]
-
-
-async def _write_warnings(
-    connection: AsyncConnection, newest: dict[WarningKey, dict[str, Any]], known: Collection[WarningKey]
-) -> None:
-    if new := sorted(newest.keys() - set(known)):
-        await _WRITE_WARNINGS.execute(connection, [newest[key] for key in new])
-    if changed := sorted(newest.keys() & set(known)):
-        values = [{f"new_{name}": value for name, value in newest[key].items()} for key in changed]
-        await _CHANGE_WARNINGS.execute(connection, values)
+    await write_events(connection, rows)
+    for batch, event in clipped:
+        details: dict[str, Any] = {"on": event.on, "step": event.step, "reason": event.reason}
+        if event.heads:
+            heads = [list(ref) for ref in event.heads[:64]]
+            details |= {"heads": heads, "smallest_factor": min(event.factors), "times": sum(event.times)}
+        actor = f"rank {batch.rank}"
+        await audit.append(connection, actor=actor, action="qk_clip", run=batch.run, details=details)

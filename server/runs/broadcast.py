@@ -1,4 +1,4 @@
-"""What happens, handed to everybody who listens: events of the log with their id, and that a run moved."""
+"""What happens, handed to everybody who listens: events of the log, and that a run moved."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from fastapi.sse import format_sse_event
 from foreshock.contract.wire import Batch, Sample
 from foreshock.server.curves.merging import RUN_SCALARS, merge_scalars
 from foreshock.server.models import RunEvent, StreamSample
-from foreshock.server.runs.eventlog import read_events
+from foreshock.server.runs.eventlog import event_id, events_after
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.store.packing import SCALARS
-from foreshock.server.store.trouble import tell
+from foreshock.server.store.trouble import log_store_error
 
 REPLAYED_AT_ONCE: Final = 1000
 """Events of the log that are read at once."""
@@ -24,10 +24,10 @@ _POLL_SECONDS: Final = 1.0
 _SAMPLE_SECONDS: Final = 0.25
 
 
-class Told(NamedTuple):
-    """An event as it travels: written once, whoever listens. Those that only say that a run moved have no id."""
+class StreamEvent(NamedTuple):
+    """An event as it travels: written once, whoever listens. Those that only say that a run moved have no cursor."""
 
-    id: int | None
+    cursor: int | None
     written: bytes
 
 
@@ -39,7 +39,7 @@ class Client:
     prefix: str
     owner: tuple[str, str]
     """Name of the token and address."""
-    waiting: asyncio.Queue[Told | None]
+    waiting: asyncio.Queue[StreamEvent | None]
     lost: bool = False
     since: int = 0
     resumes: bool = False
@@ -49,7 +49,7 @@ class Client:
     def wants(self, run: str) -> bool:
         return self.run in (None, run) and run.startswith(self.prefix)
 
-    def offer(self, event: Told | None) -> None:
+    def offer(self, event: StreamEvent | None) -> None:
         """Put an event into the client's queue; a client too slow for its queue is cut off and may resume."""
         if self.lost:
             return
@@ -108,7 +108,7 @@ class Broadcaster:
 
     def deleted(self, run: str) -> None:
         """Called after a run was deleted: its log is gone with it, so this is told once, to this replica's clients."""
-        self._hand_out(run, Told(None, format_sse_event(event="deleted", data_str=json.dumps({"run": run}))))
+        self._hand_out(run, StreamEvent(None, format_sse_event(event="deleted", data_str=json.dumps({"run": run}))))
 
     def wake(self) -> None:
         """Called after events were written by a route."""
@@ -121,7 +121,7 @@ class Broadcaster:
             try:
                 last = await self._turn(last)
             except Exception as error:
-                tell("the stream could not read the store", error)
+                log_store_error("the stream could not read the store", error)
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _turn(self, last: int | None) -> int | None:
@@ -137,20 +137,19 @@ class Broadcaster:
             return None  # nobody listens: nothing to read until somebody does
         after = min(joined) if last is None else last
         async with self.store.read() as connection:
-            found = await read_events(connection, after=after, limit=REPLAYED_AT_ONCE)
+            found = await events_after(connection, after, REPLAYED_AT_ONCE)
         last = after
         waiting, self._samples = self._samples, {}
         if len(found) == REPLAYED_AT_ONCE:
             self._moved.set()
-        for event in found:
-            last = event.id
-            self._hand_out(event.run, told(event))
+        for last, event in found:
+            self._hand_out(event.run, stream_event(last, event))
         for run, sample in waiting.items():
             written = format_sse_event(event="sample", data_str=sample.model_dump_json())
-            self._hand_out(run, Told(None, written))
+            self._hand_out(run, StreamEvent(None, written))
         return last
 
-    def _hand_out(self, run: str, event: Told) -> None:
+    def _hand_out(self, run: str, event: StreamEvent) -> None:
         for client in self.clients:
             if client.wants(run):
                 client.offer(event)
@@ -163,10 +162,9 @@ class Broadcaster:
             client.offer(None)
 
 
-def told(event: RunEvent) -> Told:
+def stream_event(cursor: int, event: RunEvent) -> StreamEvent:
     """An event of the log as it travels; a client that comes back names its id."""
-    written = format_sse_event(event=event.kind, id=str(event.id), data_str=event.model_dump_json())
-    return Told(event.id, written)
+    return StreamEvent(cursor, format_sse_event(event=event.kind, id=event_id(event), data_str=event.model_dump_json()))
 
 
 def _as_stream_sample(run: str, sample: Sample) -> StreamSample:

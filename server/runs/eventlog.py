@@ -1,46 +1,100 @@
-"""Reading the log of what happened: verdicts, switches, commands, starts and ends."""
+"""The log of what happened: verdicts, switches, commands, starts and ends.
 
+Each run numbers its own events, and that is all that anybody is shown. `events.id` orders those of all runs, for the
+service itself: it reads on from there.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Row, desc, select
+from sqlalchemy import Row, Select, bindparam, desc, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.incident import Acknowledged
-from foreshock.contract.wire import Switched, Verdict
+from foreshock.contract.wire import Clipped, Switched, Verdict
 from foreshock.server.models import CommandChange, IncidentChange, RunEvent
+from foreshock.server.store.database import lock_log
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import events, runs
 
-KINDS_OF_0_1_0: Final = ("started", "verdict", "switched", "command", "finished")
-"""Kinds of events that every reader knows."""
+_NEWEST: Final = select(
+    runs.c.id, select(func.max(events.c.number)).where(events.c.run_id == runs.c.id).scalar_subquery()
+).where(runs.c.id.in_(bindparam("run_ids", expanding=True)))
+_EVENT_ID: Final = re.compile(r"([0-9]{1,18}) ([A-Za-z0-9_.:/-]{1,128})")
+_PAYLOADS: Final = {
+    "verdict": Verdict,
+    "switched": Switched,
+    "clipped": Clipped,
+    "command": CommandChange,
+    "incident": IncidentChange,
+    "acknowledged": Acknowledged,
+}
 
 
-async def read_events(
-    connection: AsyncConnection,
-    *,
-    run: str | None = None,
-    kinds: tuple[str, ...] = (),
-    after: int | None = None,
-    before: int | None = None,
-    limit: int,
+async def write_events(connection: AsyncConnection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows of `events`, all with the same columns; each gets the next number of its run."""
+    if not rows:
+        return
+    await lock_log(connection)
+    found = await connection.execute(_NEWEST, {"run_ids": sorted({row["run_id"] for row in rows})})
+    newest = Counter({run_id: number or 0 for run_id, number in found})
+    numbered = []
+    for row in rows:
+        newest[row["run_id"]] += 1
+        numbered.append({**row, "number": newest[row["run_id"]]})
+    await connection.execute(events.insert(), numbered)
+
+
+async def events_of(
+    connection: AsyncConnection, run: str, kinds: Sequence[str], before: int | None, limit: int
 ) -> list[RunEvent]:
-    """Events after an id, oldest first; otherwise before an id (or all), newest first."""
-    query = select(events, runs.c.name.label("run")).join(runs, events.c.run_id == runs.c.id).limit(limit)
-    query = query.order_by(events.c.id if after is not None else desc(events.c.id))
+    """Events of a run before a number (or the newest), newest first; of these kinds, where any is named."""
+    query = _events(kinds).where(runs.c.name == run).order_by(desc(events.c.number)).limit(limit)
+    if before is not None:
+        query = query.where(events.c.number < before)
+    return [_as_event(row) for row in await connection.execute(query)]
+
+
+async def events_after(
+    connection: AsyncConnection, cursor: int, limit: int, *, run: str | None = None, kinds: Sequence[str] = ()
+) -> list[tuple[int, RunEvent]]:
+    """Events of one run or of all after a cursor, oldest first, each with its own cursor."""
+    query = _events(kinds).where(events.c.id > cursor).order_by(events.c.id).limit(limit)
     if run is not None:
         query = query.where(runs.c.name == run)
-    if kinds:
-        query = query.where(events.c.kind.in_(kinds))
-    if after is not None:
-        query = query.where(events.c.id > after)
-    if before is not None:
-        query = query.where(events.c.id < before)
-    return [_as_event(row) for row in await connection.execute(query)]
+    return [(row.id, _as_event(row)) for row in await connection.execute(query)]
+
+
+def event_id(event: RunEvent) -> str:
+    """What the stream calls an event: its number and its run."""
+    return f"{event.id} {event.run}"
+
+
+async def cursor_of(connection: AsyncConnection, named: str, prefix: str) -> int | None:
+    """The cursor of an event by its `event_id`; None where it is none, of a run that begins otherwise too."""
+    found = _EVENT_ID.fullmatch(named)
+    if found is None or not found[2].startswith(prefix):
+        return None
+    query = select(events.c.id).join(runs).where(runs.c.name == found[2], events.c.number == int(found[1]))
+    cursor: int | None = (await connection.execute(query)).scalar()
+    return cursor
+
+
+async def newest_cursor(connection: AsyncConnection) -> int:
+    """The cursor of the newest event of all; 0 where there is none."""
+    return (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
+
+
+def _events(kinds: Sequence[str]) -> Select[Any]:
+    query = select(events, runs.c.name.label("run")).join(runs, events.c.run_id == runs.c.id)
+    return query.where(events.c.kind.in_(kinds)) if kinds else query
 
 
 def _as_event(row: Row[Any]) -> RunEvent:
     event = RunEvent(
-        id=row.id,
+        id=row.number,
         run=row.run,
         kind=row.kind,
         rank=row.rank,
@@ -48,14 +102,6 @@ def _as_event(row: Row[Any]) -> RunEvent:
         unix_seconds=row.unix_seconds,
         sentence=row.sentence,
     )
-    if row.kind == "verdict":
-        event.verdict = read_back(Verdict, row.payload, "event", row.id)
-    elif row.kind == "switched":
-        event.switched = read_back(Switched, row.payload, "event", row.id)
-    elif row.kind == "command":
-        event.command = read_back(CommandChange, row.payload, "event", row.id)
-    elif row.kind == "incident":
-        event.incident = read_back(IncidentChange, row.payload, "event", row.id)
-    elif row.kind == "acknowledged":
-        event.acknowledged = read_back(Acknowledged, row.payload, "event", row.id)
+    if row.kind in _PAYLOADS:
+        setattr(event, row.kind, read_back(_PAYLOADS[row.kind], row.payload, "event", row.id))
     return event

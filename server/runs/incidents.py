@@ -10,20 +10,21 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, desc, select
+from sqlalchemy import ColumnElement, Row, desc, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.decision import IncidentCause
-from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
-from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name
+from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
+from foreshock.contract.modes import DEFAULT_MITIGATION, mode_name, parse_mode
 from foreshock.contract.wire import HeadRef, Switched, Verdict
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.merging import ARRAYS_OF_MODES, Axis, MergedSteps, merge
 from foreshock.server.models import IncidentChange
-from foreshock.server.runs.newest import described, newest_samples
+from foreshock.server.runs.eventlog import write_events
+from foreshock.server.runs.newest import described, newest_samples, status_of
+from foreshock.server.runs.orders import Orders, orders_of
 from foreshock.server.runs.words import printable
-from foreshock.server.store import audit
-from foreshock.server.store.database import Store
+from foreshock.server.store import audit, process_starts
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
 
@@ -42,51 +43,68 @@ async def incidents_of(
     """The incidents of each of these runs that has any, the most urgent first.
 
     verify_steps: how long after a switch it is judged; it speaks of all warnings that were raised until then.
-    starts, newest: the runs' rows of `boots` and newest samples, where the caller has read them already.
+    starts, newest: the runs' process starts of now and newest samples, where the caller has read them already.
     """
-    warned = await _warned(connection, run_ids)
+    warned = await warned_of(connection, run_ids)
     if not warned:
         return {}
-    known = starts or await _starts(connection, warned)
+    known = starts or await process_starts.of_now(connection, warned)
     if newest is None:
         newest = await newest_samples(connection, list(warned))
     modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
     judged = await _judged(connection, warned, verify_steps)
     acknowledged = await _acknowledged(connection, warned)
+    ordered = await orders_of(connection, warned)
     found = {}
     for run_id, own in warned.items():
         said = described(known.get(run_id, ()))
+        orders = ordered.get(run_id, Orders())
         made = incidents(
             own,
-            modes=modes.get(run_id),
+            modes=orders.modes(modes.get(run_id, {}), steps.get(run_id, 0)),
             judged=judged[run_id],
             acknowledged=acknowledged[run_id],
             policy=said.get("policy"),
             mitigation=said.get("mitigation") or DEFAULT_MITIGATION,
             scope=said.get("switch_scope"),
             last_step=steps.get(run_id, 0),
+            orders=orders.known,
+            held=orders.held(own),
+            ended=status_of(known.get(run_id, ())) != "active",
+            clip=said.get("qk_clip"),
         )
         if made:
             found[run_id] = made
     return found
 
 
-async def _warned(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, list[Warned]]:
-    """Every warning in its newest word, but for those of steps that a later boot does again."""
+async def warned_of(
+    connection: AsyncConnection, run_ids: Collection[int], *only: ColumnElement[bool]
+) -> dict[int, list[Warned]]:
+    """Every warning in its newest word, `only` those if given, but for those of steps that a later boot does again."""
     query = select(warnings, boots.c.until_step).join(boots, warnings.c.boot_id == boots.c.id)
+    query = query.where(warnings.c.run_id.in_(run_ids), *only)
     found: dict[int, list[Warned]] = defaultdict(list)
-    for row in await connection.execute(query.where(warnings.c.run_id.in_(run_ids))):
+    for row in await connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)):
         said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
         if said is not None and (row.until_step is None or said.step <= row.until_step):
-            found[row.run_id].append(Warned(row.rank, row.raised_step, said))
+            found[row.run_id].append(Warned(row.rank, row.raised_step, said, row.rejected))
     return found
 
 
-async def _starts(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
-    found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_(run_ids))):
-        found[boot.run_id].append(boot)
-    return found
+async def present(connection: AsyncConnection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
+    """The present mode of every head of a run whose mode is known, and the heads that no machine switches."""
+    orders = (await orders_of(connection, [run_id])).get(run_id, Orders())
+    modes, steps = _modes(await newest_samples(connection, [run_id]))
+    names = orders.modes(modes.get(run_id, {}), steps.get(run_id, 0))
+    held = orders.held((await warned_of(connection, [run_id])).get(run_id, ()))
+    return {ref: int(parse_mode(name)) for ref, name in names.items()}, held
+
+
+async def rejected_heads(connection: AsyncConnection, run_id: int) -> set[tuple[int | None, int | None]]:
+    """Heads with a standing warning on whose evidence a person rejected a switch."""
+    warned = (await warned_of(connection, [run_id])).get(run_id, ())
+    return {(one.verdict.layer, one.verdict.head) for one in warned if one.rejected and one.verdict.state != "cleared"}
 
 
 def _modes(newest: Newest) -> tuple[dict[int, dict[HeadRef, str]], dict[int, int]]:
@@ -110,7 +128,9 @@ def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
     return found
 
 
-async def _judged(connection: AsyncConnection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[Judged]]:
+async def _judged(
+    connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
+) -> dict[int, list[SwitchOutcome]]:
     """What became of the switches that were verified."""
     ruled = commands.c.run_id.in_(run_ids), commands.c.verification.in_(("verified", "not arrested"))
     query = select(
@@ -124,9 +144,9 @@ async def _judged(connection: AsyncConnection, run_ids: Collection[int], verify_
             heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
             step = max(said.step, at[row.id][2] if row.id in at else 0)
             at[row.id] = row.run_id, heads, step, row.verification == "verified"
-    found: dict[int, list[Judged]] = defaultdict(list)
+    found: dict[int, list[SwitchOutcome]] = defaultdict(list)
     for run_id, heads, step, arrested in at.values():
-        found[run_id].append(Judged(heads, step + verify_steps, arrested))
+        found[run_id].append(SwitchOutcome(heads, step + verify_steps, arrested))
     return found
 
 
@@ -141,9 +161,7 @@ async def _acknowledged(connection: AsyncConnection, run_ids: Collection[int]) -
     return found
 
 
-async def tell_incidents(
-    store: Store, connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
-) -> None:
+async def record_incidents(connection: AsyncConnection, run_ids: Collection[int], verify_steps: int) -> None:
     """Write into the log which incidents of these runs have opened, turned worse, grown tenfold or changed their state.
 
     The caller holds the runs (`Store.lock_runs`).
@@ -161,9 +179,7 @@ async def tell_incidents(
             before = await _told(connection, run_id, was)
             if before is not None and before.state != "closed":
                 rows.append(_event(run_id, now, closed_by(before, incident)))
-    if rows:
-        await store.lock_log(connection)
-        await connection.execute(events.insert(), rows)
+    await write_events(connection, rows)
 
 
 def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
@@ -209,13 +225,7 @@ async def _told(connection: AsyncConnection, run_id: int, cause: str) -> Inciden
 
 
 async def acknowledge(
-    store: Store,
-    connection: AsyncConnection,
-    run: tuple[int, str],
-    incident_id: str,
-    who: str,
-    reason: str,
-    verify_steps: int,
+    connection: AsyncConnection, run: tuple[int, str], incident_id: str, who: str, reason: str, verify_steps: int
 ) -> Incident:
     """Write down that `who` takes care of an incident of the run (its id and name); the incident as it is then.
 
@@ -237,9 +247,9 @@ async def acknowledge(
     now = time.time()
     said = Acknowledged(cause=known.cause, step=known.step, who=who, reason=reason, unix_seconds=now)
     details = {"incident": incident_id, "step": known.step, "reason": reason}
-    await audit.append(store, connection, actor=who, action="acknowledged", run=name, details=details)
+    await audit.append(connection, actor=who, action="acknowledged", run=name, details=details)
     row = {"run_id": run_id, "kind": "acknowledged", "step": known.step, "unix_seconds": now}
     sentence = printable(f"{who} acknowledged the incident {incident_id}: {reason}")
-    await connection.execute(events.insert().values(**row, sentence=sentence, payload=said.model_dump_json()))
-    await tell_incidents(store, connection, [run_id], verify_steps)
+    await write_events(connection, [{**row, "sentence": sentence, "payload": said.model_dump_json()}])
+    await record_incidents(connection, [run_id], verify_steps)
     return await present() or known

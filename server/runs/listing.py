@@ -2,31 +2,33 @@
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, desc, or_, select, tuple_
+from sqlalchemy import Row, desc, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
+from foreshock.contract.incident import Warned
 from foreshock.contract.modes import mode_name
-from foreshock.contract.wire import AgentHealth, Layer, Verdict
+from foreshock.contract.wire import AgentHealth, Layer
 from foreshock.server.curves.merging import MergedSteps, axis_of, merge
 from foreshock.server.curves.series import number
-from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunStatus, RunSummary
-from foreshock.server.runs.incidents import change_of, incidents_of
-from foreshock.server.runs.newest import described, newest_samples
+from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunSummary
+from foreshock.server.runs.incidents import change_of, incidents_of, warned_of
+from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of
+from foreshock.server.runs.words import shared_sentence
 from foreshock.server.store import process_starts
-from foreshock.server.store.reading import read_back
+from foreshock.server.store.reading import layers_of, read_back
 from foreshock.server.store.schema import boots, runs, topologies, warnings
-from foreshock.server.store.topology import layers_of
 
 _MOST_KEPT = 20_000
 """Runs whose summaries are kept; beyond, all are read again."""
 
 
-class Known:
+class SummaryCache:
     """Summaries by run, kept until something of the run is stored; its incidents are read anew each time."""
 
     def __init__(self) -> None:
@@ -46,38 +48,44 @@ class Known:
         warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
         standing = await incidents_of(connection, warned, verify_steps) if warned else {}
         open_ = {i: [change_of(one) for one in standing.get(i, ()) if one.state != "closed"] for i in warned}
-        return [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
+        now = [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
+        return [fields | condition_of(fields) for fields in now]
 
 
 async def list_runs(
-    connection: AsyncConnection, known: Known, prefix: str, search: str, cursor: str | None, limit: int, steps: int
+    connection: AsyncConnection,
+    known: SummaryCache,
+    prefix: str,
+    search: str,
+    cursor: str | None,
+    limit: int,
+    steps: int,
 ) -> RunList:
     """Runs whose names begin with `prefix`, the one heard from last first. steps: `verify_steps`.
 
     search: part of the name, of what people call the run, or of a tag.
     """
-    query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.id)).limit(limit + 1)
+    query = select(runs).order_by(desc(runs.c.last_seen), desc(runs.c.name)).limit(limit + 1)
     if prefix:
         query = query.where(runs.c.name.startswith(prefix, autoescape=True))
     if search:
         named = (runs.c.name, runs.c.display_name, runs.c.tags)
         query = query.where(or_(*(column.icontains(search, autoescape=True) for column in named)))
     if cursor is not None:
-        last_seen, _, run_id = cursor.partition("-")
-        query = query.where(tuple_(runs.c.last_seen, runs.c.id) < tuple_(float.fromhex(last_seen), int(run_id)))
+        last_seen, _, name = cursor.partition("-")  # a run's number would tell how many runs others have
+        query = query.where(tuple_(runs.c.last_seen, runs.c.name) < tuple_(float.fromhex(last_seen), name))
     rows = (await connection.execute(query)).all()
     more = rows[limit - 1] if len(rows) > limit else None
     found = [RunSummary.model_validate(fields) for fields in await known.of(connection, rows[:limit], steps)]
-    return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.id}" if more else None)
+    return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.name}" if more else None)
 
 
 async def summaries(
     connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
 ) -> list[tuple[dict[str, Any], MergedSteps | None]]:
     """The fields of RunSummary for each run, with its newest reading. verify_steps: as for `incidents_of`."""
-    found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for boot in await connection.execute(select(boots).where(boots.c.run_id.in_([row.id for row in rows]))):
-        found[boot.run_id].append(boot)
+    found = await process_starts.of_now(connection, [row.id for row in rows])
+    beside = await process_starts.beside(connection, [row.id for row in rows])
     raised = await active_warnings(connection, [row.id for row in rows])
     samples = await newest_samples(connection, [row.id for row in rows])
     standing = await incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
@@ -102,7 +110,7 @@ async def summaries(
                     "incidents": [change_of(one) for one in standing.get(row.id, ()) if one.state != "closed"],
                     "display_name": row.display_name,
                     "tags": tags_of(row),
-                    **_described(found[row.id]),
+                    **_described(found[row.id], beside[row.id]),
                 },
                 reading,
             )
@@ -126,25 +134,18 @@ def _shortest(raised: Sequence[ActiveWarning]) -> float | None:
     return min((w.forecast_steps for w in raised if w.forecast_steps is not None), default=None)
 
 
-def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
-    """A run has finished when the newest process start of every rank has; the worst ending names it."""
-    endings = {row.finished_status for row in process_starts.newest(rows).values()}
-    if not endings or None in endings:
-        return "active"
-    return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
-
-
 def tags_of(row: Row[Any]) -> list[str]:
     """The tags of a row of `runs`, sorted."""
     return list(json.loads(row.tags)) if row.tags else []
 
 
-def _described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
+def _described(rows: Sequence[Row[Any]], beside: Sequence[Row[Any]]) -> dict[str, Any]:
     said = described(rows)
-    keys = ("policy", "numerics", "mitigation", "switch_scope", "world_size")
+    keys = ("policy", "numerics", "mitigation", "switch_scope", "qk_clip", "world_size")
     return {
         "status": status_of(rows),
         "ranks": len({row.rank for row in rows}),
+        "shared_ranks": shared_sentence(shared) if (shared := list(process_starts.shared([*rows, *beside]))) else None,
         "labels": said.get("labels", {}),
         **{key: said.get(key) for key in keys},
     }
@@ -154,61 +155,69 @@ async def active_warnings(
     connection: AsyncConnection, run_ids: Sequence[int], named: Sequence[str] | None = None
 ) -> dict[int, list[ActiveWarning]]:
     """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
-    query = (
-        select(warnings, boots.c.until_step)
-        .join(boots, warnings.c.boot_id == boots.c.id)
-        .where(warnings.c.run_id.in_(run_ids), warnings.c.active)
-        .order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)
-    )
-    if named is not None:
-        query = query.where(warnings.c.uid.in_(named))
-    raised: dict[int, list[ActiveWarning]] = defaultdict(list)
-    for row in await connection.execute(query):
-        said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
-        if said is None:
-            continue
-        if row.until_step is not None and said.step > row.until_step:
-            continue
-        fields = said.model_dump(exclude={"kind", "state"})
-        raised[row.run_id].append(ActiveWarning(**fields, rank=row.rank, raised_step=row.raised_step))
-    return raised
+    picked = (warnings.c.active,) if named is None else (warnings.c.active, warnings.c.uid.in_(named))
+    return {
+        run_id: [_raised(one) for one in own] for run_id, own in (await warned_of(connection, run_ids, *picked)).items()
+    }
+
+
+def _raised(one: Warned) -> ActiveWarning:
+    fields = one.verdict.model_dump(exclude={"kind", "state"})
+    return ActiveWarning(**fields, rank=one.rank, raised_step=one.raised_step)
 
 
 async def run_detail(connection: AsyncConnection, row: Row[Any], verify_steps: int) -> RunDetail:
     """Everything known of a run."""
     [(summary, reading)] = await summaries(connection, [row], verify_steps)
-    rows = (await connection.execute(select(boots).where(boots.c.run_id == row.id))).all()
-    dropped, faults = health_totals(rows)
+    rows = (await process_starts.of_now(connection, [row.id]))[row.id]
+    lost = (await losses(connection, [row.id]))[row.id]
     return RunDetail(
         **summary,
+        **condition_of(summary),
         versions=described(rows).get("versions", {}),
-        layers=await _layers(connection, rows, reading, row.id),
+        layers=await _layers(connection, reading, row.id),
         warnings=(await active_warnings(connection, [row.id])).get(row.id, []),
         latest=reading.latest() if reading else {},
-        agent_dropped=dropped,
-        agent_faults=faults,
+        agent_dropped=dict(sorted(lost.dropped.items())),
+        agent_faults=dict(sorted(lost.faults.items())),
         notes=row.notes or "",
     )
 
 
-def health_totals(rows: Sequence[Row[Any]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Events dropped by reason and faults by component, all boots together."""
-    dropped: dict[str, int] = defaultdict(int)
-    faults: dict[str, int] = defaultdict(int)
-    for row in rows:
+@dataclass
+class Losses:
+    """What went wrong in a run, all process starts together."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Events of agents, by reason."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """By component."""
+    nonfinite_steps: int = 0
+    """Of the rank that has the most."""
+
+
+async def losses(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Losses]:
+    """What went wrong in each of these runs; process starts that tell the same are read as one."""
+    found: dict[int, Losses] = defaultdict(Losses)
+    same = boots.c.run_id, boots.c.rank, boots.c.health
+    sums = (
+        func.min(boots.c.id).label("id"),
+        func.count().label("starts"),
+        func.sum(boots.c.nonfinite_steps).label("steps"),
+    )
+    by_rank: Counter[tuple[int, int]] = Counter()
+    for row in await connection.execute(select(*same, *sums).where(boots.c.run_id.in_(run_ids)).group_by(*same)):
+        own = found[row.run_id]
+        by_rank[row.run_id, row.rank] += int(row.steps)
+        own.nonfinite_steps = max(own.nonfinite_steps, by_rank[row.run_id, row.rank])
         health = read_back(AgentHealth, row.health, "health of boot", row.id) if row.health else None
-        if health is not None:
-            for reason, count in health.dropped.items():
-                dropped[reason] += count
-            for component, count in health.faults.items():
-                faults[component] += count
-    return dict(sorted(dropped.items())), dict(sorted(faults.items()))
+        for counts, more in ((own.dropped, health.dropped), (own.faults, health.faults)) if health else ():
+            counts.update({key: row.starts * count for key, count in more.items()})
+    return found
 
 
-async def _layers(
-    connection: AsyncConnection, rows: Sequence[Row[Any]], reading: MergedSteps | None, run_id: int
-) -> list[LayerState]:
-    hashes = {row.topology for row in rows if row.topology}
+async def _layers(connection: AsyncConnection, reading: MergedSteps | None, run_id: int) -> list[LayerState]:
+    hashes = select(boots.c.topology).where(boots.c.run_id == run_id).distinct()
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
     found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
@@ -224,8 +233,9 @@ async def _layers(
         modes = [reading.fields["modes"][-1, i] for i in where] if reading else [math.nan] * len(own)
         states.append(
             LayerState(
-                **layer.model_dump(include={"layer", "name", "head_dim", "served_by", "sampled"}),
+                **layer.model_dump(include={"layer", "name", "served_by", "sampled"}),
                 kv_heads=layer.kv_heads if layer.kv_heads_known else None,
+                head_dim=layer.head_dim or None,
                 heads=own,
                 modes=[None if math.isnan(mode) else _mode_name(int(mode)) for mode in modes],
                 risk=[number(reading.fields["risk"][-1, i]) if reading else None for i in where],

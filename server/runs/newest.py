@@ -1,17 +1,52 @@
-"""What the newest process starts and samples of runs say: what a run is now."""
+"""What the newest process starts and samples of runs say: what a run is now, and how urgently it needs a person.
 
+One answer for the page, the API and the command line.
+"""
+
+import math
+import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 from sqlalchemy import Row, and_, desc, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.wire import Layer, Started
+from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.contract.wire import Layer, Severity, Started
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, axes_of
+from foreshock.server.models import RunStatus
 from foreshock.server.store import process_starts
 from foreshock.server.store.reading import read_back
 from foreshock.server.store.schema import boots, runs, samples
+
+_SEVERITIES: Final[tuple[Severity | None, ...]] = (None, "info", "warning", "critical")
+
+
+def condition_of(fields: Mapping[str, Any], now: float | None = None) -> dict[str, Any]:
+    """What RunSummary says of a run's state, from its other fields: it changes while nothing arrives.
+
+    A run that has not ended is silent when nothing is heard of it, and hung when it is heard of and no step ends. The
+    severity is that of its worst open incident; of a silent or hung run at least a warning, of a loss that is not
+    finite critical, whether its agent warned of it or not.
+    """
+    now = time.time() if now is None else now
+    condition, since = fields["status"], None
+    if condition == "active":
+        stepped = fields["last_step_unix_seconds"]
+        if now - fields["last_seen_unix_seconds"] >= SILENT_SECONDS:
+            condition, since = "silent", fields["last_seen_unix_seconds"]
+        elif stepped is not None and now - stepped >= fields["hung_after_seconds"]:
+            condition, since = "hung", stepped
+    found: list[Severity | None] = [one.severity for one in fields["incidents"]]
+    if since is not None:
+        found.append("warning")
+    if fields["loss"] is not None and not math.isfinite(fields["loss"]):
+        found.append("critical")
+    severity = max(found, key=_SEVERITIES.index, default=None)
+    urgency = _SEVERITIES.index(severity) + len(_SEVERITIES) * (fields["status"] == "active")
+    return {"condition": condition, "condition_since_unix_seconds": since, "severity": severity, "urgency": urgency}
+
 
 _STEPS_LOOKED_AT = 16
 
@@ -29,6 +64,14 @@ def described(rows: Sequence[Row[Any]]) -> dict[str, Any]:
         if said is not None:
             return said.model_dump(exclude={"layers"})
     return {}
+
+
+def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
+    """A run has finished when the newest process start of every rank has; the worst ending names it."""
+    endings = {row.finished_status for row in process_starts.newest(rows).values()}
+    if not endings or None in endings:
+        return "active"
+    return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
 
 
 async def newest_samples(

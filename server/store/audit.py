@@ -12,14 +12,13 @@ from sqlalchemy import desc, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.server.models import AuditRow
-from foreshock.server.store.database import Store
+from foreshock.server.store.database import lock_log
 from foreshock.server.store.schema import audit
 
 GENESIS: Final = "0" * 64
 
 
 async def append(
-    store: Store,
     connection: AsyncConnection,
     *,
     actor: str,
@@ -29,7 +28,7 @@ async def append(
     details: dict[str, Any] | None = None,
 ) -> None:
     """Append a row in the caller's transaction: it stands if and only if what it tells of stands."""
-    await store.lock_log(connection)
+    await lock_log(connection)
     last = (
         await connection.execute(select(audit.c.sequence, audit.c.hash).order_by(desc(audit.c.sequence)).limit(1))
     ).first()

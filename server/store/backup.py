@@ -7,16 +7,13 @@ import subprocess
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from sqlalchemy import func, select
 from sqlalchemy.engine import URL, make_url
 
 from foreshock.server.store import audit
-from foreshock.server.store.database import Store, StoreError
+from foreshock.server.store.database import BESIDE, Store, StoreError, make_private
 from foreshock.server.store.schema import batches, runs
-
-_BESIDE: Final = ("", "-wal", "-shm")
 
 
 def backup(url: str, file: Path) -> None:
@@ -28,6 +25,7 @@ def backup(url: str, file: Path) -> None:
         raise StoreError(f"{file} exists; a backup overwrites nothing, give another name")
     partial = file.with_name(file.name + ".partial")
     partial.unlink(missing_ok=True)
+    make_private(partial)
     parsed = make_url(url)
     if _is_sqlite(parsed):
         _copy_sqlite(_file_of(parsed), partial)
@@ -50,10 +48,11 @@ def restore(file: Path, url: str) -> None:
     if _is_sqlite(parsed):
         target = _file_of(parsed)
         # a write-ahead log that belongs to another file would be played into this one
-        if there := [name for end in _BESIDE if (name := target.with_name(target.name + end)).exists()]:
+        if there := [name for end in BESIDE if (name := target.with_name(target.name + end)).exists()]:
             raise StoreError(f"{', '.join(map(str, there))} exists; stop the service and move it away first")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
+        make_private(partial)
         _copy_sqlite(file, partial)
         partial.rename(target)
     else:

@@ -12,7 +12,7 @@ from foreshock.contract.wire import PER_HEAD, Sample
 from foreshock.server.store.reading import passed_over
 
 SCALARS: Final = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
-ARRAYS: Final = ("states", "modes", "query_norm", "key_norm", "query_key_norm", "risk")
+ARRAYS: Final = ("states", *PER_HEAD)
 """Positions are stored: append, never reorder."""
 _DTYPES: Final = ("<i8", "<f8", "<f4", "<i4")
 

@@ -2,60 +2,107 @@
 
 A process start is placed by the service's clock: the moment at which its first batch came, less the age that the
 agent told with it (wire.AGE_HEADER, by its monotonic clock). The wall clock of the node, by which its name sorts,
-decides only where no age was told: by agents of 0.1.0. So neither the order in which batches come nor a node whose
+decides only where no age came with the batch. So neither the order in which batches come nor a node whose
 clock is wrong changes who is the newest. What a successor sends from the spool of a dead process
 (wire.REPLAYED_HEADER) may make that process known, but never puts it after one that speaks for itself.
 """
 
 import re
+import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
-from sqlalchemy import Row
+from sqlalchemy import Row, desc, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.server.store.schema import boots
 
 _WALL_CLOCK: Final = re.compile(r"(\d{13})-")
+_SECONDS: Final = struct.Struct(">d")
 _LEAST_SECONDS: Final = 1e-3
+_TOGETHER_SECONDS: Final = 30.0
+"""For how long a process start may be heard after a later one of its rank began: its last words are on their way."""
 
 
-def began(row: Row[Any]) -> float:
-    """When a process start began, in Unix seconds; 0 where its agent told no age and its name no time."""
-    if row.began is not None:
-        return float(row.began)
-    named = _WALL_CLOCK.match(row.boot)
-    return int(named[1]) / 1000 if named else 0.0
+def place_of(began: float | None, boot: str) -> bytes:
+    """Where a process start stands among the others: as bytes, which sort as when it began, then as its name.
+
+    began: in Unix seconds; None where its agent told no age. Then the name may tell a time, else it comes first.
+    """
+    named = _WALL_CLOCK.match(boot)
+    by_name = int(named[1]) / 1000 if named else 0.0
+    return _SECONDS.pack(max(by_name if began is None else began, 0.0)) + boot.encode()
 
 
 def in_order(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
-    """Process starts of whole ranks, the oldest first; those of one moment by name, then the higher rank first."""
-    rows = list(rows)
-    if len(rows) < 2:
-        return rows
-    by_rank: dict[int, list[Row[Any]]] = defaultdict(list)
-    for row in rows:
-        by_rank[row.rank].append(row)
-    living = {_last([row for row in own if not row.replayed] or own).id for own in by_rank.values()}
-    return sorted((row for own in by_rank.values() for row in own), key=lambda row: (row.id in living, *_key(row)))
+    """Process starts, the oldest first, the newest of each rank last; those of one place the higher rank first."""
+    return sorted(rows, key=lambda row: (row.newest, row.place, -row.rank))
 
 
 def newest(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
     """The newest process start of each rank, by rank, ascending."""
-    last = {row.rank: row for row in in_order(rows)}
-    return dict(sorted(last.items()))
+    return dict(sorted((row.rank, row) for row in rows if row.newest))
 
 
-def began_at(now: float, age_seconds: float, before: Sequence[Row[Any]]) -> float:
-    """When a process start began that speaks for itself, is so old, and comes after those of its rank in `before`.
+async def of_now(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+    """The process starts that say what each of these runs is now, however many there were before.
 
-    Where one of those lies in the future, the clock has been wrong: then what comes later began later.
+    Those are the newest of each rank and, where none of them has described itself yet, the last one that did.
     """
-    latest = max((began(row) for row in before if not row.replayed), default=0.0)
+    wanted = list(run_ids)
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for row in await connection.execute(select(boots).where(boots.c.newest, boots.c.run_id.in_(wanted))):
+        found[row.run_id].append(row)
+    for run_id in wanted:
+        if not any(row.description for row in found[run_id]):
+            older = boots.c.run_id == run_id, ~boots.c.newest, boots.c.description.is_not(None)
+            last = select(boots).where(*older).order_by(desc(boots.c.place), boots.c.rank).limit(1)
+            found[run_id] += (await connection.execute(last)).all()
+    return found
+
+
+async def newest_of(connection: AsyncConnection, ranks: Collection[tuple[int, int]]) -> dict[tuple[int, int], Row[Any]]:
+    """The newest process start of each (run id, rank) that has one."""
+    run_ids, numbers = {run_id for run_id, _ in ranks}, {rank for _, rank in ranks}
+    query = select(boots).where(boots.c.newest, boots.c.run_id.in_(run_ids), boots.c.rank.in_(numbers))
+    return {(row.run_id, row.rank): row for row in await connection.execute(query) if (row.run_id, row.rank) in ranks}
+
+
+async def beside(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+    """Of each of these runs, the process starts that have spoken beside the newest of their rank (for `shared`)."""
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    spoke = boots.c.run_id.in_(list(run_ids)), boots.c.beside, ~boots.c.newest
+    for row in await connection.execute(select(boots).where(*spoke)):
+        found[row.run_id].append(row)
+    return found
+
+
+def shared(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
+    """The newest process start of each rank beside which an older one of that rank lives on, by rank, ascending.
+
+    Two that live call themselves one rank: what the older one tells is hidden, and no order reaches it.
+    """
+    rows = [row for row in rows if row.began is not None and not row.replayed]
+    last = newest(rows)
+    return {
+        rank: own
+        for rank, own in last.items()
+        if any(row.rank == rank and row.id != own.id and _lives_beside(row, own) for row in rows)
+    }
+
+
+def _lives_beside(older: Row[Any], own: Row[Any]) -> bool:
+    both = older.finished_status is None and own.finished_status is None
+    heard = older.last_seen > own.began + _TOGETHER_SECONDS
+    return both and heard and abs(older.last_seen - own.last_seen) < SILENT_SECONDS
+
+
+def began_at(now: float, age_seconds: float, before: Row[Any] | None) -> float:
+    """When a process start began that speaks for itself, is so old, and comes after the newest of its rank until now.
+
+    Where that one lies in the future, the clock has been wrong: then what comes later began later.
+    """
+    latest = 0.0 if before is None or before.replayed else _SECONDS.unpack_from(before.place)[0]
     return latest + _LEAST_SECONDS if latest > now else now - age_seconds
-
-
-def _key(row: Row[Any]) -> tuple[float, str, int]:
-    return began(row), row.boot, -row.rank
-
-
-def _last(rows: Sequence[Row[Any]]) -> Row[Any]:
-    return max(rows, key=_key)

@@ -4,13 +4,18 @@ What is acknowledged can be read (contract/wire.py checks it). What an earlier v
 not be.
 """
 
+import hashlib
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from foreshock.contract.wire import HeadRef, Layer
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)
+_LAYERS: TypeAdapter[tuple[Layer, ...]] = TypeAdapter(tuple[Layer, ...])
 _REMEMBERED: Final = 10_000
 
 unreadable: Final[dict[tuple[str, object], None]] = {}
@@ -31,3 +36,20 @@ def read_back(kind: type[M], stored: str, what: str, whose: object) -> M | None:
     except ValidationError as error:
         passed_over(what, whose, error.errors(include_url=False, include_input=False)[0]["msg"])
         return None
+
+
+@lru_cache(maxsize=256)
+def layers_of(stored: str) -> tuple[Layer, ...]:
+    """The layers of a stored topology; none where it cannot be read."""
+    try:
+        return _LAYERS.validate_json(stored)
+    except ValidationError as error:
+        why = error.errors(include_url=False, include_input=False)[0]["msg"]
+        passed_over("topology", hashlib.sha256(stored.encode()).hexdigest(), why)
+        return ()
+
+
+@lru_cache(maxsize=256)
+def heads_of_layers(stored: str) -> tuple[HeadRef, ...]:
+    """The (layer, head) of every row of a boot's arrays, in order."""
+    return tuple((layer.layer, head) for layer in layers_of(stored) for head in layer.heads)

@@ -10,8 +10,8 @@ from typing import Final
 import structlog
 from sqlalchemy import delete, select
 
-from foreshock.server.store.database import Store
-from foreshock.server.store.lanes import Work
+from foreshock.server.store.database import Store, lock_runs
+from foreshock.server.store.executors import Work
 from foreshock.server.store.schema import runs, samples
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ async def delete_run(store: Store, run_id: int, before: float, also: Work[None] 
     old = runs.c.id == run_id, runs.c.last_seen < before
     while True:
         async with store.write() as connection:
-            await store.lock_runs(connection, [run_id])
+            await lock_runs(connection, [run_id])
             if (await connection.execute(select(runs.c.id).where(*old))).first() is None:
                 return False
             if (await connection.execute(delete(samples).where(samples.c.id.in_(some)))).rowcount == 0:

@@ -31,6 +31,7 @@ runs: Final = Table(
     Column("first_seen", Double, nullable=False),
     Column("last_seen", Double, nullable=False, index=True),
     Column("changes", BigInteger, nullable=False, server_default="0"),  # counts what changed, from its first µs on
+    Column("reshaped", BigInteger, nullable=False, server_default="0"),  # counts `rollups.forget_runs`
     Column("display_name", String(128)),  # what people call it; its name stays what everything knows it by
     Column("tags", Text),  # JSON list of what people tagged it with
     Column("notes", Text),
@@ -56,16 +57,24 @@ boots: Final = Table(
     Column("topology", ForeignKey("topologies.hash")),
     Column("description", Text),  # JSON of Started without its layers
     Column("finished_status", String(16)),
-    Column("health", Text),  # JSON of the AgentHealth with the highest sequence
+    Column("health", Text),  # JSON of the AgentHealth with the highest sequence, where something failed
     Column("health_sequence", BigInteger, nullable=False, default=0),
     Column("nonfinite_steps", BigInteger, nullable=False, default=0),
     Column("last_sequence", BigInteger, nullable=False, default=0),
-    Column("last_seen", Double, nullable=False),
-    Column("began", Double),  # by the service's clock; NULL where its agent told no age (process_starts.began)
+    Column("last_seen", Double, nullable=False),  # when it spoke for itself last
+    Column("began", Double),  # by the service's clock; NULL where its agent told no age
+    Column("place", LargeBinary, nullable=False, server_default=""),  # process_starts.place_of
+    Column("newest", Boolean, nullable=False, server_default=false()),  # of its rank, as `supersede` keeps it
+    Column("beside", Boolean, nullable=False, server_default=false()),  # it spoke for itself when it was not
     Column("replayed", Boolean, nullable=False, server_default=false()),  # it has never spoken for itself
     Column("newest_step", BigInteger, nullable=False, server_default="0"),  # of its samples and heartbeats
     Column("stepped", Double),  # when it came, on the service's clock: since then no step is known to have ended
     UniqueConstraint("run_id", "rank", "boot"),
+    Index("boots_by_place", "run_id", "rank", "place"),
+    Index("newest_boots", "run_id", "newest", "place"),
+    Index("boots_beside", "run_id", "beside"),
+    Index("boots_by_name", "run_id", "boot"),
+    Index("boots_by_topology", "run_id", "topology"),
 )
 
 batches: Final = Table(
@@ -100,30 +109,12 @@ samples: Final = Table(
     Index("samples_by_step", "run_id", "step"),
 )
 
-grams: Final = Table(
-    "grams",  # parts of sums that are not complete yet
-    metadata,
-    Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), primary_key=True),
-    Column("step", BigInteger, primary_key=True),
-    Column("layer", Integer, primary_key=True),
-    Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
-    Column("began_step", BigInteger, nullable=False),
-    Column("heads", Text, nullable=False),  # JSON list of numbers
-    Column("head_dim", Integer, nullable=False),
-    Column("first_input", BigInteger, nullable=False),
-    Column("end_input", BigInteger, nullable=False),
-    Column("all_inputs", BigInteger, nullable=False),
-    Column("received", Double, nullable=False),
-    Column("size", Integer, nullable=False),
-    Column("triangles", LargeBinary, nullable=False),  # little-endian float32 of Grams.query, then of Grams.key
-    Index("grams_by_step", "run_id", "step"),
-)
-
 events: Final = Table(
     "events",
     metadata,
     Column("id", _Id, primary_key=True),
     Column("run_id", ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("number", BigInteger, nullable=False, server_default="0"),  # of its run's events: all that a tenant is shown
     Column("boot_id", ForeignKey("boots.id", ondelete="CASCADE"), index=True),
     Column("rank", Integer),
     Column("kind", String(16), nullable=False),
@@ -133,8 +124,9 @@ events: Final = Table(
     Column("mode", String(64)),
     Column("outcome", String(16)),
     Column("payload", Text),  # JSON of the Verdict, Switched or CommandChange
-    Index("events_of_run", "run_id", "id"),
-    sqlite_autoincrement=True,  # ids are never used again: they are the stream's cursors
+    Index("events_of_run", "run_id", "number", unique=True),
+    Index("events_by_kind", "run_id", "kind", "outcome", "id"),
+    sqlite_autoincrement=True,  # ids are never used again: the service reads on from them
 )
 
 warnings: Final = Table(
@@ -151,6 +143,7 @@ warnings: Final = Table(
     Column("cause", String(16), nullable=False),
     Column("active", Boolean, nullable=False),
     Column("verdict", Text, nullable=False),  # JSON of the newest Verdict with this id
+    Column("rejected", Boolean, nullable=False, server_default=false()),  # a person rejected a switch while it stood
 )
 
 commands: Final = Table(
@@ -174,6 +167,8 @@ commands: Final = Table(
     Column("request_hash", String(64)),
     Column("undoes", String(128)),  # id of the command whose switch this one takes back
     Column("verification", String(16)),  # models.Verification, once the steps have passed
+    Column("decided_by", String(160)),  # who approved or rejected it
+    Column("decided", Double),
     UniqueConstraint("run_id", "idempotency_key"),
     Index("commands_open", "run_id", "state"),
 )

@@ -22,7 +22,7 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, STORE_ERRORS) and not isinstance(error, SQLAlchemyError)
 
 
-def tell(sentence: str, error: BaseException, **told: Any) -> None:
+def log_store_error(sentence: str, error: BaseException, **told: Any) -> None:
     """Log that work failed; where the store is away in one line, else with everything that helps to find the fault."""
     away = is_away(error)
     log.error(sentence, error=str(error).partition("\n")[0][:500], exc_info=None if away else error, **told)

@@ -9,8 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-__version__ = "0.1.0"
-_OF_THE_AGENT: Final = ("Agent", "AgentConfig", "attach", "detach")
+__version__ = "0.1.0.dev0"
+_OF_THE_AGENT: Final = ("Agent", "AgentConfig", "Assessment", "assess", "attach", "detach")
 _MODULES: Final = ("callbacks", "client")
 
 if find_spec("foreshock.contract") is None:  # its folders are symbolic links in a checkout

@@ -168,7 +168,9 @@ class Service:
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
-        return self._object(self.post(f"/v1/runs/{run}/describe", {"who": who or getpass.getuser(), **given}))
+        return self._object(
+            self._answer("PATCH", f"/v1/runs/{run}", json={"who": who or getpass.getuser(), **given}).json()
+        )
 
     def delete(self, run: str, *, reason: str, who: str | None = None) -> None:
         """Delete a run that no longer trains, with everything stored of it; for a token with the scope `delete`.
@@ -176,7 +178,7 @@ class Service:
         It cannot be taken back; `who` and `reason` stand in the audit trail.
         """
         order = {"who": who or getpass.getuser(), "reason": reason}
-        self._answer("POST", f"/v1/runs/{run}/delete", json=order, timeout=_DELETION_SECONDS)
+        self._answer("DELETE", f"/v1/runs/{run}", params=order, timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
         """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
@@ -269,6 +271,11 @@ class Service:
         """
         order = {"who": who or getpass.getuser(), "reason": reason, "heads": heads, "mode": mode, "dry_run": dry_run}
         return self._object(self.post(f"/v1/runs/{run}/commands", order))
+
+    def switches(self, run: str, mode: str) -> dict[str, Any]:
+        """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each
+        of `changes`, and the heads that are `kept` as they are."""
+        return self._object(self.get(f"/v1/runs/{run}/switches", mode=mode))
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False, who: str | None = None) -> list[dict[str, Any]]:
         """Order the modes back that `command` changed; returns the orders that do it."""

@@ -14,17 +14,18 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.server import version_0_1_0 as old
+from tests.server import golden_store as old
+from tests.server.test_golden_batches import lines
 
-from foreshock.contract import version_0_1_0, wire
+from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, SLOTS, Slot, Words, fitted, identity_row, merge_words, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-from foreshock.kernels.flash_attention.counting import merge
+from foreshock.kernels.flash_attention.triton_kernels.counting import merge
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.server.testing import FakeRank
 
-NEW = [Slot(14), Slot(15), Slot(16)]
+NEW = [Slot(16), Slot(17), Slot(18)]
 pytest_plugins = ["tests.server.conftest"]
 # The interpreter computes masked lanes too, and warns of what they overflow to.
 pytestmark = [
@@ -54,8 +55,8 @@ def brute(parts: list[Words], head: int, slot: Slot) -> float:
     return max(values) if SLOTS[slot].merge == "max" else math.fsum(values)
 
 
-def test_the_contract_has_seventeen_slots() -> None:
-    assert SLOT_COUNT == 17
+def test_the_contract_has_nineteen_slots() -> None:
+    assert SLOT_COUNT == 19
     assert [slot.name for slot in NEW] == ["MASS_SUM", "LOOKED_AT_ROWS", "DEPTH_MAX"]
     assert slot_values(identity_row(), NEW[2]) == -np.inf
 
@@ -69,36 +70,25 @@ def test_every_slot_is_merged_by_its_own_kind(seeds: list[int]) -> None:
 
 
 def test_rows_of_an_older_version_count_nothing_in_the_new_slots_and_change_nothing_when_merged() -> None:
-    mine, theirs = words_of(3, 1), words_of(3, 2)[:, :13]
+    mine, theirs = words_of(3, 1), words_of(3, 2)[:, :14]
     merged = merge_words([mine, fitted(theirs)])
-    assert (merged[:, 13:] == mine[:, 13:]).all()
-    assert (merged[:, :13] == merge_words([mine, fitted(theirs)])[:, :13]).all()
-    for slot in list(Slot)[:13]:
+    assert (merged[:, 14:] == mine[:, 14:]).all()
+    assert (merged[:, :14] == merge_words([mine, fitted(theirs)])[:, :14]).all()
+    for slot in list(Slot)[:14]:
         assert slot_values(merged, slot)[1] == brute([mine, fitted(theirs)], 1, slot)
 
 
-def test_the_batches_of_an_old_agent_are_read_with_the_identity_in_the_new_slots() -> None:
+def test_the_golden_batches_are_read_with_the_identity_in_the_new_slots() -> None:
     read = 0
-    for exchange in old.exchanges():
-        text = json.dumps(exchange["batch"])
-        own = [e for e in old.reader().Batch.model_validate_json(text).events if e.kind == "sample"]
-        for sample, before in zip(
-            [e for e in wire.read_batch(text.encode()).events if isinstance(e, wire.Sample)], own, strict=True
-        ):
+    for line in lines(wire.WIRE_VERSION):
+        for sample in (event for event in wire.read_batch(line.encode()).events if isinstance(event, wire.Sample)):
             words = sample.words()
             assert words is not None
-            assert (words[:, :13] == before.words()).all()
-            assert (words[:, 13:] == identity_row()[13:]).all()
+            assert sample.states is not None
+            assert (words[:, :14] == sample.states.numpy()).all()
+            assert (words[:, 14:] == identity_row()[14:]).all()
             read += 1
-    assert read > 20
-
-
-def test_an_old_service_is_sent_thirteen_slots() -> None:
-    rank = FakeRank()
-    form = version_0_1_0.batch(rank.batch(rank.sample(1)).model_dump_json().encode())
-    assert form is not None
-    [sample] = old.reader().Batch.model_validate_json(form).events
-    assert (sample.words() == rank.words(1)[:, :13]).all()
+    assert read > 3
 
 
 def test_an_old_and_a_new_rank_of_one_run_are_merged_and_an_old_store_goes_on(play: Any, tmp_path: Path) -> None:
@@ -106,7 +96,7 @@ def test_an_old_and_a_new_rank_of_one_run_are_merged_and_an_old_store_goes_on(pl
     first = FakeRank(run="golden/ranks", rank=0, boot="b0")
     second = FakeRank(run="golden/ranks", rank=1, boot="b1-again")
     first.sequence = second.sequence = 1000
-    mine, theirs = words_of(6, 3), words_of(6, 4)[:, :13]
+    mine, theirs = words_of(6, 3), words_of(6, 4)[:, :14]
 
     async def story(service: Any) -> None:
         was = old.answers()["/v1/runs/golden/ranks/matrix?metric=head.score_offset"]
@@ -142,7 +132,7 @@ def test_the_reference_counts_what_it_counted_and_leaves_the_new_slots_alone() -
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), lse.square().sum((0, 2)), rtol=1e-9)
     largest = scores.masked_fill(~seen, -math.inf).amax((0, 2, 3))
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_MAX), largest.numpy(), rtol=1e-9)
-    assert words[:, 14:].tolist() == [[0, 5, identity_row()[16]]] * 3
+    assert words[:, 16:].tolist() == [[0, 5, identity_row()[18]]] * 3
 
 
 @settings(max_examples=10, deadline=None)
@@ -166,7 +156,7 @@ def test_the_kernels_leave_the_new_slots_alone() -> None:
     inputs = Inputs(query.detach(), key.detach(), value.detach(), torch.randn(1, 2, 40, 32).bfloat16())
     words = attend(inputs, scaled(32, causal="top_left")).state.numpy()
     assert slot_values(words, Slot.ROWS).tolist() == [40.0] * 2
-    assert (words[:, 13:] == identity_row()[13:]).all()
+    assert (words[:, 14:] == identity_row()[14:]).all()
 
 
 def test_traces_of_either_version_are_read(tmp_path: Path) -> None:
@@ -189,5 +179,5 @@ def test_traces_of_either_version_are_read(tmp_path: Path) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     read = read_trace(path).samples[0].words()
     assert read is not None
-    assert (read[:, 14:] == identity_row()[14:]).all()
+    assert (read[:, 16:] == identity_row()[16:]).all()
     assert (read[:, Slot.ROWS] == words[:, Slot.ROWS]).all()

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import foreshock.contract
 
-SLOTS = """    MASS_SUM = 14
-    LOOKED_AT_ROWS = 15
-    DEPTH_MAX = 16
+SLOTS = """    MASS_SUM = 16
+    LOOKED_AT_ROWS = 17
+    DEPTH_MAX = 18
 """
 INFO = """    Slot.MASS_SUM: SlotInfo("float64", "sum", 0, "A sum."),
     Slot.LOOKED_AT_ROWS: SlotInfo("int64", "sum", 0, "A count."),
@@ -27,8 +27,8 @@ def _install() -> None:
     assert found is not None
     assert found.origin is not None
     text = Path(found.origin).read_text("utf-8")
-    last = "    SKIPPED_ROWS = 13\n"
-    described = '"Rows counted in ROWS whose ties, shift and delta bias a cadence left out."\n    ),\n'
+    last = "    ENTROPY_SUM = 15\n"
+    described = '"Sum of the entropies of rows, lse - sum P S (nats)."),\n'
     assert text.count(last) == text.count(described) == 1, "the last slot is another by now: append after that"
     module = ModuleType(name)
     module.__file__ = found.origin

@@ -1,13 +1,14 @@
 """The benchmark of a training step, at a size for a CPU: its arms train the same weights, and each is what it says."""
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from foreshock.benchmarks import agent_step
 from foreshock.benchmarks.agent_models import Shape, UnwatchedAttention
-from foreshock.benchmarks.agent_step import Bench, markdown, measure
+from foreshock.benchmarks.agent_step import Bench, main, measure
+from foreshock.monitor import Agent, attach
 
 TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_steps=12)
 
@@ -15,13 +16,22 @@ TINY = Shape("tiny", 2, 32, 4, 2, 32, 61, 16, 2, gated=True, whole=False, block_
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_every_arm_is_measured_and_the_fastest_backend_is_named() -> None:
+def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+
+    def attached(model: torch.nn.Module, **settings: Any) -> Agent:
+        agent = attach(model, **settings)
+        served.append(agent.config.attention)
+        return agent
+
+    monkeypatch.setattr(agent_step, "attach", attached)
     figures = measure(TINY, 2, "cpu", "eager", ("flash", "math"))
+    assert served == ["kernels", "keep"]
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
-    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "quiet_agent", "keep_agent"))
-    over_none = {f"{arm} / none" for arm in ("kernels_agent", "quiet_agent", "keep_agent")}
+    assert all(figures[arm] > 0 for arm in ("none", "kernels", "kernels_agent", "keep_agent"))
+    over_none = {f"{arm} / none" for arm in ("kernels_agent", "keep_agent")}
     assert set(figures["ratios"]) == {"kernels_agent / kernels", *over_none}
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 
@@ -34,7 +44,6 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
     assert "none_cudnn does not take tiny" in capsys.readouterr().err
 
 
-def test_the_page_shows_the_recorded_step_times() -> None:
-    root = Path(__file__).parents[2]
-    figures = json.loads((root / "benchmarks" / "results" / "agent_h200.json").read_text())
-    assert markdown(figures) in (root / "docs" / "agent.md").read_text(), "run scripts/agent_figures.py"
+def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="arm 'none' does not exist; allowed are kernels, kernels_agent"):
+        main(arms=["keep_agent", "none"])

@@ -1,7 +1,6 @@
 """The benchmark of attaching, small: every way trains, and each is what it says."""
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def test_attaching_is_timed_and_leaves_the_model_free_again() -> None:
 
 def test_each_way_is_timed_in_every_block() -> None:
     seconds = attach_cost.step_seconds(blocks=2, steps=2, length=16)
-    assert set(seconds) == {"none", "keep", "auto", "kernels"}
+    assert set(seconds) == {"none", "keep", "kernels"}
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
 
 
@@ -31,21 +30,20 @@ def test_a_model_is_the_same_in_every_way_and_every_layer_of_it_is_watched() -> 
     assert sorted(agent.modes()) == [(layer, head) for layer in range(2) for head in range(2)]
 
 
-def test_the_proof_of_all_layers_is_counted_in_steps_of_the_model() -> None:
-    [steps] = attach_cost.proof_steps(1, length=16)
-    assert math.isfinite(steps)  # how many is measured on a quiet machine
+def test_a_comparison_of_the_kernels_is_timed() -> None:
+    assert all(seconds > 0 for seconds in attach_cost.proof_seconds(2))
 
 
 def test_the_figures_are_written_with_the_command_that_made_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(attach_cost, "attach_seconds", lambda repeats: [0.3, 0.1, 0.2])
-    monkeypatch.setattr(attach_cost, "proof_steps", lambda repeats, length: [2.0, 9.0, 3.0])
+    monkeypatch.setattr(attach_cost, "proof_seconds", lambda repeats: [2.0, 9.0, 3.0])
     monkeypatch.setattr(attach_cost, "step_seconds", lambda *_: {"none": [2.0, 1.0, 3.0], "keep": [4.0, 3.0, 2.0]})
     file = tmp_path / "cost.json"
     monkeypatch.setattr(sys, "argv", ["attach_cost", "--json", str(file)])
     attach_cost.main()
     figures = json.loads(file.read_text())
     assert figures["command"] == f"python -P -m foreshock.benchmarks.attach_cost --json {file}"
-    assert (figures["proof_in_steps"], figures["ratio_to_none"]) == (3.0, {"none": 1.0, "keep": 1.5})
+    assert (figures["proof_seconds"], figures["ratio_to_none"]) == ([2.0, 9.0, 3.0], {"none": 1.0, "keep": 1.5})
     assert "first 0.300 s, median 0.200 s" in capsys.readouterr().out

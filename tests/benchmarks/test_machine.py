@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from foreshock.benchmarks import attention, machine, spectral
+from foreshock.benchmarks import attention, machine
 
 GPU: dict[str, Any] = {
     "commit": "abc",
@@ -39,16 +39,6 @@ def test_the_header_is_the_command_the_day_and_the_machine() -> None:
     assert header["command"] == "foreshock bench nothing"
     assert {name: header[name] for name in GPU} == GPU
     assert datetime.fromisoformat(header["date"]).date().isoformat() == header["date"]
-
-
-def test_the_result_of_the_spectral_norms_begins_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = ("first_call_milliseconds", "later_call_milliseconds", "milliseconds_a_step", "worst_relative_error")
-    monkeypatch.setattr(
-        spectral, "measure", lambda *_: {"dtype": "float32", "every_steps": 100} | dict.fromkeys(figures, 1.0)
-    )
-    spectral.main(str(tmp_path / "norms.json"), repeats=3)
-    command = "foreshock bench spectral --repeats 3 --json norms.json"
-    assert beginning(tmp_path / "norms.json") == {"command": command, "date": None} | GPU
 
 
 def test_the_result_of_attention_begins_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

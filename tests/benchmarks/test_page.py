@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreshock.benchmarks import page, page_runs
+from foreshock.benchmarks.browser import page, page_runs
 from foreshock.server.testing import LiveService
 
 

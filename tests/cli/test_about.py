@@ -1,12 +1,14 @@
 """What people keep of a run, and runs that are deleted."""
 
 import json
+from pathlib import Path
 
 from tests.cli.typed import foreshock
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app
 from foreshock.contract.wire import Finished
+from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -47,3 +49,17 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_ended_is_when_it_is_confi
     assert "to-delete" in foreshock("runs", "--url", service.url).output
     assert "is deleted" in CliRunner().invoke(app, list(words), input="y\n").output
     assert "to-delete" not in foreshock("runs", "--url", service.url).output
+
+
+def test_who_may_not_delete_is_not_asked_to_confirm_it(tmp_path: Path) -> None:
+    secret = "long-enough-secret"
+    reader = Token.of("reader", secret, ("ingest", "read"))
+    tokens = json.dumps([reader.model_dump(mode="json")])
+    with LiveService(tmp_path, {"FORESHOCK_TOKENS": tokens}) as guarded:
+        rank = FakeRank(run="kept-by-others")
+        guarded.post(rank.batch(rank.started()), secret)
+        words = ("delete", "kept-by-others", "--reason", "a rehearsal", "--url", guarded.url, "--token", secret)
+        refused = foreshock(*words)
+    assert refused.exit_code == 1
+    assert "the token reader lacks the scope 'delete'" in refused.stderr
+    assert "cannot be taken back" not in refused.output

@@ -14,11 +14,9 @@ from foreshock.benchmarks import (
     attention_modes,
     detectors,
     ingest,
-    page,
-    service_load,
-    spectral,
 )
-from foreshock.cli.benchmarks import bench
+from foreshock.benchmarks.browser import page
+from foreshock.cli.research.benchmarks import bench
 
 F = Path("f.json")
 
@@ -31,11 +29,9 @@ F = Path("f.json")
         ("attention --host-only --json f.json", attention_host, ("f.json",), {}),
         ("attention --modes --json f.json --repeats 7", attention_modes, ("f.json", 7, None), {}),
         (f"attention --modes --before {__file__}", attention_modes, (None, 15, __file__), {}),
-        ("spectral --repeats 3", spectral, (None, 3), {}),
         ("detectors --json f.json", detectors, (F,), {}),
-        ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b"), {}),
+        ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b", agent_step.WATCHED), {}),
         ("ingest --seconds 3", ingest, (None,), {"seconds": 3.0, "database_url": None}),
-        ("service --database-url postgresql://h/d", service_load, (None,), {"database_url": "postgresql://h/d"}),
         ("page --folder kept --fleet --json f.json", page, (F,), {"folder": Path("kept"), "fleet": True}),
     ],
 )
@@ -51,12 +47,12 @@ def test_what_was_typed_reaches_the_benchmark(
 def test_every_benchmark_is_listed_with_a_sentence() -> None:
     help_text = foreshock("bench").output
     names = [command.name for command in bench.registered_commands]
-    assert len(names) == 7
+    assert len(names) == 6
     assert all(name is not None and name in help_text for name in names)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks run, for minutes")
-@pytest.mark.parametrize("words", ["attention", "attention --modes", "spectral", "agent"])
+@pytest.mark.parametrize("words", ["attention", "attention --modes", "agent"])
 def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     done = foreshock("bench", *words.split(), "--json", str(file))

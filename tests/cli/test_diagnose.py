@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.cli.typed import foreshock
+from tests.cli.typed import TRACE, foreshock
 from tests.lab.tagger_model import diagnosed
 
 
@@ -36,3 +36,9 @@ def test_a_module_and_a_head_that_do_not_exist_are_sentences(tmp_path: Path) -> 
         said = foreshock(command, "no_such_module:build")
         assert said.exit_code == 1
         assert "the module no_such_module of no_such_module:build failed" in said.stderr
+
+
+def test_no_line_ends_in_blanks_where_the_output_is_a_file() -> None:
+    lines = foreshock("diagnose", str(TRACE)).stdout.splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if line.endswith(" ")] == []

@@ -1,7 +1,13 @@
 """What the machine can do and what would be watched, as `foreshock doctor` says it."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from tests.cli.typed import foreshock
+
+from foreshock.cli import doctor
 
 
 def test_doctor_checks_attention_and_says_what_is_absent() -> None:
@@ -10,6 +16,15 @@ def test_doctor_checks_attention_and_says_what_is_absent() -> None:
     assert "within" in done.output
     assert "every row counted" in done.output
     assert "none answers at http://127.0.0.1:9" in done.output
+
+
+def test_doctor_says_what_pytorch_picks_here_and_what_each_choice_costs_as_it_was_measured() -> None:
+    [said] = [each.detail for each in doctor._attention() if each.what == "PyTorch's attention"]
+    assert re.search(r"picks (cuDNN|flash|efficient|math) on (cpu|cuda) \(bf16", said)
+    for file, arm in (("agent_h200.json", "kernels_agent"), ("agent_kept_h200.json", "keep_agent")):
+        figures = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / file).read_text())
+        for measured in figures["shapes"][:2]:
+            assert f"{measured['ratios'][f'{arm} / none'] - 1:.1%}".replace("%", " %") in said
 
 
 def test_doctor_lists_what_would_be_watched_in_a_model_once() -> None:

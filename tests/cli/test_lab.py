@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.cli.typed import TRACE, foreshock
 
-from foreshock.cli.lab import lab
+from foreshock.cli.research.lab import lab
 
 
 def test_score_writes_what_it_prints(tmp_path: Path) -> None:
@@ -39,12 +39,7 @@ T = Path("t.jsonl.gz")
             {"arm_name": "control", "seed": 3, "steps": 7, "trace": T, "checkpoint": Path("c.pt"), "url": None},
         ),
         (
-            "run key-bias --transformers --seed 4",
-            "laboratory.run_through_transformers",
-            {"arm_name": "untreated", "seed": 4, "steps": None, "trace": Path("trace.jsonl.gz")},
-        ),
-        (
-            "run-set cpu --folder f --gpu 0 --gpu 2 --minutes 5 --no-rivals --only *_seed1",
+            "run-set vendor --folder f --gpu 0 --gpu 2 --minutes 5 --only *_seed1",
             "laboratory.run_set",
             {
                 "folder": Path("f"),
@@ -52,44 +47,27 @@ T = Path("t.jsonl.gz")
                 "runs_per_process": 1,
                 "gpus": [0, 2],
                 "minutes": 5.0,
-                "rivals": False,
                 "only": ["*_seed1"],
             },
         ),
-        ("compare t.jsonl.gz --picture p.png", "laboratory.compare", {"picture": Path("p.png"), "as_json": False}),
-        ("cure t.jsonl.gz --json j.json", "laboratory.cure", {"json": Path("j.json")}),
         (
             "score t.jsonl.gz --held-out seal.json",
             "scores.score",
             {"report": None, "picture": None, "seal": Path("seal.json")},
         ),
-        ("ablation t.jsonl.gz --report r.json", "scores.ablation", {"report": Path("r.json")}),
-        ("thinning t.jsonl.gz --seeds 9", "scores.thinning", {"seeds": 9, "report": None}),
     ],
 )
 def test_what_was_typed_reaches_the_laboratory(
     monkeypatch: pytest.MonkeyPatch, words: str, where: str, options: dict[str, Any]
 ) -> None:
     called: list[dict[str, Any]] = []
-    monkeypatch.setattr(f"foreshock.cli.{where}", lambda *_, **given: called.append(given))
+    monkeypatch.setattr(f"foreshock.cli.research.{where}", lambda *_, **given: called.append(given))
     done = foreshock("lab", *words.split())
     assert (done.exit_code, called) == (0, [options]), done.output + done.stderr
-
-
-def test_a_run_through_transformers_keeps_no_checkpoint_and_says_so_before_it_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def trained(*_: Any, **__: Any) -> None:
-        raise AssertionError("it trained")
-
-    monkeypatch.setattr("foreshock.cli.laboratory.run_through_transformers", trained)
-    done = foreshock("lab", "run", "key-bias", "--transformers", "--checkpoint", "c.pt")
-    assert done.exit_code == 1
-    assert "leave out --checkpoint and --url" in done.stderr
 
 
 def test_every_command_is_listed_with_a_sentence() -> None:
     shown = foreshock("lab").output
     names = [command.name for command in lab.registered_commands]
-    assert len(names) >= 11
+    assert len(names) >= 8
     assert all(name is not None and name in shown for name in names)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.cli.typed import foreshock
 
+from foreshock.cli.runs import duration, state_of
 from foreshock.contract.wire import Finished, Outcome
 from foreshock.server.testing import AnsweringAgent, FakeRank, LiveService
 
@@ -35,10 +36,10 @@ def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "layer 0 has no head 7; it has 0 to 2"),
         (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
         (["run-1"], "give --mode"),
-        (["run-1", "--mode", "plain", "--undo", "last"], "give --undo or --cancel alone"),
+        (["run-1", "--mode", "plain", "--undo", "last"], "--undo or --cancel alone"),
         (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
-        (["run-1", "--undo", "last", "--cancel", "last"], "give --undo or --cancel alone"),
-        (["run-1", "--cancel", "last", "--layer", "0"], "give --undo or --cancel alone"),
+        (["run-1", "--undo", "last", "--cancel", "last"], "--undo or --cancel alone"),
+        (["run-1", "--cancel", "last", "--layer", "0"], "--undo or --cancel alone"),
         (["run-1", "--cancel", "last"], "no order under way"),
     ],
 )
@@ -61,6 +62,20 @@ def test_a_switch_waits_for_the_agent_and_says_what_changed(service: LiveService
     assert "layer 1 head 2: exact_delta -> plain" in undone.output
     assert again.exit_code == 1
     assert "run run-2 has no applied switch that stands" in again.stderr
+
+
+def test_a_switch_of_every_head_leaves_modes_that_were_set_by_hand_beside_the_new_one(service: LiveService) -> None:
+    with AnsweringAgent(service, FakeRank(run="run-own", boot="b2")):
+        own = ["--layer", "1", "--head", "2", "--mode", "centred_keys", "--reason", "set by hand"]
+        assert foreshock("switch", "run-own", *own, "--url", service.url).exit_code == 0
+        every = ["--mode", "row_corrected", "--reason", "its offset doubles", "--url", service.url]
+        done = foreshock("switch", "run-own", *every)
+        again = foreshock("switch", "run-own", *every)
+    assert done.exit_code == 0, done.output
+    assert "layer 1 head 2: centred_keys -> row_corrected+centred_keys" in done.output
+    assert done.output.count("plain -> row_corrected") == 5
+    assert again.exit_code == 0
+    assert "1 heads have row_corrected beside other modes already" in again.stderr
 
 
 def test_an_order_that_nobody_has_answered_is_stopped_from_the_command_line(service: LiveService) -> None:
@@ -168,3 +183,29 @@ def test_the_exit_code_tells_ordered_from_answered(service: LiveService, outcome
     assert done.exit_code == code, done.output
     [command] = json.loads(done.output)["commands"]
     assert command["state"] == {0: "applied", 4: "refused", 3: "delivered"}[code]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 s"), (42, "42 s"), (960, "16 min"), (10_800, "3 h"), (1e6, "12 days"), (-3, "0 s")]
+)
+def test_a_time_is_said_in_the_unit_that_people_use(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_a_silent_run_says_since_when() -> None:
+    assert state_of({"condition": "silent", "condition_since_unix_seconds": 40.0}, 1000.0) == "silent 16 min"
+    assert state_of({"condition": "active", "condition_since_unix_seconds": None}, 1000.0) == "active"
+
+
+def test_qk_clip_is_ordered_by_a_word_of_its_own_and_what_it_is_not_is_a_sentence(service: LiveService) -> None:
+    ordered = foreshock(
+        "switch", "run-1", "--qk-clip", "always", "--reason", "scores grow", "--wait", "0", "--url", service.url
+    )
+    assert ordered.exit_code == 3, ordered.stderr  # no agent is there to answer
+    for words, sentence in (
+        (["--qk-clip", "sometimes"], "--qk-clip sometimes does not exist; give always, warned or never"),
+        (["--qk-clip", "always", "--layer", "0"], "give --qk-clip, --undo or --cancel alone"),
+        (["--qk-clip", "always", "--mode", "plain"], "give --qk-clip, --undo or --cancel alone"),
+    ):
+        done = foreshock("switch", "run-1", *words, "--reason", "test", "--url", service.url)
+        assert (done.exit_code, sentence in done.stderr) == (1, True)

@@ -1,6 +1,5 @@
 """What `foreshock lab score` prints: the numbers of its report, and a dash for what nobody can say."""
 
-import dataclasses
 import json
 from io import StringIO
 from pathlib import Path
@@ -12,10 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.cli.typed import TRACE
 
-from foreshock.cli import scores
-from foreshock.lab.scoring import ablation, thinned
-from foreshock.lab.scoring.ablation import AblationRow
-from foreshock.lab.scoring.thinned import ThinnedRow
+from foreshock.cli.research import scores
 
 
 def wide() -> tuple[Console, StringIO]:
@@ -52,45 +48,6 @@ def test_forecasts_and_monitors_are_those_of_the_report(tmp_path: Path) -> None:
     assert told[failing.name]["first_warning_step"] is not None
     assert "forecasts, " in out.getvalue()
     assert "healthy steps: " in out.getvalue()
-
-
-def test_an_ablation_is_a_line_for_each_variant_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = [field.name for field in dataclasses.fields(AblationRow) if field.name != "variant"]
-    told: list[dict[str, Any]] = [
-        {"variant": f"without{i}", **{name: 100 * i + j for j, name in enumerate(numbers)}} for i in (1, 2)
-    ]
-    rows = [AblationRow(**each) for each in told]
-    monkeypatch.setattr(ablation, "ablation", lambda traces, told: rows)
-    console, out = wide()
-    scores.ablation([TRACE], console, report=tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text()) == told
-    for each in rows:
-        assert str(each.false_alarms) in columns(out.getvalue(), each.variant)
-
-
-def test_a_thinning_is_a_line_for_each_k_and_says_of_how_many_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    numbers = [field.name for field in dataclasses.fields(ThinnedRow) if field.name not in ("every", "policy")]
-    told: list[dict[str, Any]] = [
-        {"every": k, "policy": "agent", **{name: j for j, name in enumerate(numbers)}} for k in (2, 16)
-    ]
-
-    def made(traces: Any, every: Any, *, seeds: int, on_row: Any) -> list[ThinnedRow]:
-        asked.append((len(traces), tuple(every), seeds))
-        return [ThinnedRow(**each) for each in told]
-
-    monkeypatch.setattr(thinned, "thinned", made)
-    console, out = wide()
-    scores.thinning([TRACE], [2, 16], console, seeds=5, report=tmp_path / "t.json")
-    assert asked == [(1, (2, 16), 5)]
-    assert f"{told[0]['runs']} large runs" in out.getvalue()
-    assert [line.split()[:2] for line in out.getvalue().splitlines() if " agent " in line] == [
-        ["2", "agent"],
-        ["16", "agent"],
-    ]
-    assert json.loads((tmp_path / "t.json").read_text()) == told
 
 
 @given(value=st.none() | st.floats(-1e300, 1e300) | st.integers() | st.text(max_size=5))

@@ -36,7 +36,6 @@ HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
     ("variables", "words", "secret"),
     [
         ({"FORESHOCK_TOKEN": "horse-staple"}, "FORESHOCK_TOKEN", "horse-staple"),
-        ({"FORESHOCK_GRAFANA_HMAC_SECRET": "pepper-salt"}, "FORESHOCK_GRAFANA_HMAC_SECRET", "pepper-salt"),
         (
             {"FORESHOCK_TOKENS": f"[{', '.join([HASHED % ('ann', 'beef' * 16)] * 2)}]", "FORESHOCK_TOKEN": "long" * 5},
             "same name",

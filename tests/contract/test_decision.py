@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from foreshock.contract.decision import CAUSES, Progress, act_on, calls_for_switch, decision
+from foreshock.contract.decision import CAUSES, Decision, Progress, act_on, calls_for_switch, decision
+from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import Policy, Verdict
 
 POLICIES: tuple[Policy | None, ...] = (*get_args(Policy), None)
@@ -71,3 +72,80 @@ def test_only_a_standing_warning_of_rounding_about_a_head_calls_for_a_switch(
     changes: dict[str, Any], calls: bool
 ) -> None:
     assert calls_for_switch(verdict().model_copy(update=changes)) is calls
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("progress", ["unswitched", "switched", "not arrested"])
+def test_of_a_run_that_has_ended_nobody_is_asked_to_stop_or_approve_or_switch_anything(
+    cause: Any, policy: Any, progress: Any
+) -> None:
+    made = decision(cause, policy, mitigation="row_corrected", progress=progress, before_step=151, ended=True)
+    assert made.to_do.startswith("The run has ended. Resume it from a checkpoint before step 151 with")
+    assert made.ask == "none"
+    assert not any(word in made.done + made.to_do for word in ("Stop", "pprove", "waits", "next step"))
+
+
+def test_what_has_stopped_growing_by_itself_asks_for_no_switch_and_says_that_it_is_over() -> None:
+    made = decision("rounding", "observe", mitigation="row_corrected", scope="model", heads=1, over=True)
+    assert made.done == "Nothing grows any more, without a switch."
+    assert (made.ask, "witch" in made.to_do) == ("none", False)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_qk_clip_is_proposed_for_scores_that_grow_and_for_nothing_else(ended: bool) -> None:
+    proposed = {
+        cause: "qk_clip='always'" in decision(cause, "auto", mitigation="row_corrected", ended=ended).to_do
+        for cause in CAUSES
+    }
+    assert proposed == {"rounding": False, "score growth": True, "not finite": False, "other": False}
+
+
+def clip(state: str | None, policy: Policy | None = "observe", **changes: Any) -> Decision:
+    return decision("score growth", policy, mitigation="row_corrected", clip=state, heads=1, **changes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scores_that_grow_are_offered_qk_clip_where_it_can_scale_and_no_machine_switches_it_on(policy: Any) -> None:
+    offered, not_here = clip("never", policy), clip(None, policy)
+    assert (offered.ask, not_here.ask) == ("qk_clip", "none")
+    assert offered.to_do.startswith("Switch QK-Clip on, which scales weights for good; a dry run shows which. Or lower")
+    assert "Switch QK-Clip on" not in not_here.to_do
+    assert offered.act == ("propose" if policy in ("approve", "auto") else "none")
+    assert (clip("warned", policy).act, clip("on", policy).act) == ("none", "none")
+    assert clip("on", policy).done.startswith("QK-Clip is on")
+
+
+@pytest.mark.parametrize(
+    ("state", "ask", "words"),
+    [
+        ("proposed", "approve", "Approve QK-Clip, which scales weights for good"),
+        ("pending", "none", "Wait for the agents' answer."),
+        ("rejected", "none", "Lower the learning rate"),
+        ("expired", "qk_clip", "Switch QK-Clip on"),
+        ("refused", "qk_clip", "Switch QK-Clip on"),
+    ],
+)
+def test_an_order_about_qk_clip_leads_to_what_is_left_to_people(state: Any, ask: str, words: str) -> None:
+    order = Ordered(
+        id="c", state=state, mode="qk_clip_always", source="api", who="ada", decided=state == "rejected",
+        unix_seconds=0.0, verification=None,
+    )  # fmt: skip
+    made = clip("never", "approve", order=order, orders_known=True)
+    assert made.ask == ask
+    assert made.to_do.startswith(words)
+
+
+@pytest.mark.parametrize("state", ["never", "warned", "on", None])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("progress", get_args(Progress))
+def test_rounding_is_never_answered_by_qk_clip(state: Any, policy: Any, progress: Any) -> None:
+    made = decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3, clip=state)
+    assert "QK-Clip" not in made.done + made.to_do
+    assert made == decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3)
+
+
+def test_where_heads_drift_too_the_drift_is_ended_first() -> None:
+    made = clip("never", "auto", drifts=True)
+    assert (made.act, made.ask) == ("none", "none")
+    assert made.to_do.startswith("First end the drift: do what the incident rounding asks for.")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreshock.contract.decision import CAUSES, cause_of
-from foreshock.contract.incident import Acknowledged, Incident, Judged, Warned, incidents
+from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
 from foreshock.contract.wire import Verdict
 
 
@@ -58,7 +58,7 @@ floods = st.lists(one_of_a_flood(), max_size=60, unique_by=lambda one: (one.rank
 @given(flood=floods, seed=st.integers(0, 2**32))
 def test_the_order_in_which_ranks_are_heard_does_not_matter(flood: list[Warned], seed: int) -> None:
     modes = {(layer, head): "row_corrected" for layer in range(6) for head in range(12)}
-    judged = [Judged(None, 2500, arrested=True), Judged(frozenset({(1, 1)}), 4000, arrested=False)]
+    judged = [SwitchOutcome(None, 2500, arrested=True), SwitchOutcome(frozenset({(1, 1)}), 4000, arrested=False)]
     seen = [Acknowledged(cause=c, step=s, who="ann", reason="x", unix_seconds=1.0) for c in CAUSES for s in (9, 4000)]
     known: dict[str, Any] = {"modes": modes, "policy": "auto", "last_step": 6000}
     mixed = list(flood)
@@ -184,7 +184,7 @@ def test_a_head_that_was_switched_and_arrested_is_warned_about_no_more(mode: str
     assert (open_.state, open_.severity, open_.switched) == ("open", "critical", 0)
     [switched] = of(past, modes={(4, 1): mode}, policy="auto")
     assert (switched.state, switched.switched) == ("switched", 1)
-    [arrested] = of(past, modes={(4, 1): mode}, judged=[Judged(None, 2100, arrested=True)], policy="auto")
+    [arrested] = of(past, modes={(4, 1): mode}, judged=[SwitchOutcome(None, 2100, arrested=True)], policy="auto")
     assert (arrested.state, arrested.severity) == ("arrested", "info")
     assert arrested.done == "The head is switched, and the growth has stopped."
 
@@ -193,21 +193,24 @@ def test_a_warning_raised_after_a_head_was_found_arrested_is_a_new_one() -> None
     [incident] = of(
         warned(4, 1, step=9000, raised=8000),
         modes={(4, 1): "row_corrected"},
-        judged=[Judged(frozenset({(4, 1)}), 2100, arrested=True)],
+        judged=[SwitchOutcome(frozenset({(4, 1)}), 2100, arrested=True)],
     )
     assert (incident.state, incident.severity) == ("switched", "warning")
 
 
 def test_a_head_that_goes_on_growing_under_its_cure_makes_the_incident_not_arrested() -> None:
     modes = {(0, 0): "row_corrected", (0, 1): "row_corrected"}
-    judged = [Judged(frozenset({(0, 0)}), 2000, arrested=True), Judged(frozenset({(0, 1)}), 2000, arrested=False)]
+    judged = [
+        SwitchOutcome(frozenset({(0, 0)}), 2000, arrested=True),
+        SwitchOutcome(frozenset({(0, 1)}), 2000, arrested=False),
+    ]
     [incident] = of(warned(0, 0), warned(0, 1), modes=modes, judged=judged, policy="auto")
     assert incident.state == "not arrested"
     assert [(head.head, head.state) for head in incident.heads] == [(1, "not arrested"), (0, "arrested")]
 
 
 def test_a_switch_that_was_taken_back_leaves_the_head_unswitched_whatever_was_found_before() -> None:
-    [incident] = of(warned(0, 0), modes={(0, 0): "plain"}, judged=[Judged(None, 2000, arrested=True)])
+    [incident] = of(warned(0, 0), modes={(0, 0): "plain"}, judged=[SwitchOutcome(None, 2000, arrested=True)])
     assert (incident.state, incident.heads[0].state) == ("open", "unswitched")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS, read
 from foreshock.contract.metric import Metric
-from foreshock.contract.slots import OLDEST_SLOT_COUNT, Slot, fitted, identity_row
+from foreshock.contract.slots import Slot, identity_row
 
 
 @pytest.mark.parametrize("metric", HEAD_METRICS, ids=lambda metric: metric.key)
@@ -39,7 +39,6 @@ def test_ties_and_shifts_are_shares_of_the_rows_that_a_cadence_did_not_skip() ->
     words.view(np.float64)[:, Slot.SCORE_OFFSET_SUM] = 45.0
     for key in ("head.tied_rows_bf16", "head.tied_rows_one", "head.shifted_rows"):
         np.testing.assert_array_equal(read(key, words), [0.25, np.nan, 0.1])
-        np.testing.assert_array_equal(read(key, fitted(words[2:, :OLDEST_SLOT_COUNT])), [0.1])
     assert read("head.score_offset", words).tolist() == [0.5] * 3
 
 

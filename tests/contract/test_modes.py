@@ -64,9 +64,20 @@ def test_flags_that_do_not_exist_or_exclude_each_other_have_no_name(flags: int) 
 
 @pytest.mark.parametrize("name", ["", "fast", "plain+exact_delta", "exact_delta+", "EXACT_DELTA", "x" * 900])
 def test_a_name_that_does_not_exist_is_refused_with_a_sentence(name: str) -> None:
-    with pytest.raises(ValueError, match=r"does not exist; allowed are plain, .*not stable_softmax with paper_softmax"):
+    with pytest.raises(
+        ValueError, match=r"does not exist; .*allowed are plain, .*not stable_softmax with paper_softmax"
+    ):
         parse_mode(name)
     assert not is_mode(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("row_corected", "row_corrected"), ("EXACT_DELTA", "exact_delta"), ("exact_delta+centred_key", "centred_keys")],
+)
+def test_a_misspelt_mode_is_answered_with_the_name_that_was_meant(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"does not exist; did you mean '{near}'\? allowed are"):
+        parse_mode(name)
 
 
 @given(ANY_FLAGS, ANY_FLAGS)

@@ -14,9 +14,18 @@ MISSPELT = {
     "FORESHOCK_TOKN": "FORESHOCK_TOKEN",
     "FORESHOCK_SWITCHSCOPE": "FORESHOCK_SWITCH_SCOPE",
     "FORESHOCK_SLACK_URL_FILE": "FORESHOCK_NOTIFY_SLACK_URL_FILE",
+    "FORESHOK_TOKENS_FILE": "FORESHOCK_TOKENS_FILE",
+    "FORSHOK_URL": "FORESHOCK_URL",
+    "FORESCHOCK_RUN": "FORESHOCK_RUN",
+    "FORESHOCKTOKEN": "FORESHOCK_TOKEN",
+    "FORE_SHOCK_TOKEN": "FORESHOCK_TOKEN",
+    "foreshock_token": "FORESHOCK_TOKEN",
+    "foreshock_tokenz": "FORESHOCK_TOKEN",
+    "Foreshock_Policy": "FORESHOCK_POLICY",
 }
 
 
+@pytest.mark.promise("S18")
 @pytest.mark.parametrize("reader", [Settings, AgentConfig], ids=["service", "agent"])
 @pytest.mark.parametrize(("given", "meant"), MISSPELT.items())
 def test_service_and_agent_refuse_it_and_name_the_nearest(
@@ -35,3 +44,14 @@ def test_no_variable_that_is_read_somewhere_is_taken_for_a_misspelt_one(name: st
 def test_what_a_cluster_sets_for_a_service_of_this_name_is_left_alone() -> None:
     names = ("SERVICE_HOST", "SERVICE_PORT", "PORT_8765_TCP", "PORT_8765_TCP_ADDR", "SERVICE_PORT_HTTP")
     refuse_misspelt({f"FORESHOCK_{name}": "tcp://10.0.0.1:8765" for name in names})
+
+
+@pytest.mark.parametrize("name", ["AFTERSHOCK_URL", "FORESIGHT_TOKEN", "FORECAST_RUN", "TOKEN", "URL", "TOKENS_FILE"])
+def test_a_setting_of_another_program_is_left_alone(name: str) -> None:
+    refuse_misspelt({name: "1"})
+
+
+@pytest.mark.parametrize("name", ["FORESHOCK_BODY_SECONDS", "FORESHOCK_QUEUE_BYTES", "FORESHOCK_WORST_HEADS"])
+def test_a_setting_of_builds_before_that_is_a_constant_now_is_refused_and_not_taken_for_a_slip(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} can no longer be set: its value is fixed; leave it out"):
+        refuse_misspelt({name: "1"})

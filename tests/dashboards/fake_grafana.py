@@ -18,7 +18,6 @@ class FakeGrafana(ThreadingHTTPServer):
         self.folders: dict[str, Any] = {}
         self.datasources: dict[str, Any] = {}
         self.dashboards: dict[str, Any] = {}
-        self.rule_groups: dict[tuple[str, str], Any] = {}
         self.calls: list[tuple[str, str]] = []
 
     @property
@@ -40,8 +39,6 @@ class FakeGrafana(ThreadingHTTPServer):
         for pattern, route in routes:
             if match := re.fullmatch(pattern, path):
                 return route(method, body, *match.groups())
-        if match := re.fullmatch(r"/api/v1/provisioning/folder/([^/]+)/rule-groups/([^/]+)", path):
-            return self._rule_group(method, body, headers, match[1], match[2])
         return 404, {"message": "Not found"}
 
     def _folder(self, method: str, body: Any, uid: str | None) -> Reply:
@@ -87,20 +84,6 @@ class FakeGrafana(ThreadingHTTPServer):
         version = 1 if old is None else old["version"] + 1
         self.dashboards[board["uid"]] = {**board, "version": version, "folderUid": body["folderUid"]}
         return 200, {"uid": board["uid"], "status": "success", "version": version, "url": f"/d/{board['uid']}/x"}
-
-    def _rule_group(self, method: str, body: Any, headers: Any, folder: str, group: str) -> Reply:
-        if method == "DELETE":
-            if self.rule_groups.pop((folder, group), None) is None:
-                return 404, {"message": "alert rule group not found"}
-            return 204, None
-        for rule in body["rules"]:
-            missing = {"title", "condition", "data", "noDataState", "execErrState", "for", "folderUID"} - set(rule)
-            if missing or rule["ruleGroup"] != group:
-                return 400, {"message": f"invalid alert rule: {missing}"}
-        if not isinstance(body["interval"], int) or body["interval"] % 10:
-            return 400, {"message": "interval must be divisible by 10"}
-        self.rule_groups[folder, group] = {**body, "editable": headers["X-Disable-Provenance"] == "true"}
-        return 200, body
 
 
 class _Handler(BaseHTTPRequestHandler):

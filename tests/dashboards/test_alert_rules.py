@@ -306,6 +306,29 @@ def test_an_alert_fires_only_when_it_should(case: Case, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.servers
+@pytest.mark.promise("S24")
+def test_no_alert_of_a_run_fires_once_the_run_has_ended(tmp_path: Path) -> None:
+    """Every case that fires for a run, of a run that has ended."""
+    of_runs = [case for case in CASES if any("run" in labels for firing in case.firing.values() for labels in firing)]
+    assert {case.alert for case in of_runs} == {a.name for metric, a in alerts() if metric and "run" in metric.labels}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [
+                {"series": name, "values": values}
+                for name, values in (case.series | {'foreshock_run_active{run="a"}': "0x120"}).items()
+            ],
+            "alert_rule_test": [
+                {"alertname": case.alert, "eval_time": f"{minute}m", "exp_alerts": []} for minute in case.firing
+            ],
+        }
+        for case in of_runs
+    ]
+    result = promtool(tmp_path, tests)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_every_alert_has_a_case_that_fires_one_that_resolves_and_one_that_is_silent() -> None:
     for _, alert in alerts():
         cases = [case for case in CASES if case.alert == alert.name]

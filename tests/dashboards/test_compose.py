@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.server.settings import Settings
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docker-compose.yml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OVERRIDE: dict[str, Any] = yaml.safe_load((REPOSITORY / "deploy/grafana-alerting.yml").read_text())["services"]
 
 every_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
 
@@ -139,7 +137,7 @@ def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_what_is_mounted_exists_and_what_holds_data_is_a_volume() -> None:
-    for source, _ in mounts(SERVICES) + mounts(OVERRIDE):
+    for source, _ in mounts(SERVICES):
         if source.startswith("./"):
             assert (REPOSITORY / source).exists(), source
         elif not source.startswith(("/dev/null", "${FORESHOCK_SECRETS")):
@@ -164,19 +162,6 @@ def test_a_file_that_reads_a_secret_belongs_to_a_service_that_has_it() -> None:
         assert set(re.findall(r"/run/secrets/(\w+)", "".join(path.read_text() for path in found))) == set(
             SERVICES[service]["secrets"]
         )
-    alerting = (REPOSITORY / "dashboards/generated/grafana-alerting.yml").read_text()
-    assert set(re.findall(r"/run/secrets/(\w+)", alerting)) <= set(OVERRIDE["grafana"]["secrets"])
-
-
-@pytest.mark.servers
-def test_with_grafanas_alerting_prometheus_evaluates_nothing(tmp_path: Path) -> None:
-    rules = "/etc/prometheus/prometheus-rules.yml"
-    assert ("/dev/null", rules) in mounts(OVERRIDE)
-    config = tmp_path / "prometheus.yml"
-    config.write_text(prometheus_config("a:1", Path("/dev/null"), "b:2"))
-    result = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "0 rules found" in result.stdout
 
 
 # Its secrets
@@ -369,17 +354,14 @@ def known_to(tool: list[str], file: Path, folder: Path) -> Path:
 def test_docker_compose_reads_it(tmp_path: Path) -> None:
     tool = compose_tool()
     folder = secrets_folder(tmp_path / "secrets", "--postgres", "--victoriametrics")
-    main, override = (
-        known_to(tool, REPOSITORY / name, tmp_path) for name in ("docker-compose.yml", "deploy/grafana-alerting.yml")
-    )
+    main = known_to(tool, REPOSITORY / "docker-compose.yml", tmp_path)
     base = [*tool, "--project-directory", str(REPOSITORY), "--file", str(main)]
-    for files in ([], ["--file", str(override)]):
-        command = [*base, *files, "--env-file", str(folder / "compose.env"), "config"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        read = yaml.safe_load(result.stdout)
-        assert set(SERVICES) - set(read["services"]) <= {"postgres", "victoriametrics"}
-        assert all(str(folder) in secret["file"] for secret in read["secrets"].values())
+    command = [*base, "--env-file", str(folder / "compose.env"), "config"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    read = yaml.safe_load(result.stdout)
+    assert set(SERVICES) - set(read["services"]) <= {"postgres", "victoriametrics"}
+    assert all(str(folder) in secret["file"] for secret in read["secrets"].values())
     without = {name: value for name, value in os.environ.items() if name != "FORESHOCK_SECRETS"}
     result = subprocess.run([*base, "config"], capture_output=True, text=True, env=without)
     assert result.returncode != 0

@@ -21,7 +21,8 @@ import httpx
 import numpy as np
 import pytest
 
-from foreshock.contract.wire import Ack, AgentHealth, Array, Event
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import Ack, AgentHealth, Array, Clipped, Event
 from foreshock.dashboards.alertmanager import alertmanager_config
 from foreshock.dashboards.live import Query, ask, queries
 from foreshock.dashboards.plain import to_yaml
@@ -68,8 +69,22 @@ class Training(threading.Thread):
         """A sample with everything that can be measured, and an agent that has lost something."""
         norms = Array.of(np.full(self.rank.count, 1.5, dtype=np.float32))
         sample = self.rank.sample(step, mode=self.mode)
-        measured = sample.model_copy(update=dict.fromkeys(("query_norm", "key_norm", "query_key_norm"), norms))
-        return [measured, AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})]
+        names = ("query_norm", "key_norm", "query_key_norm", "clip_factor", "clipped_steps")
+        words = self.rank.words(step)
+        words[:, Slot.ENTROPY_ROWS] = 10
+        words.view(np.float64)[:, Slot.ENTROPY_SUM] = 30.0
+        measured = sample.model_copy(update={"states": Array.of(words)} | dict.fromkeys(names, norms))
+        clipped = Clipped(
+            id=f"clip-{step}",
+            step=step,
+            on=True,
+            heads=((0, 0),),
+            factors=(0.5,),
+            times=(1,),
+            total=step,
+            reason="told",
+        )
+        return [measured, clipped, AgentHealth(step=step, dropped={"queue_full": 1}, faults={"collector": 1})]
 
 
 def free_port() -> int:

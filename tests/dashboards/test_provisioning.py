@@ -72,8 +72,6 @@ def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
     for receiver in (receivers["service"], receivers["watchdog"]):
         authorization = receiver["webhook_configs"][0]["http_config"]["authorization"]
         assert authorization == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_webhook_token"}
-    hmac = generated("grafana-alerting.yml")["contactPoints"][0]["receivers"][0]["settings"]["hmacConfig"]
-    assert hmac["secret"] == "$__file{/run/secrets/foreshock_grafana_hmac_secret}"
 
 
 def test_the_rate_interval_of_grafana_is_the_scrape_interval_of_prometheus() -> None:

@@ -9,7 +9,7 @@ from tests.dashboards.fake_grafana import PROMETHEUS, FakeGrafana
 from foreshock.dashboards.boards import boards
 from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
 from foreshock.dashboards.push import push
-from foreshock.dashboards.rules import Links, alerts
+from foreshock.dashboards.rules import Links
 
 
 def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana, client: GrafanaClient) -> None:
@@ -19,7 +19,6 @@ def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana, client: 
     assert grafana.datasources["foreshock-prometheus"]["url"] == PROMETHEUS
     assert set(grafana.dashboards) == {board["uid"] for board in boards(Links()).values()}
     assert {board["folderUid"] for board in grafana.dashboards.values()} == {"foreshock"}
-    assert not grafana.rule_groups, "alert rules are pushed only when asked for"
 
 
 def test_push_again_changes_nothing_but_the_version(grafana: FakeGrafana, client: GrafanaClient) -> None:
@@ -52,19 +51,9 @@ def test_a_data_source_provisioned_by_file_is_left_alone(grafana: FakeGrafana, c
     assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
 
 
-def test_alert_rules_are_pushed_editable_and_removed_on_request(grafana: FakeGrafana, client: GrafanaClient) -> None:
-    list(push(client, Links(), alert_rules="push"))
-    group = grafana.rule_groups["foreshock", "foreshock"]
-    assert [rule["title"] for rule in group["rules"]] == [alert.name for _, alert in alerts()]
-    assert group["editable"]
-    assert list(push(client, Links(), alert_rules="remove"))[-1] == "alert rules removed"  # the answer is an empty 204
-    assert not grafana.rule_groups
-    assert list(push(client, Links(), alert_rules="remove"))[-1] == "no alert rules to remove"
-
-
 def test_push_never_uses_a_numeric_id(grafana: FakeGrafana, client: GrafanaClient) -> None:
     for _ in range(2):
-        list(push(client, Links(), prometheus_url=PROMETHEUS, alert_rules="push"))
+        list(push(client, Links(), prometheus_url=PROMETHEUS))
     assert not [path for _, path in grafana.calls if re.search(r"/\d+(/|$)|/id/|/name/", path)]
     assert all(board["id"] is None for board in grafana.dashboards.values())
 

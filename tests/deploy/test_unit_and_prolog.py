@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.monitor.torchrun import trained
 
 from foreshock.monitor import AgentConfig
+from foreshock.monitor.transport.private_folder import PrivateFolder
 from foreshock.server.settings import settings_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+LAUNCHED = Path(__file__).parents[1] / "monitor" / "launched.py"
 UNIT = DEPLOY / "systemd" / "foreshock.service"
 
 
@@ -59,24 +62,36 @@ def test_the_service_takes_the_units_environment(tmp_path: Path, monkeypatch: py
     assert settings.trusted_proxies == ("127.0.0.1",)
 
 
-def prolog(**environment: str) -> dict[str, str]:
+@pytest.fixture
+def var_tmp(tmp_path: Path) -> Path:
+    """In the place of /var/tmp, where everybody writes."""
+    made = tmp_path / "var_tmp"
+    made.mkdir()
+    made.chmod(0o1777)
+    return made
+
+
+def answered(var_tmp: Path, **environment: str) -> list[str]:
+    """The prolog's lines for these variables of the job."""
+    script = (DEPLOY / "slurm" / "task_prolog.sh").read_text().replace("spool=/var/tmp/", f"spool={var_tmp}/")
+    environment = {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run(
+        ["sh"], input=script, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def prolog(var_tmp: Path, **environment: str) -> dict[str, str]:
     """What the task gets from Slurm for these variables of the job."""
-    done = subprocess.run(
-        ["sh", DEPLOY / "slurm" / "task_prolog.sh"],
-        env={"PATH": os.environ["PATH"], **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [re.fullmatch(r"export (\w+)=(.*)", line) for line in done.stdout.splitlines()]
-    assert all(lines), done.stdout
+    given = answered(var_tmp, **environment)
+    lines = [re.fullmatch(r"export (\w+)=(.*)", line) for line in given]
+    assert all(lines), given
     return {line[1]: line[2] for line in lines if line}
 
 
 @pytest.mark.parametrize("rank", [0, 5, 31])
-def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_JOB_UID": "1001", "SLURM_NTASKS": "32"}
-    given = prolog(**job, SLURM_PROCID=str(rank))
+def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatch, rank: int, var_tmp: Path) -> None:
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_NTASKS": "32"}
+    given = prolog(var_tmp, **job, SLURM_PROCID=str(rank))
     for name in [name for name in os.environ if name.startswith(("FORESHOCK_", "SLURM_")) or name == "RANK"]:
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -84,12 +99,52 @@ def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatc
     config = AgentConfig()
     assert (config.run, config.rank, config.world_size) == ("team-a/4711", rank, 32)
     assert config.url == "https://foreshock.example.org"
-    assert str(config.spool_directory) == "/var/tmp/foreshock-1001"
+    assert config.spool_directory == var_tmp / f"foreshock-{os.getuid()}"
 
 
-def test_what_a_job_names_itself_stays_and_torchrun_gives_the_ranks() -> None:
+def test_what_a_job_names_itself_stays_and_torchrun_gives_the_ranks(var_tmp: Path) -> None:
     own = {"FORESHOCK_URL": "https://other", "FORESHOCK_RUN": "mine", "FORESHOCK_SPOOL_DIRECTORY": "/scratch/x"}
-    assert prolog(**own, SLURM_JOB_ID="1", RANK="3", SLURM_PROCID="0") == {}
+    assert prolog(var_tmp, **own, SLURM_JOB_ID="1", RANK="3", SLURM_PROCID="0") == {}
+    assert list(var_tmp.iterdir()) == []
+
+
+@pytest.mark.promise("A18")
+def test_each_worker_of_the_real_torchrun_under_slurm_is_a_rank_of_its_own(
+    tmp_path: Path, var_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes import PyTorch, which takes seconds; what torchrun sets is not guessed."""
+    for name in [name for name in os.environ if name.startswith(("FORESHOCK_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    for name, value in {**job, **prolog(var_tmp, **job)}.items():  # of `srun torchrun`, before torchrun starts
+        monkeypatch.setenv(name, value)
+    assert os.environ["FORESHOCK_RANK"] == "0"
+    assert trained(LAUNCHED, 2, tmp_path) == [("cluster/4711", rank, 2) for rank in range(2)]
+
+
+@pytest.mark.promise("A17")
+def test_the_spool_is_a_folder_that_the_agent_takes_and_that_every_task_of_the_node_shares(var_tmp: Path) -> None:
+    first, second = (prolog(var_tmp, SLURM_JOB_ID="1", SLURM_PROCID=rank) for rank in "01")
+    assert first["FORESHOCK_SPOOL_DIRECTORY"] == second["FORESHOCK_SPOOL_DIRECTORY"]
+    PrivateFolder(Path(first["FORESHOCK_SPOOL_DIRECTORY"]))
+
+
+@pytest.mark.promise("A17")
+@pytest.mark.parametrize("kind", ["another user's", "a link", "a file"])
+def test_a_spool_that_somebody_else_made_first_is_not_taken(var_tmp: Path, kind: str) -> None:
+    place = var_tmp / f"foreshock-{os.getuid()}"
+    if kind == "a link":
+        place.symlink_to(var_tmp)
+    elif kind == "a file":
+        place.touch()
+    elif os.getuid() == 0:
+        place.mkdir()
+        os.chown(place, 65534, 65534)
+    else:
+        pytest.skip("only root can make a folder of another user")
+    lines = answered(var_tmp, SLURM_JOB_ID="1")
+    assert not [line for line in lines if "SPOOL_DIRECTORY" in line]
+    assert f"print foreshock: {place} is no folder of this user; unsent batches wait in the home" in lines
 
 
 @pytest.mark.parametrize("script", ["slurm/task_prolog.sh", "slurm/train.sbatch"])

@@ -1,5 +1,6 @@
 """A real Prometheus scrapes a real service and writes into a real VictoriaMetrics: series that outgrow one machine."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -28,11 +29,12 @@ def send(service: Server, rank: FakeRank, *events: Any) -> None:
 
 @pytest.fixture
 def service(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setenv("FORESHOCK_FINISHED_RUN_SECONDS", str(FINISHED_SECONDS))
     monkeypatch.setenv("FORESHOCK_MAX_SERIES", str(MAX_SERIES))
     port = free_port()
-    command = [sys.executable, "-P", "-m", "foreshock", "serve", "--port", str(port)]
-    return start([*command, "--database-url", f"sqlite:///{tmp_path}/foreshock.db"], port, "/readyz")
+    monkeypatch.setenv("FORESHOCK_PORT", str(port))
+    monkeypatch.setenv("FORESHOCK_DATABASE_URL", f"sqlite:///{tmp_path}/foreshock.db")
+    constants = json.dumps({"finished_run_seconds": FINISHED_SECONDS})
+    return start([sys.executable, "-P", "-m", "foreshock.server.testing", constants], port, "/readyz")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.faults.hostile_server import (
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
+from foreshock.server.testing.fixed import settings_with
 
 BUSY_SECONDS = 3.0
 """What a machine with other work may add to a deadline."""
@@ -30,7 +31,7 @@ def eventually(what: str, look: Callable[[], object], seconds: float = 20.0) -> 
 
 def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:
     quick: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
-    config = AgentConfig(run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
+    config = settings_with(AgentConfig, run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
     made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
     made.start()
     return made

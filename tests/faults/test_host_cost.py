@@ -112,7 +112,7 @@ def test_a_service_in_trouble_costs_a_step_next_to_nothing(
     trouble: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     assert LAYERS * HEADS == 144
-    blocks = sizes("host_steps", quick=200, long=5000) // BLOCK
+    blocks = sizes("host_steps", quick=600, long=5000) // BLOCK
     done = subprocess.run(
         [sys.executable, "-P", "-c", CHILD, trouble, str(tmp_path), str(blocks)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},

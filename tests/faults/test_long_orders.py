@@ -10,6 +10,7 @@ from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
 from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing.fixed import settings_with
 
 ORDERS = 14
 
@@ -25,7 +26,9 @@ def until(what: str, look: Callable[[], bool]) -> None:
 @pytest.mark.promise("S11")
 def test_an_agent_takes_more_than_a_mebibyte_of_orders_and_sends_no_batch_twice(tmp_path: Path) -> None:
     rank = FakeRank(run="a-run", layers=100, heads=range(100))
-    config = AgentConfig(run="a-run", url=None, spool_directory=None, send_every_seconds=0.02, heartbeat_seconds=3600)
+    config = settings_with(
+        AgentConfig, run="a-run", spool_directory=None, send_every_seconds=0.02, heartbeat_seconds=3600.0
+    )
     order = {"who": "ann", "reason": "it drifts", "heads": wire.head_refs(rank.layers), "mode": "row_corrected"}
     taken: dict[str, wire.Command] = {}
     with LiveService(tmp_path) as service, service.client() as client:

@@ -20,7 +20,7 @@ from tests.faults.hostile_server import HostileServer, acknowledge, answer, hang
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract import wire
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
 SCRIPT = Path(__file__).parent / "training.py"
@@ -28,9 +28,13 @@ QUICK: dict[str, Any] = {
     "run": "a-run",
     "sample_every_steps": 1,
     "sample_every_seconds": 0.0,
-    "send_every_seconds": 0.02,
     "quiet": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def sends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "send_every_seconds", 0.02)
 
 
 @contextmanager

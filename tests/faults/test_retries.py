@@ -92,8 +92,7 @@ def test_a_refusal_is_counted_and_never_asked_again(status: int) -> None:
         eventually("the next batch", lambda: 2 in steps_at(server))
         to.close(2)
         assert to.dropped == {f"refused_{status}": 1}
-        # 422 may mean that the service is of 0.1.0: the batch is asked for once more, in that version's form
-        assert server.sequences() == ([1, 1, 2] if status == 422 else [1, 2])
+        assert server.sequences() == [1, 2]
 
 
 @pytest.mark.promise("A3")

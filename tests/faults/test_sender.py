@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
-from pydantic import ValidationError
 from tests.faults.hostile_server import (
     HostileServer,
     acknowledge,
@@ -22,10 +20,8 @@ from tests.faults.hostile_server import (
     reply,
 )
 from tests.faults.sending import BUSY_SECONDS, IN_ORDER_SECONDS, eventually, sample, send, started_sender, steps_at
-from tests.server import version_0_1_0 as old
 
 from foreshock.contract import wire
-from foreshock.contract.slots import identity_row
 
 
 def told_beside(server: HostileServer, header: str) -> list[tuple[str, str | None]]:
@@ -164,48 +160,6 @@ def test_a_malformed_answer_acknowledges_nothing_and_raises_nothing(name: str, q
         to.close(2)
         assert to.faults == {}
         assert to.dropped == {}
-
-
-def old_service(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """As 0.1.0 does: refuse a batch with anything in it that is not known."""
-    try:
-        old.reader().Batch.model_validate_json(body)
-    except ValidationError:
-        reply(connection, 422, b'{"detail":"The batch is malformed"}')
-    else:
-        taken.append(json.loads(body))
-        acknowledge(server, connection, body)
-
-
-taken: list[dict[str, Any]] = []
-
-
-@pytest.mark.promise("S16")
-def test_a_service_of_0_1_0_gets_all_that_it_understands_and_a_later_one_the_rest_from_then_on(tmp_path: Path) -> None:
-    taken.clear()
-    words = np.tile(identity_row(), (2, 1))
-    more = wire.Array.of(np.concatenate([words, words[:, :3]], axis=1))
-    switched = wire.Switched(
-        id="s", step=1, outcome="applied", heads=((0, 1),), before=("plain",), after=("row_corrected",), reason="auto"
-    )
-    with hostile_server(old_service) as server:
-        to = started_sender(server.url, tmp_path)
-        for step in (1, 2, 3):
-            to.put(sample(step).model_copy(update={"states": more}))
-            to.put(switched)
-            eventually("the batch", lambda n=step: any(e["step"] == n for b in taken for e in b["events"]))  # type: ignore[misc]
-        server.behaviour = acknowledge  # the service is upgraded
-        to.put(sample(4).model_copy(update={"states": more}))
-        eventually("the batch of the new service", lambda: 4 in steps_at(server))
-        to.close(2)
-    assert (to.dropped, to.faults) == ({}, {})
-    events = [event for batch in taken for event in batch["events"]]
-    assert [e["step"] for e in events if e["kind"] == "sample"] == [1, 2, 3]
-    assert {e["states"]["shape"][1] for e in events if e["kind"] == "sample"} == {13}
-    assert [e["reason"] for e in events if e["kind"] == "switched"] == [
-        "auto (layer 0 head 1 from plain to row_corrected)"
-    ] * 3
-    assert server.batches[-1]["events"][-1]["states"]["shape"][1] > 13
 
 
 def test_an_answer_of_a_newer_service_is_taken_with_orders_and_fields_that_are_not_known_here() -> None:

@@ -1,6 +1,7 @@
 """The spool: torn, flipped, full, read-only, vanished. Nothing before a torn tail is lost; training never notices."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -12,11 +13,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreshock.monitor.transport import private_folder
 from foreshock.monitor.transport import spool as spooling
-from foreshock.monitor.transport.spool import Spool, frame, leftovers, spool_path
+from foreshock.monitor.transport.private_folder import PrivateFolder
+from foreshock.monitor.transport.spool import Spool, frame, leftovers, run_folder
 
 BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + b'"}')]
 WHOLE = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)
+
+
+def spool_at(path: Path, max_bytes: int = 2**20) -> Spool:
+    """The spool of a living boot in this file."""
+    return Spool(PrivateFolder(path.parent), path.stem, max_bytes)
+
+
+def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 0) -> bytes:
+    return json.dumps({"run": run, "boot": boot, "sequence": sequence, "events": [], "padding": "x" * padding}).encode()
+
+
+def left_behind(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
+    """What a process of this boot leaves that dies with batches unsent."""
+    with Spool(run_folder(directory, run), boot, 2**20) as dead:
+        for sequence, payload in enumerate(payloads, 1):
+            dead.append(sequence, payload)
+        return dead.path
 
 
 def drain(spool: Spool) -> list[tuple[int, bytes]]:
@@ -35,12 +55,12 @@ def append_all(spool: Spool, kept: list[tuple[int, bytes]]) -> None:
 
 def reread(path: Path, content: bytes) -> list[tuple[int, bytes]]:
     path.write_bytes(content)
-    with Spool(path, 2**20) as spool:
+    with spool_at(path) as spool:
         return drain(spool)
 
 
 def test_batches_come_back_in_order_and_an_emptied_spool_leaves_no_file(tmp_path: Path) -> None:
-    with Spool(tmp_path / "a.spool", 2**20) as spool:
+    with spool_at(tmp_path / "a.spool") as spool:
         for sequence, payload in BATCHES:
             assert spool.append(sequence, payload)
         assert (spool.boot, spool.highest, len(spool)) == ("a", 3, 3)
@@ -62,7 +82,7 @@ def test_a_file_torn_at_every_byte_gives_back_every_batch_before_the_tear(tmp_pa
 def test_after_a_torn_tail_is_cut_new_batches_are_readable(tmp_path: Path) -> None:
     path = tmp_path / "t.spool"
     path.write_bytes(WHOLE[:-3])
-    with Spool(path, 2**20) as spool:
+    with spool_at(path) as spool:
         spool.append(9, b"later")
         assert drain(spool) == [*BATCHES[:2], (9, b"later")]
 
@@ -117,7 +137,7 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
 
         monkeypatch.setattr(spooling, "_pwrite", write)
         kept: list[tuple[int, bytes]] = []
-        with Spool(path, 2**20) as spool:
+        with spool_at(path) as spool:
             with pytest.raises(OSError, match="No space left"):
                 append_all(spool, kept)
             assert drain(spool) == kept
@@ -125,7 +145,7 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
 
 
 def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> None:
-    with Spool(tmp_path / "a.spool", 100) as spool:
+    with spool_at(tmp_path / "a.spool", 100) as spool:
         assert spool.append(1, b"x" * 60)
         assert not spool.append(2, b"x" * 60)
         assert spool.append(2, b"x" * 60, force=True)
@@ -133,7 +153,7 @@ def test_a_full_spool_says_no_and_takes_words_all_the_same(tmp_path: Path) -> No
 
 
 def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: Path) -> None:
-    with Spool(tmp_path / "a.spool", 1000) as spool:
+    with spool_at(tmp_path / "a.spool", 1000) as spool:
         sent, sequence = [], 0
         for _ in range(200):
             while spool.append(sequence + 1, bytes(f"{sequence + 1:050d}", "ascii")):
@@ -149,32 +169,32 @@ def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: 
 @pytest.mark.promise("A8")
 def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Path) -> None:
     for run, boot in (("mine", "0001"), ("mine", "0002"), ("other", "0003")):
-        with Spool(spool_path(tmp_path, run, boot), 2**20) as dead:
-            dead.append(1, boot.encode())
-    with Spool(spool_path(tmp_path, "mine", "0004"), 2**20) as living:
-        living.append(1, b"mine, alive")
-        found, removed = leftovers(tmp_path, "mine", 2**20)
+        left_behind(tmp_path, run, boot, batch_of(boot, run=run))
+    folder = run_folder(tmp_path, "mine")
+    with Spool(folder, "0004", 2**20) as living:
+        living.append(1, batch_of("0004"))
+        found, removed = leftovers(folder, "mine", 2**20)
         assert ([s.boot for s in found], removed) == (["0001", "0002"], 0)
-        assert [drain(s) for s in found] == [[(1, b"0001")], [(1, b"0002")]]
+        assert [drain(s) for s in found] == [[(1, batch_of("0001"))], [(1, batch_of("0002"))]]
         for old in found:
             old.close()
-    assert leftovers(tmp_path, "mine", 2**20)[0][0].boot == "0004"
+    assert leftovers(folder, "mine", 2**20)[0][0].boot == "0004"
 
 
 STARTS = """
 import importlib.util, os, sys
 from pathlib import Path
-found = importlib.util.spec_from_file_location("spool", sys.argv[4])  # alone: the package would import PyTorch
-spool = importlib.util.module_from_spec(found)
-found.loader.exec_module(spool)
-Spool, leftovers, spool_path = spool.Spool, spool.leftovers, spool.spool_path
-folder, name = Path(sys.argv[1]), sys.argv[2]
+for file in map(Path, sys.argv[4:]):  # alone: the package would import PyTorch
+    found = importlib.util.spec_from_file_location(f"foreshock.monitor.transport.{file.stem}", file)
+    spool = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(spool)
+directory, name = Path(sys.argv[1]), sys.argv[2]
 held, kept = [], []
 sys.stdin.readline()
 for n in range(int(sys.argv[3])):
-    path = spool_path(folder, "mine", f"{n:04}-{name}")
-    kept += leftovers(folder, "mine", 2**20)[0]
-    held.append(Spool(path, 2**20))
+    folder = spool.run_folder(directory, "mine")
+    kept += spool.leftovers(folder, "mine", 2**20)[0]
+    held.append(spool.Spool(folder, f"{n:04}-{name}", 2**20))
 there = [s.path.exists() and os.path.samestat(s.path.stat(), os.fstat(s._fd)) for s in held]
 print(there.count(False), flush=True)
 sys.stdin.readline()
@@ -187,9 +207,10 @@ def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one
 ) -> None:
     spools = sizes("spools_of_each", quick=6, long=60)
     record_property("spools held by 8 processes", 8 * spools)
+    files = [str(module.__file__) for module in (private_folder, spooling)]
     starts = [
         subprocess.Popen(
-            [sys.executable, "-c", STARTS, str(tmp_path), str(name), str(spools), str(spooling.__file__)],
+            [sys.executable, "-c", STARTS, str(tmp_path), str(name), str(spools), *files],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -213,15 +234,15 @@ def test_a_spool_that_another_process_removes_between_opening_and_locking_is_mad
     path, opened = tmp_path / "late.spool", os.open
     open_once = [True]
 
-    def open_and_lose(name: Any, *rest: Any) -> int:
-        fd = opened(name, *rest)
-        if Path(name) == path and open_once:
+    def open_and_lose(name: Any, *rest: Any, **place: Any) -> int:
+        fd = opened(name, *rest, **place)
+        if name == path.name and open_once:
             open_once.clear()
             path.unlink()
         return fd
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    with Spool(path, 2**20) as spool:
+    with spool_at(path) as spool:
         spool.append(7, b"kept")
         with path.open("rb") as file:
             assert file.read() == frame(7, b"kept")
@@ -229,9 +250,8 @@ def test_a_spool_that_another_process_removes_between_opening_and_locking_is_mad
 
 def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
     for boot in ("0001", "0002", "0003"):
-        with Spool(spool_path(tmp_path, "mine", boot), 2**20) as dead:
-            dead.append(1, b"x" * 80)
-    found, removed = leftovers(tmp_path, "mine", 210)
+        size = left_behind(tmp_path, "mine", boot, batch_of(boot)).stat().st_size
+    found, removed = leftovers(run_folder(tmp_path, "mine"), "mine", 2 * size + 10)
     assert ([s.boot for s in found], removed) == (["0002", "0003"], 1)
     for old in found:
         old.close()
@@ -239,9 +259,88 @@ def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.promise("A16")
 def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(tmp_path: Path) -> None:
-    path = spool_path(tmp_path, "../../etc/run", "0001")
+    umask = os.umask(0)
+    try:
+        path = left_behind(tmp_path / "made" / "too", "../../etc/run", "0001", b"x")
+    finally:
+        os.umask(umask)
     assert path.resolve().is_relative_to(tmp_path)
-    with Spool(path, 2**20) as spool:
-        spool.append(1, b"x")
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    made = [above for above in path.parents if above.is_relative_to(tmp_path) and above != tmp_path]
+    assert [above.stat().st_mode & 0o777 for above in made] == [0o700] * 3
+
+
+@pytest.mark.promise("A17")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        batch_of("0001", run="of-another"),
+        batch_of("0009"),
+        batch_of("0001", sequence=7),
+        b"no batch at all",
+        b"[]",
+        b"[" * 100_000,
+    ],
+)
+def test_a_batch_of_another_run_or_process_is_not_sent_with_this_ones_token(tmp_path: Path, batch: bytes) -> None:
+    left_behind(tmp_path, "mine", "0001", batch, batch_of("0001", 2))
+    [found], _ = leftovers(run_folder(tmp_path, "mine"), "mine", 2**20)
+    with found:
+        assert drain(found) == [(2, batch_of("0001", 2))]
+
+
+def planted(folder: Path, kind: str) -> tuple[Path, bytes]:
+    """Something in the place of a spool, and what it is about to lose."""
+    path, precious = folder / "0001.spool", b"precious" * 1000
+    if kind == "a link to a file":
+        target = folder.parent.parent / "checkpoint.pt"
+        target.write_bytes(precious)
+        path.symlink_to(target)
+    elif kind == "a second name of a file":
+        target = folder.parent.parent / "checkpoint.pt"
+        target.write_bytes(precious)
+        path.hardlink_to(target)
+    elif kind == "another file":
+        path.write_bytes(precious)
+    elif kind == "a file that others may write":
+        path.write_bytes(precious := frame(1, batch_of("0001")))
+        path.chmod(0o666)
+    elif kind == "a file too large":
+        path.write_bytes(precious := frame(1, batch_of("0001")))
+        os.truncate(path, 20 * 2**30)  # sparse
+        precious += bytes(100)
+    return path, precious
+
+
+@pytest.mark.promise("A17")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("a link to a file", "a link is not followed"),
+        ("a second name of a file", "has a second name"),
+        ("another file", "holds no batches"),
+        ("a file that others may write", "may be written to by others"),
+        ("a file too large", "is larger than 2097152 bytes, twice FORESHOCK_SPOOL_BYTES"),
+    ],
+)
+def test_what_is_no_spool_is_named_and_left_as_it_is(
+    kind: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "spool"
+    left_behind(directory, "mine", "0002", batch_of("0002"))
+    path, precious = planted(run_folder(directory, "mine").path, kind)
+    [found], removed = leftovers(run_folder(directory, "mine"), "mine", 2**20)
+    assert (found.boot, removed) == ("0002", 0)
+    found.close()
+    assert [why in record.getMessage() and str(path) in record.getMessage() for record in caplog.records] == [True]
+    with path.open("rb") as file:
+        assert file.read(len(precious)) == precious
+
+
+@pytest.mark.promise("A17")
+def test_a_living_boot_takes_no_file_that_is_no_spool(tmp_path: Path) -> None:
+    path = tmp_path / "0001.spool"
+    path.write_bytes(b"precious")
+    with pytest.raises(PermissionError, match="holds no batches"):
+        spool_at(path)
+    assert path.read_bytes() == b"precious"

@@ -55,9 +55,10 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 
 @pytest.mark.promise("A13")
-def test_the_agent_calls_no_collective() -> None:
+def test_the_agent_calls_no_collective_but_for_qk_clip() -> None:
     asks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
     classes = {"FSDPModule", "DTensor"}  # to be recognised
+    of_qk_clip = {"all_reduce", "ReduceOp", "ProcessGroup", "group"}  # which is asked for by itself
     reached, asked = 0, 0
     for name, node in sources():
         where = f"{name} line {getattr(node, 'lineno', 0)}"
@@ -65,7 +66,8 @@ def test_the_agent_calls_no_collective() -> None:
             assert node.attr not in {"full_tensor", "redistribute", "unshard"}, f"{where} gathers a sharded tensor"
             reached += node.attr == "distributed"
             if isinstance(node.value, ast.Attribute) and node.value.attr == "distributed":
-                assert node.attr in asks, f"{where} calls torch.distributed.{node.attr}"
+                allowed = asks | of_qk_clip if name in ("clipping.py", "replicas.py", "scaling.py") else asks
+                assert node.attr in allowed, f"{where} calls torch.distributed.{node.attr}"
                 asked += 1
         if isinstance(node, ast.Import):
             assert not any("distributed" in a.name for a in node.names), f"{where} imports torch.distributed"

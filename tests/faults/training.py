@@ -16,15 +16,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 
 BUSY: Final[dict[str, Any]] = {
     "sample_every_steps": 1,
     "sample_every_seconds": 0.0,
-    "send_every_seconds": 0.05,
     "quiet": True,
 }
-"""An agent that samples every step and sends at once."""
+"""An agent that samples every step, and, by the line below, sends at once."""
+AgentConfig.send_every_seconds = 0.05
 
 
 class Attention(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.row_error import mean_error
 from torch import Tensor
 
-from foreshock.benchmarks.row_error import mean_error
 from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, CausalAlignment, Numerics, new_state, reference

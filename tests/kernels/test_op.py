@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import foreshock.kernels.flash_attention as flash_attention_package
+import foreshock.kernels.flash_attention.triton_kernels as triton_kernels_package
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state, op
 from foreshock.kernels.flash_attention.op import attention_backward, attention_forward
@@ -141,8 +141,8 @@ def test_the_reference_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("fresh_choice")
 def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
-    monkeypatch.setitem(sys.modules, "foreshock.kernels.flash_attention.backward", None)
-    monkeypatch.delattr(flash_attention_package, "backward", raising=False)
+    monkeypatch.setitem(sys.modules, "foreshock.kernels.flash_attention.triton_kernels.backward", None)
+    monkeypatch.delattr(triton_kernels_package, "backward", raising=False)
     with pytest.warns(UserWarning, match="Triton kernels are not available"):
         assert op._triton() is None
     assert op._triton() is None  # and no second warning, which would be an error

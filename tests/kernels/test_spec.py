@@ -51,9 +51,6 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
         ((Q, K, K), {"state": torch.zeros(4, 3)}, rf"give int64 \[4, {SLOT_COUNT}\]"),
         ((Q, K, K), {"modes": torch.zeros(4)}, r"modes is torch.float32 \[4\]; give int32 \[4\]"),
         ((Q, K, K), {"modes": torch.zeros(4, dtype=torch.int32, device="meta")}, "modes lies on meta; move it to cpu"),
-        ((Q, K, K), {"cadence": torch.tensor([2, 0])}, "give a state that they are counted into"),
-        ((Q, K, K), {"cadence": torch.zeros(2)}, r"cadence is torch.float32 \[2\]; give int64 \[2\]"),
-        ((Q, K, K), {"cadence": torch.zeros(2, 2, dtype=torch.int64)[:, 0]}, "side by side: k, tick"),
     ],
 )
 def test_wrong_input_gets_a_sentence(inputs: tuple[Tensor, ...], options: dict[str, Any], sentence: str) -> None:

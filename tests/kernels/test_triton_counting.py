@@ -15,7 +15,7 @@ from tests.kernels.triton_calls import (
 )
 
 from foreshock.contract.slots import Slot
-from foreshock.kernels.flash_attention.counting import raise_maximum
+from foreshock.kernels.flash_attention.triton_kernels.counting import raise_maximum
 
 pytestmark = INTERPRETED
 

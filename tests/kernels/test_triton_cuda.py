@@ -118,38 +118,6 @@ def test_a_captured_graph_counts_at_every_replay_and_obeys_a_mode_changed_betwee
     assert counted(state, Slot.SHIFTED_ROWS) == [512.0] * 4
 
 
-def test_a_captured_graph_looks_at_other_rows_at_each_replay_and_obeys_a_k_changed_between() -> None:
-    tensors, state = leaves(512), new_state(4, "cuda")
-    cadence = torch.tensor([4, 0], device="cuda")
-    grad = torch.randn_like(tensors[0])
-
-    def step() -> None:
-        out = flash_attention(*tensors, causal=True, state=state, cadence=cadence)
-        torch.autograd.grad(out, tensors, grad)
-
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    state.copy_(new_state(4, "cuda"))
-    for _ in range(4):
-        graph.replay()
-    assert cadence.tolist() == [4, 5]  # capturing runs nothing
-    assert counted(state) == [4 * 1024.0] * 4
-    assert counted(state, Slot.SKIPPED_ROWS) == [3 * 1024.0] * 4
-    ties = counted(state, Slot.TIED_ROWS_BF16)
-    state.copy_(new_state(4, "cuda"))
-    cadence[0] = 1
-    graph.replay()
-    assert counted(state, Slot.SKIPPED_ROWS) == [0.0] * 4
-    assert counted(state, Slot.TIED_ROWS_BF16) == ties
-    assert sum(ties) > 0
-
-
 @pytest.mark.promise("K10")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_whole_it_computes_and_counts_the_same(checkpointed: bool) -> None:

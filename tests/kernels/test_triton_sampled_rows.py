@@ -1,5 +1,6 @@
 """The kernels that measure sampled rows, against the same in PyTorch on the same rows."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,45 +12,43 @@ from torch import Tensor
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, Slot, Words, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, new_state
 from foreshock.kernels.flash_attention.sampled_rows import count_sampled_rows, serves
-from foreshock.monitor.attention import probe
-from foreshock.monitor.attention.probed_rows import Call
+from foreshock.monitor.attention.probe import new_ticks
+from foreshock.monitor.attention.probed_rows import Call, measure, sizes
 
 pytestmark = INTERPRETED
 
 
-def tensors(dtype: torch.dtype, length_q: int = 7, length_k: int = 18, dim: int = 16) -> list[Tensor]:
-    """grad_out, out, query, key, value; scores drift by 4, so that rows tie once rounded."""
+def tensors(
+    dtype: torch.dtype, length_q: int = 7, length_k: int = 18, dim: int = 16, dim_v: int = 16, batch: int = 2
+) -> Call:
+    """Operands whose scores drift by 4, so that rows tie once rounded."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(length: int, heads: int) -> Tensor:
-        return torch.randn(2, length, heads, dim, generator=generator).transpose(1, 2)
+    def draw(length: int, heads: int, dim: int) -> Tensor:
+        return torch.randn(batch, length, heads, dim, generator=generator).transpose(1, 2)
 
-    grad, out, value = draw(length_q, 4), draw(length_q, 4), draw(length_k, 2)
-    query, key = draw(length_q, 4).round() + 2, draw(length_k, 2).round() + 2
-    return [x.to(DEVICE, dtype) for x in (grad, out, query, key, value)]
+    grad, out, value = draw(length_q, 4, dim_v), draw(length_q, 4, dim_v), draw(length_k, 2, dim_v)
+    query, key = draw(length_q, 4, dim).round() + 2, draw(length_k, 2, dim).round() + 2
+    return Call(*(x.to(DEVICE, dtype) for x in (grad, out, query, key, value)))
 
 
-def both(call: list[Tensor], rows: int, heads: int, times: int = 1, **options: Any) -> tuple[Words, Words]:
+def both(call: Call, rows: int, times: int = 1, **options: Any) -> tuple[Words, Words]:
     """The state after `times` measurements by the kernels, and by PyTorch."""
     spec = AttentionSpec(**{"scale": 0.2, **options})
     ours, truth = new_state(4, DEVICE), new_state(4, DEVICE)
-    tick, ticks = (
-        probe.new_ticks(3, torch.device(DEVICE))[1].clone(),
-        probe.new_ticks(3, torch.device(DEVICE))[1].clone(),
-    )
-    sampling = probe.Sampling(rows, heads)
-    masked = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=DEVICE)  # which the kernels do not take
-    grad, out, query, key, value = call
-    assert serves(query, key, value, out, spec)
+    tick, ticks = (new_ticks(3, torch.device(DEVICE))[1].clone() for _ in range(2))
+    chosen = sizes(rows, *call.query.shape[::2])
+    assert serves(call.query, call.key, call.value, call.out, spec)
     for _ in range(times):
-        count_sampled_rows(grad, out, query, key, value, ours, tick, rows, heads or 4, spec)
-        probe._sample(sampling, Call(grad, out, query, key, value, masked), truth, ticks, spec)
+        count_sampled_rows(*call, ours, tick, chosen, spec)
+        measure(rows, call, truth, ticks, spec)
+        ticks += 1
     assert tick.item() == ticks.item()
     return ours.cpu().numpy(), truth.cpu().numpy()
 
 
 def assert_same(ours: Words, truth: Words) -> None:
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ, Slot.ENTROPY_SUM):
         np.testing.assert_allclose(
             slot_values(ours, slot), slot_values(truth, slot), rtol=3e-6, atol=3e-6, err_msg=slot.name
         )
@@ -71,29 +70,88 @@ def assert_same(ours: Words, truth: Words) -> None:
     ],
 )
 def test_every_row_is_measured_as_in_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    ours, truth = both(tensors(dtype), 10**6, 0, **options)
+    ours, truth = both(tensors(dtype), 10**6, **options)
     assert slot_values(ours, Slot.ROWS).tolist() == [14] * 4
     assert slot_values(ours, Slot.TIED_ROWS_BF16).sum() > 0
     assert_same(ours, truth)
 
 
-def test_the_same_rows_are_drawn_of_the_same_heads() -> None:
-    ours, truth = both(tensors(torch.bfloat16), 3, 3, times=2, causal="top_left")
-    assert slot_values(ours, Slot.ROWS).tolist() != [0] * 4
-    assert slot_values(ours, Slot.ROWS).sum() == 2 * 3 * 3
+def test_rows_and_keys_of_several_tiles_are_measured_as_in_pytorch() -> None:
+    ours, truth = both(tensors(torch.bfloat16, 90, 150, 24, batch=1), 10**6, causal="bottom_right", window_left=70)
+    assert slot_values(ours, Slot.ROWS).tolist() == [90] * 4
+    assert_same(ours, truth)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    ours, truth = both(tensors(torch.bfloat16, dim=40, dim_v=24), 10**6, causal="top_left")
+    assert slot_values(ours, Slot.DELTA_BIAS_ABS).min() > 0
+    assert_same(ours, truth)
+
+
+def masks(length_q: int, length_k: int) -> dict[str, Tensor]:
+    """Of which the first row of the second entry sees nothing; those of the first three kinds hide the same."""
+    seen = torch.rand(2, 1, length_q, length_k, generator=torch.Generator().manual_seed(1)) < 0.6
+    seen[1, :, 0] = False
+    nothing, far = torch.zeros(seen.shape), torch.arange(length_k) - torch.arange(length_q).view(-1, 1)
+    return {
+        "bool": seen,
+        "-1e9": nothing.masked_fill(~seen, -1e9),
+        "-1e4 in bf16": nothing.masked_fill(~seen, -1e4).bfloat16(),
+        "-inf of each head": nothing.masked_fill(~seen, -math.inf).repeat(1, 4, 1, 1),
+        "of the keys alone": (torch.arange(length_k) < 15).view(1, 1, 1, -1),
+        "alibi": -9.0 * far.abs().float().view(1, 1, length_q, length_k) * torch.arange(1, 5).view(1, 4, 1, 1),
+        "not finite": torch.where(seen & (far == 3), math.nan, 0.0),
+    }
+
+
+@pytest.mark.promise("A20")
+@pytest.mark.parametrize("kind", list(masks(7, 18)))
+def test_a_mask_of_any_kind_is_read_as_in_pytorch(kind: str) -> None:
+    mask = masks(7, 18)[kind].to(DEVICE)
+    ours, truth = both(tensors(torch.bfloat16)._replace(mask=mask), 10**6)
+    assert_same(ours, truth)
+    if kind in ("bool", "-1e9", "-1e4 in bf16", "-inf of each head"):
+        assert slot_values(ours, Slot.EMPTY_ROWS).tolist() == [1] * 4
+        plain = both(tensors(torch.bfloat16)._replace(mask=masks(7, 18)["bool"].to(DEVICE)), 10**6)[0]
+        np.testing.assert_allclose(
+            slot_values(ours, Slot.SCORE_OFFSET_SUM), slot_values(plain, Slot.SCORE_OFFSET_SUM), rtol=1e-6
+        )
+    if kind == "not finite":
+        assert slot_values(ours, Slot.NONFINITE_ROWS).min() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"causal": "top_left"}, {"window_left": 3}])
+def test_rows_of_packed_sequences_see_their_own(options: dict[str, Any]) -> None:
+    bounds = {
+        "cu_queries": torch.tensor([0, 3, 3, 11, 20], dtype=torch.int32, device=DEVICE),
+        "cu_keys": torch.tensor([0, 7, 9, 9, 22], dtype=torch.int32, device=DEVICE),
+    }
+    for rows in (10**6, 20):
+        ours, truth = both(tensors(torch.bfloat16, 24, 26, batch=1)._replace(**bounds), rows, **options)
+        assert slot_values(ours, Slot.EMPTY_ROWS).min() > 0  # those without keys, and behind the last sequence
+        assert_same(ours, truth)
+
+
+@pytest.mark.parametrize(("batch", "length", "rows"), [(2, 24, 33), (40, 18, 64), (3, 50, 120)])
+def test_the_same_rows_are_drawn(batch: int, length: int, rows: int) -> None:
+    call = tensors(torch.bfloat16, length, length, batch=batch)
+    entries, count = sizes(rows, batch, length)
+    ours, truth = both(call, rows, times=2, causal="top_left")
+    assert slot_values(ours, Slot.ROWS).tolist() == [2 * entries * count] * 4
+    assert rows <= entries * count < batch * length
     assert_same(ours, truth)
 
 
 def test_empty_rows_and_rows_that_are_not_finite_are_counted_apart() -> None:
     call = tensors(torch.bfloat16, length_q=18, length_k=7)
-    call[2][0, 1, 15] = float("nan")
-    call[3][1, 0, 3] = float("nan")
-    ours, truth = both(call, 10**6, 0, causal="bottom_right")
+    call.query[0, 1, 15] = float("nan")
+    call.key[1, 0, 3] = float("nan")
+    ours, truth = both(call, 10**6, causal="bottom_right")
     assert slot_values(ours, Slot.EMPTY_ROWS).tolist() == [22] * 4
     assert slot_values(ours, Slot.NONFINITE_ROWS).tolist() == [4, 5, 0, 0]
     assert_same(ours, truth)
 
 
 def test_wide_operands_are_left_to_pytorch() -> None:
-    _, out, query, key, value = tensors(torch.float32)
-    assert not serves(query, key, value, out, AttentionSpec(scale=1.0))
+    call = tensors(torch.float32)
+    assert not serves(call.query, call.key, call.value, call.out, AttentionSpec(scale=1.0))

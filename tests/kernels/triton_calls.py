@@ -9,8 +9,9 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot, slot_values
-from foreshock.kernels.flash_attention import AttentionSpec, backward, forward, new_state, reference
+from foreshock.kernels.flash_attention import AttentionSpec, new_state, reference
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
+from foreshock.kernels.flash_attention.triton_kernels import backward, forward
 
 INTERPRETED = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
@@ -79,13 +80,12 @@ def attend(
     seed: Tensor | None = None,
     by_reference: bool = False,
     longest: tuple[int, int] | None = None,
-    cadence: Tensor | None = None,
     grad_lse: Tensor | None = None,
 ) -> Outputs:
     """Forward and backward by the Triton kernels, or by the reference."""
     query, key, value, grad = inputs
     lengths = longest or (query.shape[2], key.shape[2])
-    given = Arguments(modes, cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec, cadence)
+    given = Arguments(modes, cu_seqlens_q, cu_seqlens_k, *lengths, seed, spec)
     outputs = (reference if by_reference else forward).attention_forward(query, key, value, given)
     state = new_state(query.shape[1], query.device)
     saved = Saved(query, key, value, *outputs)

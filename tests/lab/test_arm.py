@@ -3,7 +3,7 @@
 import pytest
 
 from foreshock.contract.modes import MODES, is_mode
-from foreshock.lab.training.arm import ARMS, HABITS, UNTREATED, find_arm, variant
+from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
 
 MODE_NAMES = [mode.name for mode in MODES]
 UNION = "row-corrected+centred-keys"
@@ -29,10 +29,10 @@ def test_every_arm_of_the_list_is_found_by_its_name_and_people_read_of_a_baselin
     assert all(variant(name) == name for name in ARMS if name != UNTREATED.name)
 
 
-def test_cured_from_the_first_step_are_float32_modes_and_what_people_can_do_without_us() -> None:
+def test_cured_from_the_first_step_are_float32_and_modes() -> None:
     cured = {name for name, arm in ARMS.items() if arm.cured}
     told = {name.replace("_", "-") for name in MODE_NAMES if name != "plain"}
-    assert cured == {"control", "control-again"} | told | {habit.name for habit in HABITS}
+    assert cured == {"control", "control-again"} | told
 
 
 @pytest.mark.parametrize(

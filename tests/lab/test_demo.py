@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.lab.eager_detectors import EagerDetectors
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row
-from foreshock.lab import demo, recorded_story
-from foreshock.lab.demo_show import Show
+from foreshock.lab import demo
+from foreshock.lab.demo_show import NO_KEY_BIAS, Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
-from foreshock.monitor.detect.detectors import DetectorConfig
-from foreshock.server.testing import LiveService
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -27,21 +27,15 @@ TINY = replace(
     steps=200,
     warmup_steps=10,
 )
-SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper", mitigation="exact_delta")
-EARLY = DetectorConfig(
-    horizon_lives=None,  # as in the demo
-    settle_steps=0,
+SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper")
+EARLY = EagerDetectors(
+    horizon_lives=None,
     block_steps=25,
     window_steps=200,
     earliest_steps=0,
     persist_blocks=1,
     offset_level=0.01,
     score_level=0.01,
-    young_growth=1.001,
-    offset_change=0.01,
-    share_of_newer_half=0.0,
-    noise_multiple=0.0,
-    peer_excess=0.0,
 )
 
 
@@ -124,6 +118,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "switch_step": None,
         "planned_steps": 13,
         "mitigation": "exact_delta",
+        "control": "control",
         "arms": arms,
     } | changes
 
@@ -133,7 +128,7 @@ def test_a_demo_without_a_warning_says_so() -> None:
     told["arms"]["untreated"]["offset_by_step"] = {"4": [9.0], "9": [-2.5]}
     said = demo.comparison(told)
     assert "No head was warned about within 9 of 13 steps" in said
-    assert "Layer 0 head 1 drifted furthest: its score offset is -2.50 nats, 3.50 from the same head in float32" in said
+    assert "Layer 0 head 1 drifted furthest: its score offset is -2.50 nats, 3.50 from the same head of control" in said
 
 
 def test_a_warned_control_is_not_hidden() -> None:
@@ -166,27 +161,15 @@ def test_the_comparison_says_how_far_the_head_moved_after_the_switch_with_and_wi
     assert demo.comparison(told) == said
 
 
-def check_told(recorded: dict[str, Any], text: str, picture: Path) -> None:
-    assert recorded["switch_step"] < recorded["harm_step"]
-    assert recorded["first_warning_step"] < recorded["dangerous_step"] < recorded["harm_step"]
-    losses = recorded["losses"]
-    assert losses["rescued"] < 1.02 * losses["control"] < 2 * losses["control"] < losses["untreated"]
-    assert f"step {recorded['harm_step']:>5}  baseline   the loss leaves that of the float32 training." in text
-    assert picture.stat().st_size > 10_000
-
-
-def test_the_recorded_explosion_is_judged_anew_shown_on_the_page_and_drawn(tmp_path: Path) -> None:
-    said, picture = io.StringIO(), tmp_path / "picture.png"
-    with LiveService(tmp_path) as service, service.client() as client:
-        recorded = recorded_story.tell(Console(file=said, width=200), service.url, "now", picture)
-        for variant in ("baseline", "rescued", "control"):
-            shown = client.get(f"/v1/runs/recorded-now-{variant}").raise_for_status().json()
-            assert shown["last_step"] > recorded["harm_step"]
-    check_told(recorded, said.getvalue(), picture)
+def test_a_demo_on_a_cpu_names_the_recorded_failures_and_one_on_a_gpu_does_not() -> None:
+    warned = {"layer": 0, "head": 1, "signal": "offset", "cause": "rounding"}
+    told = result(first_warning=warned, first_warning_step=4)
+    assert demo.comparison(told).endswith("Recorded ones: foreshock demo")
+    assert "foreshock demo" not in demo.comparison(told | {"on_gpu": True})
 
 
 @pytest.mark.full
-def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosion(tmp_path: Path) -> None:
+def test_a_demo_whose_time_runs_out_before_a_warning_says_so(tmp_path: Path) -> None:
     said = io.StringIO()
     told = demo.main(
         tmp_path / "report.json",
@@ -199,24 +182,28 @@ def test_a_demo_whose_time_runs_out_before_a_warning_tells_the_recorded_explosio
     )
     assert told["first_warning"] is None
     assert "No head was warned about" in said.getvalue()
-    check_told(told["recorded"], said.getvalue(), tmp_path / "picture.png")
 
 
 @pytest.mark.full
-def test_the_whole_demo_warns_branches_compares_and_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_demo_warns_branches_compares_and_reports(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, str(Path(__file__).parents[2])]
+    )  # where its workers find EagerDetectors
     said = io.StringIO()
     told = demo.main(
         tmp_path / "report.json",
         seed=6,  # three of its four heads are far beyond these thresholds, whatever a processor rounds
         port=0,
         picture=tmp_path / "picture.png",
-        show=replace(SHOW, numerics="kernel"),
+        show=replace(SHOW, numerics="kernel", without=NO_KEY_BIAS, without_is="the same without"),
         agent_settings={"detectors": EARLY},
         console=Console(file=said, width=200),
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == told
-    assert set(report["arms"]) == {"untreated", "control", "rescued"}
+    assert set(report["arms"]) == {"untreated", "no-key-bias", "rescued"}
     assert report["first_warning_step"] is not None
     assert {"layer", "head", "signal", "evidence"} <= report["first_warning"].keys()
     assert 0 < report["branch_step"] < report["first_warning_step"]

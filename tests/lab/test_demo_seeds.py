@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from foreshock.cli import laboratory
-from foreshock.lab import demo_seeds
-from foreshock.lab.demo_seeds import Shown
+from foreshock.cli.research import laboratory
 from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
+from foreshock.lab.sets import demo_seeds
+from foreshock.lab.sets.demo_seeds import Shown
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training
+from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
@@ -29,12 +30,15 @@ TINY = replace(
     steps=30,
     warmup_steps=10,
 )
-SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper", mitigation="exact_delta")
+SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper")
 
 
 def shown(**changes: Any) -> Shown:
     values: dict[str, Any] = {
         "recipe": "tiny",
+        "numerics": "paper",
+        "mitigation": "row_corrected",
+        "control": "no-key-bias",
         "seed": 3,
         "processor": "own",
         "steps": 900,
@@ -87,24 +91,39 @@ def test_a_seed_that_is_not_warned_about_is_measured_all_the_same_and_not_kept()
     assert measured.loss_control > 0
 
 
-def test_every_training_of_a_seed_is_watched_by_the_detectors_of_its_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+@pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
+def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure(
+    show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[AgentConfig] = []
 
     class Seen(Training):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            seen.append(self.agent.config.detectors)
+            configs.append(self.agent.config)
 
     monkeypatch.setattr(demo_seeds, "Training", Seen)
-    asked = DetectorConfig(horizon_lives=7.0)
-    demo_seeds.measure(replace(SHOW, detectors=asked), 5)
-    assert seen == [asked, asked]
+    demo_seeds.measure(replace(show, recipe=TINY), 5)
+    assert [config.detectors for config in configs] == [DetectorConfig()] * 2
+    assert show.rescued.mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
 
 
-def test_the_demo_of_a_cpu_says_that_it_warns_however_far_off_the_quality_loss_is() -> None:
-    assert ON_CPU.detectors.horizon_lives is None
-    assert "(horizon_lives)" in ON_CPU.starts_from
-    assert ON_GPU.detectors == DetectorConfig()
+def test_the_demo_of_a_cpu_says_which_numerics_are_not_those_of_a_gpu() -> None:
+    assert ON_CPU.numerics == "paper"
+    assert "as on no GPU" in ON_CPU.starts_from
+    assert ON_CPU.control.model == {"key_bias": False}
+    assert ON_CPU.control.numerics == "paper"
+    assert ON_GPU.numerics == "kernel"
+
+
+def test_a_file_of_another_version_of_the_demo_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    demo_seeds.write(file, [shown()])
+    runs = json.loads(file.read_text())["runs"]
+    del runs[0]["mitigation"]
+    file.write_text(json.dumps({"runs": runs}))
+    with pytest.raises(ValueError, match="of another version of the demo; name another file"):
+        demo_seeds.demo_seeds(SHOW, [3], json_file=file)
 
 
 def test_what_was_measured_is_kept_in_a_file_and_not_measured_again(
@@ -180,5 +199,5 @@ def test_seeds_that_are_no_range_are_refused(seeds: str, tmp_path: Path) -> None
 
 
 def test_a_recipe_that_the_demo_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the demo has no recipe 'kb256'; allowed are key-bias-small, fast-biases"):
+    with pytest.raises(ValueError, match="the demo has no recipe 'kb256'; allowed are key-bias-small, shared-values"):
         told("1", tmp_path / "demo.json", recipe="kb256")

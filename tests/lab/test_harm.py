@@ -5,7 +5,7 @@ import math
 import numpy as np
 from tests.lab.made_up import STEPS, noisy, steps
 
-from foreshock.lab.scoring.harm import first_harm
+from foreshock.lab.recording.harm import first_harm
 
 
 def test_a_run_is_harmed_from_the_first_of_three_blocks_in_a_row_above_its_control() -> None:

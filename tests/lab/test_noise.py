@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from tests.lab.made_up import noisy, record, steps
 
+from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.trace import Steps, read_trace
-from foreshock.lab.scoring.harm import first_harm
 from foreshock.lab.scoring.noise import calibrated_limits, controls_of, limits_of_recipes
 from foreshock.lab.scoring.report import lab_score
 

@@ -1,23 +1,21 @@
 """What recipes may say of a run: shapes of the model, optimizers, text, and harm that is done on purpose."""
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import typer.main
 
 from foreshock.cli.main import app
 from foreshock.contract import wire
-from foreshock.contract.modes import DEFAULT_MITIGATION, MODE_NAMES, mode_name, served_modes
+from foreshock.contract.modes import MODE_NAMES, mode_name, served_modes
 from foreshock.contract.slots import Slot
+from foreshock.lab.sets.published_runs import published
 from foreshock.lab.training.arm import ARMS, CONTROL, UNTREATED, Arm, find_arm
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import ModelConfig
-from foreshock.lab.training.published_runs import published
-from foreshock.lab.training.recipes import RECIPES, Injection, Recipe, find_recipe
+from foreshock.lab.training.recipes import Recipe, find_recipe
 from foreshock.lab.training.run import Training
 
 SHAPE = ModelConfig(layers=2, heads=4, width=32, context=16)
@@ -89,57 +87,13 @@ def test_biases_have_a_rate_or_a_decay_of_their_own_but_not_both(corpus: Corpus)
         Training(replace(TINY, bias_rate=8.0, bias_decay=0.1), UNTREATED, 0, corpus=corpus)
 
 
-def test_text_may_repeat_its_tokens_and_lead_with_one(corpus: Corpus) -> None:
-    training = Training(replace(TINY, repeats=3, leading=5), UNTREATED, 1, corpus=corpus)
-    with training.agent:
-        windows = training._next_windows()
-    assert windows.shape == (4, 17)
-    assert set(windows[:, :5].flatten().tolist()) == {10}
-    assert torch.equal(windows[:, 6], windows[:, 7])
-    assert torch.equal(windows[:, 7], windows[:, 8])
-
-
-def test_noise_is_injected_in_its_steps_alone(corpus: Corpus) -> None:
-    noisy = replace(TINY, injection=Injection(kind="noise", first_step=4, steps=1))
-    clean, harmed = losses(TINY, corpus, 4), losses(noisy, corpus, 4)
-    assert harmed[:3] == clean[:3]
-    assert harmed[3] > clean[3]
-
-
-def test_a_dead_loss_scale_ends_the_run_as_no_number(corpus: Corpus) -> None:
-    dead = replace(TINY, injection=Injection(kind="half", first_step=3, steps=10**9, loss_scale=2.0**30))
-    course = losses(dead, corpus, 5)
-    assert all(math.isfinite(loss) for loss in course[:3])
-    assert math.isnan(course[4])
-
-
 def test_a_trace_says_what_its_run_was_made_to_show() -> None:
-    key_bias, noise = find_recipe("key-bias-small"), find_recipe("injected-noise")
+    key_bias, healthy = find_recipe("key-bias-small"), find_recipe("text-small")
     assert key_bias.truth_of(UNTREATED) == "rounding"
     assert key_bias.truth_of(CONTROL) == key_bias.truth_of(ARMS["exact-delta"]) == "healthy"
-    assert find_recipe("high-rate").truth_of(CONTROL) == "score growth"
-    header = noise.header(UNTREATED, 2, "run")
-    assert (header["truth"], header["nature"], header["seed"]) == ("other", "injected", 2)
+    header = healthy.header(UNTREATED, 2, "run")
+    assert (header["truth"], header["nature"], header["seed"]) == ("healthy", "natural", 2)
     assert key_bias.header(UNTREATED, 2, "run")["nature"] == "natural"
-
-
-def test_injected_recipes_say_so_in_their_name() -> None:
-    assert {name for name, each in RECIPES.items() if each.injection} == {
-        name for name in RECIPES if name.startswith("injected")
-    }
-
-
-def test_the_published_sets_hold_three_seeds_of_every_arm_that_fails_and_no_run_twice() -> None:
-    for entries in published().values():
-        names = [entry.name for entry in entries]
-        assert len(set(names)) == len(names)
-    sets = published()
-    assert sum(len(sets[name]) for name in ("cpu", "healthy", "gpu")) >= 40
-    arms: dict[tuple[str, str], set[int]] = {}
-    for entry in (*sets["cpu"], *sets["gpu"]):
-        if entry.recipe.truth != "healthy":
-            arms.setdefault((entry.recipe.name, entry.arm.name), set()).add(entry.seed)
-    assert {len(seeds) for seeds in arms.values()} == {3}
 
 
 @pytest.mark.parametrize(
@@ -168,27 +122,10 @@ def test_a_name_that_is_no_mode_is_no_arm(name: str) -> None:
         find_arm(name)
 
 
-def biases(arm: str, corpus: Corpus, steps: int = 12) -> tuple[Training, torch.Tensor]:
-    """A run of an arm on a recipe of large steps, and its key biases."""
-    training = Training(replace(TINY, learning_rate=0.03, warmup_steps=1), find_arm(arm), 4, corpus=corpus)
-    with training.agent:
-        for _ in range(steps):
-            training.advance()
-    found = [block.attn.c_attn.bias[32:64] for block in training.model.h]  # type: ignore[union-attr,index]
-    return training, torch.cat(found).detach()
-
-
-def test_habits_change_what_they_name_and_no_key_bias_stays_where_it_began(corpus: Corpus) -> None:
-    _, plain = biases("untreated", corpus)
-    _, none = biases("no-key-bias", corpus)
-    assert float(plain.abs().min()) > 0
-    assert not none.any()
-    tamed, small = biases("eps-1e-5", corpus)
-    assert tamed.optimizer.param_groups[0]["eps"] == tamed.recipe.epsilon == 1e-5
-    assert float(small.norm()) < float(plain.norm()) / 2  # its gradient is all rounding, far below eps
-    normed, _ = biases("qk-norm", corpus, steps=1)
-    assert normed.model.config.qk_norm
-    decayed, _ = biases("bias-decay", corpus, steps=1)
+def test_vectors_may_have_a_decay_of_their_own(corpus: Corpus) -> None:
+    decayed = Training(replace(TINY, bias_decay=0.1), UNTREATED, 4, corpus=corpus)
+    with decayed.agent:
+        decayed.advance()
     groups = decayed.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
     assert {p.dim() for p in groups[0]["params"]} == {2}
@@ -197,7 +134,7 @@ def test_habits_change_what_they_name_and_no_key_bias_stays_where_it_began(corpu
 
 
 def test_an_arm_applied_twice_is_an_arm_applied_once() -> None:
-    for name in ("control", "eps-1e-6", "no-key-bias", "bias-decay", "clip"):
+    for name in ("control", "exact-delta"):
         once = TINY.under(find_arm(name))
         assert once.under(find_arm(name)) == once
 
@@ -223,15 +160,6 @@ def test_the_help_of_run_set_names_every_set() -> None:
     """Written out there, since a help text shall not wait for PyTorch."""
     said = str(typer.main.get_command(app).commands["lab"].commands["run-set"].params[0].help)  # type: ignore[attr-defined]
     assert set(re.findall(r"[a-z]+(?:-[a-z]+)*", said.partition(":")[2])) - {"or"} == set(published())
-
-
-def test_on_real_text_the_default_cure_is_run_beside_every_run_that_is_left_to_fail_by_that_seed() -> None:
-    """All but the deep model, whose one seed is there to see what the keys alone do."""
-    runs = [entry for entry in published()["cure-text"] if entry.branch is None and entry.recipe.name != "kb512"]
-    untreated = {(run.recipe.name, run.seed) for run in runs if run.arm == UNTREATED}
-    default = find_arm(f"rescued-all-{DEFAULT_MITIGATION.replace('_', '-')}")
-    assert {(run.recipe.name, run.seed) for run in runs if run.arm == default} == untreated
-    assert {recipe for recipe, _ in untreated} == {"kb256", "kb256b128"}
 
 
 @pytest.mark.parametrize("mode", [*MODE_NAMES, mode_name(served_modes()[-1])])  # the last one is the largest union

@@ -89,7 +89,7 @@ def test_a_replay_finds_each_head_as_near_a_warning_as_the_agent_did_that_sample
     live: dict[int, Floats] = {}
     training.agent.subscribe(lambda event: live.update(_risk(event)))
     with TraceWriter(path, recipe.header(arm, 2, "run")) as writer:
-        train(training, 700, writer=writer)
+        train(training, 1400, writer=writer)  # at 700 its bias supports a warning on some processors only
     trace, replayed = read_trace(path), Detectors([(0, 0), (0, 1), (1, 0), (1, 1)])
     assert 3 * len(trace.samples) < len(live)
     for sample, seen in zip(trace.samples, readings(trace), strict=True):

@@ -72,7 +72,7 @@ def test_pytorchs_own_float32_attention_trains_the_control_as_ours_does(corpus: 
     kept = Training(TINY, CONTROL, 3, corpus=corpus, **FAST_CONTROL)
     with kept.agent:
         fast = losses(kept, 40)
-    ours = Training(TINY, CONTROL, 3, corpus=corpus, attention="foreshock")
+    ours = Training(TINY, CONTROL, 3, corpus=corpus, attention="kernels")
     ours._fast = False
     samples: list[wire.Event] = []
     ours.agent.subscribe(samples.append)

@@ -58,7 +58,7 @@ def test_a_seal_that_was_broken_admits_no_other_detectors_and_no_other_runs(tmp_
     seal = tmp_path / "seal.json"
     break_seal([first], SHIPPED, seal)
     with pytest.raises(ValueError, match="with other detectors"):
-        break_seal([first], DetectorConfig(offset_change=15.0), seal)
+        break_seal([first], DetectorConfig(offset_level=15.0), seal)
     with pytest.raises(ValueError, match="with other runs"):
         break_seal([first, second], SHIPPED, seal)
     first.write_bytes(first.read_bytes() + second.read_bytes())

@@ -6,7 +6,6 @@ import numpy as np
 
 from foreshock.contract import wire
 from foreshock.monitor.detect.detectors import Readings
-from foreshock.monitor.detect.signals import SIGNALS
 
 
 class ScriptedDetectors:
@@ -26,10 +25,6 @@ class ScriptedDetectors:
     @property
     def risk(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
         return np.zeros(self._heads)
-
-    @property
-    def pressure(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        return np.zeros((len(SIGNALS), self._heads))
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": len(self.readings)}

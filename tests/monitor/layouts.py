@@ -1,10 +1,13 @@
 """W_Q and W_K laid out as the models of the field do it, so that tests know the true matrices."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from foreshock.contract.wire import Layer
+from foreshock.monitor.model.layers import Projection
 
 HEADS, DIM, WIDTH = 4, 8, 32
 
@@ -84,3 +87,8 @@ LAYOUTS = [
 
 def layer_of(kv_heads: int) -> Layer:
     return Layer(layer=0, name="x", heads=tuple(range(HEADS)), kv_heads=kv_heads, head_dim=DIM, served_by="reference")
+
+
+def known(projection: Projection | None) -> Callable[[], Projection | None]:
+    """As `LayoutProof.current`, of a layer whose layout is known."""
+    return lambda: projection

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from tests.monitor.doubles import Listener
 from torch import Tensor
 
-from foreshock.contract.slots import Words
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.kernels.flash_attention import new_state
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 
@@ -49,3 +51,8 @@ def probed(
 
 
 EVERY_ROW = 10**6
+
+
+def counted_rows(listener: Listener) -> list[list[int]]:
+    """Rows counted per head, sample by sample."""
+    return [slot_values(sample.words(), Slot.ROWS).astype(int).tolist() for sample in listener.of(wire.Sample)]

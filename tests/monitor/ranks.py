@@ -214,7 +214,7 @@ def main(world: int, rank: int, folder: Path, url: str) -> None:
         "DDP": both(nano, plain(world=world, rank=rank, around=DistributedDataParallel), url=url),
         "FSDP2": both(lambda: sharded(nano()), part),
         "FSDP2, separate": both(lambda: sharded(grouped()), part),
-        "FSDP2, Conv1D": both(lambda: sharded(conv1d()), part, url=url, run="cut"),
+        "FSDP2, Conv1D": both(lambda: sharded(conv1d()), part),
         "FSDP2, Mixtral": both(lambda: sharded_of_transformers("Mixtral", **EXPERTS), part),
         "FSDP2, Qwen3": both(lambda: sharded_of_transformers("Qwen3"), part),
         "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),

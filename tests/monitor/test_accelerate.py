@@ -42,6 +42,19 @@ def train(folder: Path, steps: range, *, resume: bool = False, late: bool = Fals
     return tracker, listener
 
 
+def test_a_loop_that_never_calls_init_trackers_is_told_once_that_nothing_is_watched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_gpt()
+    tracker = ForeshockTracker(model, **QUICK)
+    accelerator = Accelerator(log_with=tracker, cpu=True)
+    tracker.checkpoint_with(accelerator)
+    for _ in range(2):
+        accelerator.backward(next(model.parameters()).square().sum())
+    [said] = [record.message for record in caplog.records if record.name == "foreshock"]
+    assert said == "foreshock watches nothing: call accelerator.init_trackers before the first step"
+
+
 def intervals(listener: Listener) -> list[tuple[int, int]]:
     return [(s.since_step, s.step) for s in listener.of(wire.Sample)]
 
@@ -76,6 +89,9 @@ class OneOfSeveral:
         self.process_index = process_index
         self.hooks: dict[str, Any] = {}
         self.trackers: list[Any] = []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def register_save_state_pre_hook(self, hook: Any) -> None:
         self.hooks["save"] = hook
@@ -118,3 +134,19 @@ def test_a_process_beside_the_first_is_watched_though_accelerate_leaves_its_trac
     first = OneOfSeveral(0)
     ForeshockTracker(tiny_gpt(), **QUICK).checkpoint_with(first)
     assert not hasattr(first, "init_trackers")  # Accelerate's own serves
+
+
+def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path) -> None:
+    model = tiny_gpt().to(torch.bfloat16)
+    tracker = ForeshockTracker(model, **QUICK, qk_clip="always", qk_clip_threshold=1e-3)
+    accelerator = Accelerator(log_with=tracker, cpu=True)
+    tracker.checkpoint_with(accelerator)
+    accelerator.init_trackers("test")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in (1, 2, 3):
+        accelerator.log({"loss": train_step(model, optimizer, step)}, step=step)
+    assert tracker.agent is not None
+    report = tracker.agent.report()
+    accelerator.end_training()
+    assert "heads were scaled" in report
+    assert "may be copies" not in report

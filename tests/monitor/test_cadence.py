@@ -5,14 +5,11 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from tests.monitor.doubles import Listener
 from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.contract import wire
 from foreshock.monitor import attach
-from foreshock.monitor.sampling.grams import GramPart
-from foreshock.monitor.sampling.norms import Measured
 
 
 def sampled_steps(monkeypatch: pytest.MonkeyPatch, step_seconds: list[float], **settings: Any) -> list[int]:
@@ -49,28 +46,6 @@ def test_ranks_whose_clocks_differ_sample_the_same_steps(skew: float, monkeypatc
     near_the_edge = [1 / 160] * 700  # where one rank may come to half the other's stride
     many, few = (sampled_steps(monkeypatch, [s * f for s in near_the_edge]) for f in (1.001, 0.999))
     assert set(few) <= set(many)
-
-
-def test_ranks_measure_parts_of_gram_matrices_at_the_same_steps_whatever_their_strides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measured_steps(step_seconds: float) -> list[int]:
-        clock = [100.0]
-        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-        listener = Listener()
-        with attach(tiny_gpt(), quiet=True, strict=True, url=None, norms_every_steps=100) as agent:
-            part = GramPart(agent._instruments.layers[0], 2, 8, (0, 8), 16, torch.zeros(4, 36))
-            monkeypatch.setattr(agent._norms, "measure", lambda: Measured({}, (part,)))
-            agent.subscribe(listener)
-            for _ in range(700):
-                clock[0] += step_seconds
-                agent.step(1.0)
-        monkeypatch.undo()
-        return [event.step for event in listener.of(wire.Grams)]
-
-    assert measured_steps(0.5) == [1, 160, 320, 480, 640]  # samples at multiples of 10
-    assert measured_steps(0.02) == [1, 160, 320, 480, 640]  # of 80
-    assert measured_steps(0.004) == [1, 320, 640]
 
 
 def test_a_long_first_step_does_not_slow_the_cadence_down_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

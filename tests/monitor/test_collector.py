@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from foreshock.contract.slots import Slot, Words, identity_row, merge_words
 from foreshock.monitor.sampling.collector import MAX_FLIGHTS, MAX_NOTES, Collector, Counted, largest, mean, nonfinite
-from foreshock.monitor.sampling.norms import Measured
 
 HEADS = 3
 PLAIN = np.zeros(HEADS, dtype=np.int32)
@@ -106,9 +105,9 @@ def test_modes_and_norms_are_those_of_the_boundary() -> None:
     modes = np.array([0, 1, 0], dtype=np.int32)
     asked: list[int] = []
 
-    def norms() -> Measured:
+    def norms() -> dict[str, torch.Tensor]:
         asked.append(1)
-        return Measured({"query_norm": torch.tensor([1.0, 2.0, math.nan])})
+        return {"query_norm": torch.tensor([1.0, 2.0, math.nan])}
 
     collector = Collector(fresh_state())
     collector.snapshot(1, modes, norms=norms)

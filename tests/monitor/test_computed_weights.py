@@ -2,11 +2,13 @@
 weight that nobody computes with."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations, parametrize
 
 from foreshock.monitor import attach
@@ -59,14 +61,56 @@ def three_steps(module: nn.Module, agent: Any = None) -> dict[str, Tensor]:
     return {**module.state_dict(), "next number": torch.randn(1)}
 
 
+def observed(projection: nn.Linear) -> None:
+    """As quantisation-aware training does: a module that remembers the largest weight it was ever shown."""
+    parametrize.register_parametrization(projection, "weight", FakeQuantize(MovingAverageMinMaxObserver))  # type: ignore[no-untyped-call]
+
+
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "spectral norm": parametrizations.spectral_norm,
+    "the older spectral norm": torch.nn.utils.spectral_norm,
+    "noise": lambda projection: parametrize.register_parametrization(projection, "weight", Noisy()),
+    "an observer": observed,
+}
+
+
+def changed(module: Attention, how: str) -> None:
+    torch.manual_seed(29)
+    for projection in (module.wq, module.wk):
+        CHANGES[how](projection)
+
+
+@pytest.mark.promise("A22")
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_weight_that_begins_to_change_by_being_read_while_attached_is_never_read(how: str) -> None:
+    module = attention()
+    other = copy.deepcopy(module)
+    changed(other, how)
+    alone = three_steps(other)
+    with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
+        changed(module, how)
+        watched = three_steps(module, agent)
+    assert alone.keys() == watched.keys()
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+
+
+@pytest.mark.promise("A22")
+def test_a_weight_that_the_model_keeps_for_a_while_is_the_one_it_computed() -> None:
+    module = attention()
+    parametrizations.weight_norm(module.wq)
+    (found,) = find_attention(module, {})
+    assert found.projection is not None
+    with parametrize.cached():
+        with torch.no_grad():
+            found.projection.query.read()
+        assert module.wq.weight.requires_grad
+
+
+@pytest.mark.promise("A22")
 @pytest.mark.parametrize("how", ["spectral norm", "noise"])
 def test_a_weight_that_changes_by_being_read_is_never_read(how: str) -> None:
     module = attention()
-    for projection in (module.wq, module.wk):
-        if how == "spectral norm":
-            parametrizations.spectral_norm(projection)
-        else:
-            parametrize.register_parametrization(projection, "weight", Noisy())
+    changed(module, how)
     alone = three_steps(copy.deepcopy(module))
     with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
         watched = three_steps(module, agent)
@@ -116,20 +160,6 @@ def test_adapters_of_an_unknown_kind_are_told_and_the_weight_under_them_is_not_t
     )
 
 
-def test_a_projection_with_a_forward_of_its_own_says_that_the_norms_are_of_its_weight_alone() -> None:
-    class Normed(nn.Linear):
-        """Its weight is divided by its norm in every forward."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.weight / torch.linalg.matrix_norm(self.weight, 2), self.bias)
-
-    module = attention()
-    module.wq = Normed(WIDTH, WIDTH)
-    (found,) = find_attention(module, {})
-    assert found.projection is not None
-    assert found.projection.layout == "separate (wq, wk), norms of the weights alone: Normed has a forward of its own"
-
-
 def test_a_parametrized_multihead_attention_is_watched_without_norms() -> None:
     module = nn.MultiheadAttention(WIDTH, HEADS)
     parametrize.register_parametrization(module, "in_proj_weight", Noisy())
@@ -161,22 +191,3 @@ def test_a_weight_that_only_stands_for_numbers_kept_otherwise_is_not_read() -> N
     assert found.problem is None
     assert found.projection is None
     assert found.unmeasured == "the weight of wk is kept as Quantised"
-
-
-@pytest.mark.parametrize("shapes", [((6, WIDTH), (WIDTH, 2)), ((2, WIDTH), (WIDTH // 2, 2)), ((2,), (WIDTH, 2))])
-def test_adapters_that_add_up_otherwise_than_one_product_are_told_and_not_multiplied(
-    shapes: tuple[tuple[int, ...], ...],
-) -> None:
-    class OfParts(nn.Linear):
-        """As litgpt's and loralib's fused layers: a product for each part of the outputs that is adapted."""
-
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
-            self.lora_A, self.lora_B = (nn.Parameter(torch.randn(*shape)) for shape in shapes)
-            self.scaling = 2.0
-
-    module = attention()
-    module.wk = OfParts()
-    (found,) = find_attention(module, {})
-    assert (found.problem, found.projection) == (None, None)
-    assert found.unmeasured.endswith("'s OfParts, whose adapters are of an unknown kind")

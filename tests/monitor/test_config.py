@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from foreshock.contract.modes import MODE_NAMES
 from foreshock.monitor.config import AgentConfig, make_config, new_run_name, token_in, versions
 
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK", "WORLD_SIZE", "FORESHOCK_RUN", "FORESHOCK_TOKEN")
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK",
+             "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "FORESHOCK_RANK", "FORESHOCK_WORLD_SIZE", "FORESHOCK_RUN",
+             "FORESHOCK_TOKEN")  # fmt: skip
 IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -80,6 +82,38 @@ def test_what_is_given_wins_over_the_environment_and_our_variable_over_the_launc
     assert AgentConfig(rank=0, world_size=1).run == ""
 
 
+WORKER = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+"""As torchrun, DeepSpeed and Accelerate number a worker."""
+PROLOG = {"FORESHOCK_RANK": "2", "FORESHOCK_WORLD_SIZE": "4"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9"}
+
+
+@pytest.mark.promise("A18")
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (PROLOG, (2, 4)),
+        (WORKER, (5, 8)),
+        (PROLOG | WORKER, (5, 8)),
+        (PROLOG | OPEN_MPI, (6, 9)),
+        (PROLOG | {"PMI_RANK": "3", "PMI_SIZE": "5"}, (3, 5)),
+        (PROLOG | OPEN_MPI | WORKER, (5, 8)),
+        (OPEN_MPI, (0, 1)),  # mpirun alone may have started many runs
+        (PROLOG | {"RANK": "5", "WORLD_SIZE": "8"}, (2, 4)),  # set by hand: of which of both nobody knows
+        (PROLOG | {"LOCAL_RANK": "1"}, (2, 4)),
+    ],
+)
+def test_the_launcher_nearest_to_the_process_numbers_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: tuple[int, int]
+) -> None:
+    for variable, value in {"FORESHOCK_RUN": "r", **variables}.items():
+        monkeypatch.setenv(variable, value)
+    config = AgentConfig()
+    assert (config.rank, config.world_size) == place
+    assert make_config(None, {"rank": 1, "world_size": 2}).world_size == 2
+    assert make_config(AgentConfig(rank=1, world_size=2), {}).rank == 1
+
+
 @pytest.mark.parametrize("mode", MODE_NAMES)
 def test_every_mode_that_changes_something_may_be_the_mitigation(mode: str) -> None:
     if mode == "plain":
@@ -87,10 +121,6 @@ def test_every_mode_that_changes_something_may_be_the_mitigation(mode: str) -> N
             make_config(None, {"mitigation": mode})
     else:
         assert make_config(None, {"mitigation": mode}).mitigation == mode
-
-
-def test_the_old_name_of_an_attention_is_still_read() -> None:
-    assert AgentConfig(attention="foreshock").attention == "kernels"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

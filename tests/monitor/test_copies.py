@@ -24,7 +24,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach, detach
 from foreshock.monitor.callbacks.huggingface import ForeshockCallback
 
-WAYS = ["auto", "kernels", "keep"]
+WAYS = ["kernels", "keep"]
 
 
 def llama() -> nn.Module:
@@ -79,7 +79,7 @@ def traces(model: nn.Module) -> list[str]:
 def every_copy() -> Iterator[Any]:
     """Each way to copy with each model under each attention; the quick tier has a copy of each model by each way."""
     for way, make, attention in itertools.product(COPIES, (tiny_gpt, llama), WAYS):
-        quick = way == "copy.deepcopy" or attention == ("auto" if make is llama else "keep")
+        quick = way == "copy.deepcopy" or attention == "keep"
         yield pytest.param(way, make, attention, marks=() if quick else pytest.mark.full)
 
 
@@ -89,7 +89,7 @@ def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
 ) -> None:
     model = make()
     expected = logits(model)
-    agent, listener = listening(model, attention=attention, probe_rows=10**6, probe_every_steps=1)
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
     with agent:
         clone = COPIES[way](model)
         assert not traces(clone)
@@ -165,7 +165,7 @@ def test_two_models_with_one_configuration_are_watched_and_left_apart() -> None:
 def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attention: str) -> None:
     model: Any = llama()
     model.set_attn_implementation("eager")
-    agent, listener = listening(model, attention=attention, probe_rows=10**6, probe_every_steps=1)
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
     with agent:
         for implementation in ("eager", "sdpa", "eager"):
             model.set_attn_implementation(implementation)
@@ -222,11 +222,10 @@ def penalty(model: nn.Module) -> list[Tensor]:
         return list(torch.autograd.grad(norm, list(model.parameters()), materialize_grads=True))
 
 
-@pytest.mark.parametrize("attention", ["auto", "keep"])
-def test_a_gradient_of_a_gradient_is_that_of_the_model(attention: str) -> None:
+def test_a_gradient_of_a_gradient_is_that_of_the_model() -> None:
     model = tiny_gpt()
     expected = penalty(model)
-    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_every_steps": 1}):
+    with attach(model, **{**EVERY_STEP, "attention": "keep"}):
         got = penalty(model)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -234,7 +233,7 @@ def test_a_gradient_of_a_gradient_is_that_of_the_model(attention: str) -> None:
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: str) -> None:
     models = [tiny_gpt(seed=seed) for seed in range(2)]
-    watched = [listening(m, attention=attention, probe_rows=10**6, probe_every_steps=1) for m in models]
+    watched = [listening(m, attention=attention, probe_rows=10**6) for m in models]
     meeting = threading.Barrier(2)
     faults: list[BaseException] = []
 
@@ -267,7 +266,7 @@ def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_chang
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     expected = [train_step(plain, optimizer, step).detach() for step in range(6)]
     model = tiny_gpt()
-    agent, listener = listening(model, attention=attention, probe_rows=10**6, probe_every_steps=1)
+    agent, listener = listening(model, attention=attention, probe_rows=10**6)
     over, rolled, faults = threading.Event(), threading.Semaphore(0), []
 
     def roll_out() -> None:
@@ -355,8 +354,7 @@ def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pyto
     assert not [row for row in rows(listener) if any(row)]
 
 
-@pytest.mark.parametrize("attention", ["auto", "keep"])
-def test_dropout_of_a_kept_model_draws_what_it_draws_without_us(attention: str) -> None:
+def test_dropout_of_a_kept_model_draws_what_it_draws_without_us() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True, dropout=0.2)
     model = tiny_gpt(layer, seed=4)
 
@@ -365,6 +363,6 @@ def test_dropout_of_a_kept_model_draws_what_it_draws_without_us(attention: str) 
         return [next_token_loss(model(batch(0)), batch(0)), torch.get_rng_state()]
 
     expected = course()
-    with attach(model, **{**EVERY_STEP, "attention": attention}):
+    with attach(model, **{**EVERY_STEP, "attention": "keep"}):
         got = course()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -1,5 +1,9 @@
 """After detach everything is as it was before attach: every module, and every name of PyTorch and transformers."""
 
+import gc
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +19,8 @@ from torch import nn
 from torch.nn.attention import varlen
 from transformers import masking_utils, modeling_utils
 
-from foreshock.monitor import attach
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.attention import interception
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items()},  # type: ignore[misc]
@@ -35,7 +40,7 @@ def snapshot(model: nn.Module) -> Any:
     return modules, names, torch._dynamo.config.get_config_copy(), implementation, type(model).__mro__
 
 
-@pytest.mark.parametrize("attention", ["auto", "kernels", "keep"])
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> None:
     torch.manual_seed(0)
@@ -70,3 +75,68 @@ def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_c
     agent.close()
     samples = [event for event in events if event.kind == "sample"]
     assert [sample.words()[:, 0].tolist() for sample in samples] == [[24] * 4]
+
+
+@pytest.mark.promise("A25")
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+@pytest.mark.parametrize("name", ["nanoGPT", "llama"])
+def test_an_agent_that_was_dropped_is_collected_with_its_model_and_sends_what_it_counted(
+    name: str, attention: Any
+) -> None:
+    torch.manual_seed(0)
+    model: nn.Module | None = MAKERS[name]()
+    assert model is not None
+    before = snapshot(nn.Module())
+    events: list[Any] = []
+    agent: Agent | None = attach(model, **{**EVERY_STEP, "attention": attention})
+    assert agent is not None
+    agent.subscribe(events.append)
+    for _ in range(2):
+        out = model(batch(0))
+        torch.autograd.backward(next_token_loss(getattr(out, "logits", out), batch(0)))
+        agent.step(1.0)
+    held = weakref.ref(model), weakref.ref(agent)
+    model = agent = out = None
+    assert all(is_collected(each) for each in held)
+    assert snapshot(nn.Module())[1:3] == before[1:3]
+    assert [(event.kind, event.step) for event in events][-2:] == [("sample", 2), ("finished", 2)]
+
+
+@pytest.mark.promise("A25")
+def test_a_model_whose_agent_was_dropped_trains_on_as_before_attach() -> None:
+    model = tiny_gpt()
+    before = snapshot(model)
+    dropped = weakref.ref(attach(model, **EVERY_STEP))
+    assert is_collected(dropped)
+    assert snapshot(model) == before
+
+
+def is_collected(held: weakref.ref[Any]) -> bool:
+    """Whether it goes once its last samples are judged and sent, in threads that hold it so long."""
+    deadline = time.monotonic() + 20
+    while True:
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "foreshock-close":
+                thread.join(20)
+        if held() is None or time.monotonic() > deadline:
+            return held() is None
+
+
+@pytest.mark.promise("A25")
+def test_what_fails_while_an_agent_leaves_holds_nothing_else_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_gpt()
+    before = snapshot(model)
+    monkeypatch.setattr(interception.SdpaRebinding, "release", fails_after(interception.SdpaRebinding.release))
+    agent = attach(model, **{**EVERY_STEP, "strict": False})
+    agent.close()
+    assert agent.faults == {"agent": 1}
+    assert snapshot(model) == before
+
+
+def fails_after(work: Callable[..., None]) -> Callable[..., None]:
+    def failing(*given: Any) -> None:
+        work(*given)
+        raise RuntimeError("a fault on the way out")
+
+    return failing

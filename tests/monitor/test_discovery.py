@@ -22,6 +22,25 @@ from torch import Tensor, nn
 from foreshock.monitor.model.discovery import find_attention
 
 
+class KeepsWhatItsChildrenHad(nn.Module):
+    """As a UNet of diffusers whose projections were fused: the processors of before are kept to put them back."""
+
+    def __init__(self, processor: object) -> None:
+        super().__init__()
+        self.attention = ThroughAHelper()
+        self.processors_of_before = {"attention": processor}
+
+    def put_back(self) -> None:
+        self.attention.processor = self.processors_of_before["attention"]  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.attention(x))
+
+
+def test_what_a_module_keeps_for_another_is_no_attention_of_its_own() -> None:
+    assert [found.name for found in find_attention(KeepsWhatItsChildrenHad(Processor()), {})] == ["attention"]
+
+
 class ThroughAStaticMethod(Attention):
     @staticmethod
     def attend(x: Tensor) -> Tensor:

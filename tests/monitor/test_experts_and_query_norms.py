@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
-from tests.monitor.resumed_courses import PROVING, SAMPLED, Course
+from tests.monitor.resumed_courses import SAMPLED, Course
 from tests.monitor.test_foreign_models import DECODER, tiny
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -105,8 +105,7 @@ def rows_of(course: Course) -> set[int]:
 
 def expected_rows(way: str, device: str, lengths: tuple[int, ...]) -> int:
     every = [ROWS * lengths[step % len(lengths)] for step in range(STEPS)]
-    served = 0 if way == "kernels" else PROVING if way == "auto" and device == "cuda" else STEPS
-    return SAMPLED * served + sum(every[served:])
+    return sum(every) if way == "kernels" else SAMPLED * STEPS
 
 
 @pytest.mark.full
@@ -121,7 +120,7 @@ def test_twenty_steps_are_those_without_us_as_far_as_these_repeat_and_every_laye
     kind: str, device: str
 ) -> None:
     lengths = LENGTHS[device][:1]
-    ways = {"keep": "plain", "auto": "proven" if device == "cuda" else "plain", "kernels": "operator"}
+    ways = {"keep": "plain", "kernels": "operator"}
     expected = {way: course_of(kind, device, way, lengths) for way in dict.fromkeys(ways.values())}
     allowed = apart(course_of(kind, device, "plain", lengths), expected["plain"])  # 0 where PyTorch is deterministic
     for way, reference in ways.items():
@@ -129,7 +128,7 @@ def test_twenty_steps_are_those_without_us_as_far_as_these_repeat_and_every_laye
         assert apart(got, expected[reference]) <= 4 * allowed, f"{way} against {reference}, {allowed} is PyTorch's own"
         assert rows_of(got) == {expected_rows(way, device, lengths)}
         assert "watched 2 of 2 attention layers" in got.told["reports"][0]
-        assert ("2 x kernels" in got.told["reports"][0]) == (way != "keep" and (way, device) != ("auto", "cpu"))
+        assert ("2 x kernels" in got.told["reports"][0]) == (way == "kernels")
 
 
 def apart(one: Course, other: Course) -> float:
@@ -188,7 +187,7 @@ def passes_a_mask(kind: str, device: str) -> bool:
             pytest.param(kind, way, how, *device.values, marks=device.marks)
             for device in DEVICES[1:]
             for kind in EXPERTS
-            for way in ("keep", "auto", "kernels")
+            for way in ("keep", "kernels")
             for how in HOW
         ),
     ],
@@ -215,15 +214,13 @@ def test_lengths_that_change_under_compile_break_no_graph_and_make_few(
     except Exception as error:
         pytest.skip(f"torch.compile cannot do it without foreshock: {type(error).__name__}: {str(error)[:200]}")
     got, early, made, broken = course(way)
-    served = way != "keep" and (way, device) != ("auto", "cpu")
-    served = served and (how == "layer by layer" or not passes_a_mask(kind, device))
+    served = way == "kernels" and (how == "layer by layer" or not passes_a_mask(kind, device))
     assert sum(broken.values()) <= sum(breaks.values()), broken
     assert made == early, "torch.compile made graphs in later steps"
-    assert made <= without_us * (2 if served and way == "auto" else 1)  # layers move to the kernels once
+    assert made <= without_us
     assert rows_of(got) == {expected_rows(way if served else "keep", device, lengths)}
     # What serves is what it is compared with: other attention rounds otherwise, and a token then goes to other experts.
-    serves = "plain" if not served else "operator" if way == "kernels" else "proven"
-    expected = plain if serves == "plain" else course(serves)[0]
+    expected = course("operator")[0] if served else plain
     if device == "cpu":
         assert apart(got, expected) == 0
         return

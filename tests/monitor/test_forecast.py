@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.monitor.courses import (
-    EVERY,
     HEADS,
     HOWEVER_FAR,
     SICK,
@@ -18,17 +17,16 @@ from tests.monitor.courses import (
     healthy,
     play,
     raised,
-    reading,
 )
 from tests.monitor.doubles import verdict
 
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until, sentence
-from foreshock.monitor.detect.growth import Growth
-from foreshock.monitor.detect.signals import SIGNALS, HeadSignal
+from foreshock.monitor.detect.forecast import Forecast, courses, forecast, halves_until
+from foreshock.monitor.detect.growth import Growth, HeadSignal
+from foreshock.monitor.detect.verdicts import sentence
 
-WIDTH = len(SIGNALS)
+WIDTH = len(HeadSignal)
 numbers = st.one_of(st.floats(-600.0, 600.0), st.sampled_from([0.0, 512.0, math.nan, 1e-9]))
 """Blocks hold no infinite value: what is not finite enters them as NaN."""
 head = st.lists(numbers, min_size=3 * WIDTH, max_size=3 * WIDTH)
@@ -45,11 +43,10 @@ def one_by_one(growth: Growth, index: int) -> float:
     found = []
     for signal, target in ((HeadSignal.OFFSET, offset + 512 - score), (HeadSignal.SCORE, 512.0)):
         sign = math.copysign(1.0, float(growth.end[signal, index]))
-        parts = (growth.start((signal, index)), growth.middle((signal, index)), growth.end[signal, index])
-        start, middle, end = (sign * float(part) for part in parts)
-        if not end > middle or not float(growth.sigmas((signal, index))) >= 2.0:
+        start, middle, end = (sign * float(part[signal, index]) for part in (growth.start, growth.middle, growth.end))
+        error = float(growth.error[signal, index])
+        if not end > middle or not (end - start) / (math.sqrt(2.0) * error) >= 2.0:
             continue
-        error = float(growth.jitter((signal, index)))
         found.append(until(target, start, middle, end, error) * growth.steps / 2)
     return min(found, default=math.inf)
 
@@ -61,8 +58,8 @@ def until(target: float, start: float, middle: float, end: float, error: float =
 
 def grown(heads: list[list[float]]) -> Growth:
     values: Floats = np.array(heads).reshape(len(heads), 3, WIDTH).transpose(1, 2, 0)
-    jitter = np.full((WIDTH, len(heads)), 1e-4)
-    return Growth([values[0]], values[2], 2000.0, [values[1]], jitter, 1)
+    start, middle, end = values
+    return Growth(start, middle, end, np.full((WIDTH, len(heads)), 1e-2), steps=2000.0, step=4000)
 
 
 @given(st.lists(head, min_size=1, max_size=6))
@@ -86,8 +83,8 @@ def test_a_head_that_moves_as_far_as_each_rate_lets_it_is_foreseen_to_go_on_so_w
     pace = 100.0 / age
     end = 512.0 - pace * lives * age  # today's rate would take it there in so many lives
     start, middle = (end - pace * rates_between(power, age, since * age, age) for since in (0.5, 0.75))
-    parts = [np.full((WIDTH, 1), value) for value in (start, middle, end)]
-    growth = Growth([parts[0]], parts[2], age / 2, [parts[1]], np.full((WIDTH, 1), 1e-12), 1, age, power)
+    then, half, now, error = (np.full((WIDTH, 1), value) for value in (start, middle, end, 1e-6))
+    growth = Growth(then, half, now, error, steps=age / 2, step=age, rate_fall=power)
     steps = float(courses(growth, np.array([0]))[0])
     if math.isfinite(steps):
         assert rates_between(power, age, age, age + steps) == pytest.approx(lives * age, rel=1e-3)
@@ -264,18 +261,6 @@ def test_the_risk_of_a_head_is_no_larger_than_its_harm_is_near() -> None:
     assert unasked.risk[SICK] == 1.0
     assert 0.0 < far.risk[SICK] < 0.5
     assert (far.risk <= unasked.risk).all()
-
-
-def test_ties_and_norms_wait_for_no_forecast_since_none_is_made_of_them() -> None:
-    def tied(step: int) -> Floats:
-        share = np.full(len(HEADS), 0.02)
-        share[SICK] = 0.02 + 0.6 * min(1.0, max(0.0, (step - 3000) / 1500))
-        return share
-
-    detectors, told = Detectors(HEADS, DetectorConfig(horizon_lives=1e-6)), []
-    for step in range(EVERY, 6001, EVERY):
-        told += detectors.update(reading(step, healthy, tied_rows=tied(step)))
-    assert [(v.signal, v.layer, v.head) for v in told if v.state == "raised"] == [("ties", *HEADS[SICK])]
 
 
 def test_heads_whose_scores_were_not_recorded_are_not_held_back() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foreshock.monitor import attach
 
-WAYS: list[Any] = ["auto", "kernels", "keep"]
+WAYS: list[Any] = ["kernels", "keep"]
 QUIET: dict[str, Any] = {"quiet": True, "url": None, "strict": True}
 X = torch.arange(3, 15)[None]
 FIRST_HALF = (torch.arange(12) < 6).long()[None]

@@ -78,14 +78,14 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 
 BREAKAGES: dict[str, tuple[str, str]] = {
-    "note": ("_collector.note", "loss"),
-    "snapshot": ("_collector.snapshot", "collector"),
-    "landed": ("_collector.landed", "collector"),
-    "norms": ("_norms.measure", "norms"),
+    "note": ("_sampler.collector.note", "loss"),
+    "snapshot": ("_sampler.collector.snapshot", "collector"),
+    "landed": ("_sampler.collector.landed", "collector"),
+    "norms": ("_sampler.norms.measure", "norms"),
     "detectors": ("detectors.update", "detectors"),
-    "thinning": ("_instruments.thinning.follow", "thinning"),
     "sender": ("_outbox.sender.put", "sender"),
     "commands": ("_outbox.sender.commands", "switch"),
+    "answers": ("_switchboard.settle", "answers"),
 }
 
 
@@ -293,3 +293,17 @@ def test_a_fault_while_closing_leaves_the_model_as_it_was(where: str, strict: bo
         train_step(model, optimizer, 4)
     agent.close()
     assert agent._undo is None
+
+
+@pytest.mark.promise("A1")
+def test_losses_are_not_kept_once_the_collector_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(tiny_gpt(), **QUICK) as agent:
+
+        def out_of_memory(*_: object, **__: object) -> bool:
+            raise RuntimeError("CUDA out of memory")
+
+        monkeypatch.setattr(agent._sampler.collector, "snapshot", out_of_memory)
+        for _ in range(100):
+            agent.step(torch.tensor(1.0), torch.tensor(1.0))
+        assert agent.faults == {"collector": FAULTS_IN_A_ROW}
+        assert len(agent._sampler.collector._losses) == len(agent._sampler.collector._grad_norms) == FAULTS_IN_A_ROW

@@ -16,7 +16,6 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
 from foreshock.monitor.attention.keep_attention import Keeper, sampling_errors
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
-from foreshock.monitor.attention.proof import CALLS
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
 
@@ -24,7 +23,7 @@ from foreshock.monitor.config import AgentConfig
 def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> None:
     query, key, value, grad = tensors(torch.bfloat16, length=40)
     out = flash_attention(query, key, value, causal="top_left")
-    state, tick, number = new_state(4), new_ticks(1, torch.device("cpu"))[0], start_sampling(Sampling(30, 0))
+    state, tick, number = new_state(4), new_ticks(1, torch.device("cpu"))[0], start_sampling(Sampling(32))
     leaf = out.detach().requires_grad_()
     offsets, ties, shown = [], [], []
     for _ in range(150):
@@ -32,8 +31,8 @@ def test_the_sampling_error_that_is_shown_is_the_spread_of_many_samples() -> Non
         watched = probe(leaf, query, key, value, state, tick, number, causal="top_left")
         torch.autograd.backward(watched, grad)
         words = state.numpy().copy()
-        offsets.append(slot_values(words, Slot.SCORE_OFFSET_SUM) / 30)
-        ties.append(slot_values(words, Slot.TIED_ROWS_BF16) / 30)
+        offsets.append(slot_values(words, Slot.SCORE_OFFSET_SUM) / 32)
+        ties.append(slot_values(words, Slot.TIED_ROWS_BF16) / 32)
         shown.append([sampling_errors(words)[name] for name in ("offset_error", "tied_bf16_error")])
     stop_sampling(number)
     spread = np.array([np.std(offsets, axis=0), np.std(ties, axis=0)])
@@ -53,12 +52,12 @@ def layers_of(heads: list[int]) -> tuple[list[WatchedLayer], torch.Tensor]:
 
 @pytest.fixture
 def keep() -> Iterator[Callable[..., Keeper]]:
-    """`keep([2, 3], prove=True, attention="auto")`: a Keeper of layers of so many heads; stopped after the test."""
+    """`keep([2, 3], attention="kernels")`: a Keeper of layers of so many heads; stopped after the test."""
     made: list[Keeper] = []
 
-    def keeper(heads: list[int], *, prove: bool = False, **settings: Any) -> Keeper:
+    def keeper(heads: list[int], **settings: Any) -> Keeper:
         layers, state = layers_of(heads)
-        made.append(Keeper(layers, state, AgentConfig(**settings), prove=prove))
+        made.append(Keeper(layers, state, AgentConfig(**settings)))
         return made[-1]
 
     yield keeper
@@ -68,32 +67,28 @@ def keep() -> Iterator[Callable[..., Keeper]]:
 
 @given(
     heads=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    attention=st.sampled_from(["keep", "auto", "kernels"]),
-    proofs=st.lists(st.sampled_from(["open", "holds", "refuted"]), min_size=4, max_size=4) | st.none(),
+    attention=st.sampled_from(["keep", "kernels"]),
     switched=st.sets(st.integers(0, 11)),
 )
-def test_a_layer_keeps_its_attention_unless_it_is_proven_switched_or_told_otherwise(
-    heads: list[int], attention: Any, proofs: list[str] | None, switched: set[int]
+def test_a_layer_keeps_its_attention_unless_one_of_its_heads_is_switched_or_kernels_are_asked_for(
+    heads: list[int], attention: Any, switched: set[int]
 ) -> None:
     """By each layer alone: what its peers do, and how many heads they have, changes nothing."""
     layers, state = layers_of(heads)
-    keeper = Keeper(layers, state, AgentConfig(attention=attention), prove=proofs is not None)
+    keeper = Keeper(layers, state, AgentConfig(attention=attention))
     try:
-        for proof, of_it in zip(keeper.proofs, proofs or [], strict=False):
-            proof.calls = 0 if of_it == "open" else CALLS
-            proof.reason = "it differs" if of_it == "refuted" else None
         modes = np.zeros(sum(heads), dtype=np.int32)
         modes[[row for row in switched if row < len(modes)]] = int(Mode.ROW_CORRECTED)
         keeper.follow(modes)
         first = 0
-        for index, (layer, count) in enumerate(zip(layers, heads, strict=True)):
-            told = proofs[index] if proofs is not None else None
-            moves = modes[first : first + count].any() and told != "refuted"
-            assert layer.keeps == (not (attention == "kernels" or told == "holds" or moves)), index
+        for layer, count in zip(layers, heads, strict=True):
+            assert layer.keeps == (attention == "keep" and not modes[first : first + count].any())
+            assert [keeper.serves(row) for row in range(first, first + count)] == [attention == "kernels"] * count
+            layer.served = True  # as a step shows
+            assert all(keeper.serves(row) for row in range(first, first + count))
             first += count
         keeper.follow(np.zeros_like(modes))
-        again = [attention == "kernels" or (proofs is not None and proofs[i] == "holds") for i in range(len(heads))]
-        assert [not layer.keeps for layer in layers] == again
+        assert [layer.keeps for layer in layers] == [attention == "keep"] * len(heads)
     finally:
         keeper.stop()
 
@@ -102,7 +97,7 @@ def test_a_layer_keeps_its_attention_unless_it_is_proven_switched_or_told_otherw
 def test_one_step_in_so_many_is_measured_and_every_one_while_a_warning_is_fresh(
     keep: Callable[..., Keeper], every: int
 ) -> None:
-    keeper = keep([2], attention="keep", probe_every_steps=every)
+    keeper = keep([2], attention="keep", sample_every_steps=every)
     due = []
     for step in range(1, 61):  # what runs now is `step`; after it the next one is planned
         due.append(keeper._sampling.due)
@@ -114,24 +109,17 @@ def test_one_step_in_so_many_is_measured_and_every_one_while_a_warning_is_fresh(
     assert later == list(range(40 + every, 61, every))
 
 
-def test_steps_are_measured_one_after_the_other_until_all_is_proven_and_no_longer(keep: Callable[..., Keeper]) -> None:
-    proven = keep([1, 1], prove=True, probe_every_steps=50)
-    proven.plan(1, -1)
-    assert (proven.proving, proven._sampling.due) == (True, True)
-    proven.proofs[0].calls = CALLS
-    proven.proofs[1].reason = "it differs"
-    proven.plan(2, -1)
-    assert (proven.proving, proven._sampling.due, proven._sampling.proofs) == (False, False, {})
-    assert [layer.keeps for layer in proven.layers] == [False, True]
-    assert proven.standing(0) == "kernels"
-    assert proven.standing(1) == "kept, sampled: it differs"
-    open_ended = keep([1], prove=True, probe_every_steps=50)
-    told = []
-    for step in range(1, 6):
-        open_ended.plan(step, -1)
-        told.append(open_ended._sampling.due)
-    assert told == [True, True, False, False, False]  # nothing came to compare: it is not waited for
-    assert open_ended.standing(0) == "kept, sampled: no call could be compared with our kernels yet"
+def test_what_ran_before_a_layer_went_back_to_its_own_attention_says_nothing_of_the_next_switch(
+    keep: Callable[..., Keeper],
+) -> None:
+    keeper = keep([1])
+    for _ in range(2):
+        keeper.follow(np.array([int(Mode.ROW_CORRECTED)], dtype=np.int32))
+        assert not keeper.serves(0)
+        keeper.layers[0].served = True
+        keeper.follow(np.array([int(Mode.EXACT_DELTA)], dtype=np.int32))
+        assert keeper.serves(0)
+        keeper.follow(np.zeros(1, dtype=np.int32))
 
 
 def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_other(keep: Callable[..., Keeper]) -> None:
@@ -153,11 +141,21 @@ def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_othe
     assert "offset 0.75 nats" in keeper.errors
 
 
+def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Callable[..., Keeper]) -> None:
+    keeper = keep([2, 1])
+    keeper.layers[1].dropout_p = 0.1
+    assert keeper.what_a_switch_meets() == [
+        "1 of 2 layers use dropout. Their masks stay the model's own until a switch. A switched layer draws other "
+        "masks, with the same probability."
+    ]
+    assert keep([2], attention="kernels").what_a_switch_meets() == []
+
+
 def test_a_mitigation_that_a_layer_cannot_have_is_told_with_the_number_of_layers(keep: Callable[..., Keeper]) -> None:
     keeper = keep([2, 1, 1], mitigation="centred_keys")
-    assert keeper.refused_mitigation() == []
+    assert keeper.what_a_switch_meets() == []
     keeper.layers[0].softcap = keeper.layers[2].softcap = 30.0
-    [line] = keeper.refused_mitigation()
+    [line] = keeper.what_a_switch_meets()
     assert line.startswith("mitigation centred_keys will be refused in 2 of 3 layers: ")
     refused = [keeper.refusal(row, int(Mode.CENTRED_KEYS)) is not None for row in range(4)]
     assert refused == [True, True, False, True]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, Holder, fused_linear, separate
+from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, Holder, fused_linear, known, separate
 from torch import Tensor, nn
 
 from foreshock.contract.wire import Layer
@@ -26,9 +26,9 @@ def test_every_layout_gives_the_matrix_of_each_head_and_its_true_norm(
     for rows, true in zip((projection.query, projection.key), (query, key), strict=True):
         assert torch.equal(rows.read().weights, true)
     layer = Layer(layer=0, name="x", heads=range(HEADS), kv_heads=kv_heads, head_dim=DIM, served_by="reference")  # type: ignore[arg-type]
-    norms = ModelNorms([layer], [projection])
+    norms = ModelNorms([layer], [known(projection)])
     for _ in range(40):
-        measured = norms.measure().norms
+        measured = norms.measure()
     of_head = key.repeat_interleave(HEADS // kv_heads, 0).double()
     svd = {
         "query_norm": torch.linalg.matrix_norm(query.double(), 2),
@@ -92,10 +92,10 @@ def test_a_module_without_projections_is_not_measured_and_the_others_are() -> No
         Layer(layer=i, name=str(i), heads=tuple(range(HEADS)), kv_heads=HEADS, head_dim=DIM, served_by="reference")
         for i in range(2)
     ]
-    measured = ModelNorms(layers, [None, found]).measure().norms["query_norm"]
+    measured = ModelNorms(layers, [known(None), known(found)]).measure()["query_norm"]
     assert measured[:HEADS].isnan().all()
     assert measured[HEADS:].isfinite().all()
-    assert ModelNorms(layers, [None, None]).measure().norms == {}
+    assert ModelNorms(layers, [known(None)] * 2).measure() == {}
 
 
 def test_layers_of_different_shapes_are_measured_together() -> None:
@@ -103,7 +103,8 @@ def test_layers_of_different_shapes_are_measured_together() -> None:
     projections, layers, true = [], [], []
     for index, (heads, width) in enumerate(itertools.product((1, 2), (16, 24))):
         query, key = torch.randn(heads, DIM, width), torch.randn(heads, DIM, width)
-        projections.append(find_projection(separate(query, key), heads, heads, DIM))
+        found = find_projection(separate(query, key), heads, heads, DIM)
+        projections.append(known(found))
         layers.append(
             Layer(
                 layer=index,
@@ -117,5 +118,5 @@ def test_layers_of_different_shapes_are_measured_together() -> None:
         true.append(torch.linalg.matrix_norm(query, 2))
     norms = ModelNorms(layers, projections)
     for _ in range(40):
-        measured = norms.measure().norms
+        measured = norms.measure()
     torch.testing.assert_close(measured["query_norm"], torch.cat(true), rtol=1e-3, atol=0)

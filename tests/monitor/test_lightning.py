@@ -218,3 +218,15 @@ def test_the_average_of_the_weights_that_lightning_keeps_is_not_watched_and_that
     alone, watched = weights_after(False), weights_after(True)
     assert alone.keys() == watched.keys()
     assert all(torch.equal(alone[name], watched[name]) for name in alone)
+
+
+def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path) -> None:
+    callback = ForeshockCallback(**QUICK | {"qk_clip": "always", "qk_clip_threshold": 1e-3, "attention": "kernels"})
+    trainer = Trainer(
+        max_steps=3, callbacks=[callback], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Model().to(torch.bfloat16), data())
+    assert callback.agent is not None
+    assert "heads were scaled" in callback.agent.report()
+    assert "may be copies" not in callback.agent.report()

@@ -10,7 +10,7 @@ from tests.monitor.executions import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 
 from foreshock.contract import wire
-from foreshock.monitor import attach
+from foreshock.monitor import AgentConfig, attach
 
 
 @pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])
@@ -19,7 +19,7 @@ def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attenti
     model, listener = tiny_gpt(), Listener()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_every_steps": 1}) as agent:
+    with attach(model, **{**EVERY_STEP, "attention": attention}) as agent:
         agent.subscribe(listener)
         for step in range(26):
             optimizer.zero_grad()
@@ -42,13 +42,14 @@ def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attenti
 @pytest.mark.parametrize("poisoned", [13, 20, 21])
 @pytest.mark.parametrize("norms", [True, False])
 def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_that_broke_the_weights(
-    poisoned: int, norms: bool
+    poisoned: int, norms: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples come every ten steps, and the loss shows a bad update one step later."""
     model, listener = tiny_gpt(), Listener()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sound = [0]
-    with attach(model, **{**EVERY_STEP, "sample_every_steps": 10, "close_watch_steps": 0}) as agent:
+    monkeypatch.setattr(AgentConfig, "close_watch_steps", 0)
+    with attach(model, **{**EVERY_STEP, "sample_every_steps": 10}) as agent:
         agent.subscribe(listener)
         for step in range(1, 41):
             optimizer.zero_grad()

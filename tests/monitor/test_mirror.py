@@ -16,9 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 
-NAMES = {f"foreshock/{n}" for n in ("worst_score_offset", "largest_score", "active_warnings", "switched_heads")}
+NAMES = {
+    f"foreshock/{name}"
+    for name in (
+        *("worst_score_offset", "largest_score", "max_attention_logit", "attention_entropy"),
+        *("active_warnings", "switched_heads"),
+    )
+}
 
 
 def trained(steps: int, **settings: Any) -> Agent:
@@ -29,7 +35,6 @@ def trained(steps: int, **settings: Any) -> Agent:
     every = {
         "sample_every_steps": 1,
         "sample_every_seconds": 0.0,
-        "probe_every_steps": 1,
         "quiet": True,
         "spool_directory": None,
     }
@@ -61,8 +66,11 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_holds_each_sample_s_numbers_and_when_a_warning_stood(tmp_path: Path) -> None:
-    agent = trained(9, mirror=f"tensorboard:{tmp_path}", policy="auto", close_seconds=30)
+def test_tensorboard_holds_each_sample_s_numbers_and_when_a_warning_stood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgentConfig, "close_seconds", 30)
+    agent = trained(9, mirror=f"tensorboard:{tmp_path}", policy="auto")
     assert not agent.faults
     told = EventAccumulator(str(tmp_path))
     told.Reload()
@@ -140,9 +148,10 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
 
 def test_a_tracker_that_hangs_delays_no_step_and_close_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
+    monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
     stand_in(monkeypatch, "trackio", log=lambda numbers, step: released.wait(60))
     try:
-        agent = trained(80, mirror="trackio", close_seconds=0.1)  # more samples than its queue takes
+        agent = trained(80, mirror="trackio")  # more samples than its queue takes
         assert agent.current_step == 80
         assert agent.faults["mirror"] >= 1
     finally:

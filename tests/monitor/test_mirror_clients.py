@@ -32,6 +32,8 @@ def test_a_real_tracker_holds_each_sample_beside_what_the_program_logs_itself(tr
     stored = {name: dict(map(tuple, points)) for name, points in told["stored"].items()}
     assert set(stored) == {
         "loss",
+        "foreshock/max_attention_logit",
+        "foreshock/attention_entropy",
         "foreshock/worst_score_offset",
         "foreshock/largest_score",
         "foreshock/active_warnings",

@@ -2,19 +2,23 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor import tiny_models
 from tests.monitor.doubles import Listener
-from tests.monitor.tiny_models import tiny_gpt
+from tests.monitor.probing import EVERY_ROW, probed, tensors
+from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.contract.slots import SLOT_COUNT
+from foreshock.contract.slots import SLOT_COUNT, Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.monitor import AgentConfig, attach
 from foreshock.monitor.attention import watched_layer
+from foreshock.monitor.attention.probe import Sampling
+from foreshock.monitor.model.discovery import SDPA
 
 QUICK: dict[str, Any] = {
     "attention": "kernels",
@@ -117,3 +121,51 @@ def test_an_accelerator_s_wide_operands_stay_with_pytorch_and_the_layer_says_why
     problem = layer.problem(operand, operand, operand)
     assert (problem is None) == served
     assert served or "ask for numerics='float32'" in str(problem)
+
+
+@pytest.mark.promise("A21")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_queries_under_autocast_are_measured_in_the_type_that_the_attention_rounded_them_to(
+    dtype: torch.dtype,
+) -> None:
+    query, key, value, grad = tensors(torch.float32, offset=0.3)
+    query, key, value = query * 1.37, key * 0.91, value * 1.13  # of more digits than either type has
+    with torch.autocast("cpu", dtype):
+        out = SDPA(query, key, value, is_causal=True, enable_gqa=True)
+    assert out.dtype == dtype
+    sampling = Sampling(EVERY_ROW)
+    settings: dict[str, Any] = {"causal": "top_left", "numerics": "kernel"}
+    wide = probed(query, key, value, grad.to(dtype), out, sampling, **settings)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    cast = probed(query, key, value, grad.to(dtype), out, sampling, **settings)
+    for slot in Slot:
+        np.testing.assert_array_equal(slot_values(wide, slot), slot_values(cast, slot), err_msg=slot.name)
+    assert slot_values(cast, Slot.DELTA_BIAS_ABS).min() > 0
+
+
+@pytest.mark.promise("A21")
+def test_under_fp16_autocast_a_model_that_widens_its_queries_has_the_delta_bias_of_fp16() -> None:
+    class Widening(CausalSelfAttention):
+        """Norms of heads give fp32 under autocast."""
+
+        widens = False
+
+        def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            wide = (query.float(), key.float()) if self.widens else (query, key)
+            return F.scaled_dot_product_attention(*wide, value, is_causal=True)
+
+    def delta_bias() -> Any:
+        torch.manual_seed(0)
+        model, listener = tiny_gpt(Widening(16, 2)), Listener()
+        agent = attach(model, run="widened", attention="keep", probe_rows=EVERY_ROW, quiet=True, strict=True)
+        agent.subscribe(listener)
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch(0)).float().square().mean()
+        loss.backward()
+        agent.step(loss)
+        agent.close()
+        return slot_values(listener.of(wire.Sample)[0].words(), Slot.DELTA_BIAS_ABS)
+
+    narrow = delta_bias()
+    Widening.widens = True
+    np.testing.assert_allclose(delta_bias(), narrow, rtol=1e-6)

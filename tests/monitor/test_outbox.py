@@ -4,13 +4,14 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.monitor.doubles import verdict
 
 from foreshock.contract import wire
 from foreshock.monitor.outbox import Outbox
 
+STARTED = wire.Started(
+    step=0, unix_seconds=1.0, world_size=1, layers=(), policy="observe", numerics="auto", mitigation="exact_delta"
+)
 FINISHED = wire.Finished(step=3, unix_seconds=1.0, status="completed")
 
 
@@ -58,9 +59,11 @@ class Draft:
         return FINISHED.model_copy(update={"step": self.number})
 
 
-def made(room: int = 1000) -> tuple[Any, Any, Any]:
+def made(room: int = 1000, *, begun: bool = True) -> tuple[Any, Any, Any]:
     guards: Any = {name: Contained() for name in ("sinks", "sender", "mirror", "tracker")}
     box: Any = Outbox(guards)
+    if begun:
+        box.begin(STARTED)
     box.sender = Queue(room)
     return box, box.sender, guards
 
@@ -74,7 +77,7 @@ def test_a_subscriber_that_fails_keeps_no_event_from_the_others_or_the_sender() 
 
     box.subscribe(fails)
     box.subscribe(heard.append)
-    box.tell(FINISHED)
+    box.emit(FINISHED)
     assert (heard, queue.got, guards["sinks"].faults) == ([FINISHED], [FINISHED], 1)
 
 
@@ -85,7 +88,7 @@ def test_a_warning_stands_in_the_log_once_when_it_is_raised(
     box, _, _ = made()
     about = verdict(0, 2).model_copy(update={"state": state, "step": 70, "sentence": "It drifts."})
     with caplog.at_level("WARNING", "foreshock"):
-        box.tell(about)
+        box.emit(about)
     assert [record.getMessage() for record in caplog.records] == ["foreshock, step 70: It drifts."] * lines
 
 
@@ -98,7 +101,7 @@ def test_of_144_heads_that_one_cause_reaches_the_first_is_a_warning_of_the_log_a
         caplog.clear()
         with caplog.at_level("INFO", "foreshock"):
             for each in told:
-                box.tell(each)
+                box.emit(each)
         return [record.levelname for record in caplog.records]
 
     heads = [verdict(number // 12, number % 12).model_copy(update={"id": f"w{number}"}) for number in range(144)]
@@ -115,67 +118,51 @@ def test_of_144_heads_that_one_cause_reaches_the_first_is_a_warning_of_the_log_a
 def test_a_warning_whose_cause_is_corrected_stands_under_the_new_one(caplog: pytest.LogCaptureFixture) -> None:
     box, _, _ = made()
     first = verdict(0, 2).model_copy(update={"id": "a", "cause": "score growth"})
-    box.tell(first)
-    box.tell(first.model_copy(update={"cause": "rounding", "state": "updated"}))
+    box.emit(first)
+    box.emit(first.model_copy(update={"cause": "rounding", "state": "updated"}))
     with caplog.at_level("WARNING", "foreshock"):
         caplog.clear()
-        box.tell(verdict(0, 3).model_copy(update={"id": "b"}))
+        box.emit(verdict(0, 3).model_copy(update={"id": "b"}))
         assert caplog.records == []
-        box.tell(verdict(0, 4).model_copy(update={"id": "c", "cause": "score growth"}))
+        box.emit(verdict(0, 4).model_copy(update={"id": "c", "cause": "score growth"}))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_switch_from_before_the_start_waits_for_it_and_is_told_once_with_its_step() -> None:
-    box, queue, _ = made()
+    box, queue, _ = made(begun=False)
     switch = wire.Switched(
         id="s", step=0, outcome="applied", heads=((0, 0),), before=("plain",), after=("exact_delta",), reason="set"
     )
-    box.tell_after_start(switch, started=False)
+    box.emit(switch)
     assert queue.got == []
-    box.tell_early(400)
-    box.tell_early(500)
-    box.tell_after_start(switch, started=True)
-    assert [event.step for event in queue.got] == [400, 0]
+    box.begin(STARTED.model_copy(update={"step": 400}))
+    box.begin(STARTED.model_copy(update={"step": 500}))
+    box.emit(switch)
+    assert [(event.kind, event.step) for event in queue.got] == [
+        ("started", 400),
+        ("switched", 400),
+        ("started", 500),
+        ("switched", 0),
+    ]
 
 
 def test_a_draft_is_built_here_only_where_somebody_listens() -> None:
     box, queue, _ = made()
     first, second = Draft(1), Draft(2)
-    box.tell_draft(first)
+    box.emit_sample(first)
     assert (queue.got, first.built) == ([first], 0)
     heard: list[wire.Event] = []
     box.subscribe(heard.append)
-    box.tell_draft(second)
+    box.emit_sample(second)
     assert second.built == 1
     assert queue.got[1:] == heard == [FINISHED.model_copy(update={"step": 2})]
-
-
-@given(
-    rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=8), room=st.integers(0, 12)
-)
-def test_parts_go_in_their_order_as_room_comes_and_none_is_lost(rounds: list[tuple[int, int]], room: int) -> None:
-    box, queue, _ = made(room)
-    told = 0
-    for parts, freed in rounds:
-        newer = [Draft(told + number) for number in range(parts)]
-        box.tell_parts(newer)
-        # those of the round before have gone, room or not; of these no more than there is room for
-        assert [part.number for part in queue.got[:told]] == list(range(told))
-        assert len(queue.got) == max(told, min(told + parts, queue.room))
-        told += parts
-        queue.room += freed
-        box.send_parts()
-        assert len(queue.got) <= max(told - parts, queue.room)
-    box.send_parts(every=True)
-    assert [part.number for part in queue.got] == list(range(told))
 
 
 def test_without_a_service_nothing_waits_and_nothing_is_ordered() -> None:
     guards: Any = {name: Contained() for name in ("sinks", "sender")}
     box: Any = Outbox(guards)
-    box.tell(FINISHED)
-    box.tell_parts([Draft(1)])
-    assert (box.commands(), len(box._parts)) == ([], 0)
+    box.emit(FINISHED)
+    assert box.commands() == []
     box.close(1.0)
 
 

@@ -82,7 +82,7 @@ def test_it_is_one_graph_and_computes_what_it_computes_unwatched(
     expected = trained(alone, compiled(alone), lengths)
     torch._dynamo.reset()
     model, listener = reader(dropout), Listener()
-    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_every_steps": 1}) as agent:
+    with attach(model, **{**EVERY_STEP, "attention": "keep"}) as agent:
         agent.subscribe(listener)
         got = trained(model, compiled(model), lengths, agent.step)
     for ours, theirs in zip(got, expected, strict=True):

@@ -94,7 +94,7 @@ def test_a_position_bias_is_part_of_the_scores_that_are_measured(
     scores = true_scores(model, given, monkeypatch)
     model.set_attn_implementation(implementation)
     listener = Listener()
-    every_row: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 10**6, "strict": True}
+    every_row: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6, "strict": True}
     with attach(model, url=None, quiet=True, **every_row) as agent:
         agent.subscribe(listener)
         torch.autograd.backward(model(**given).last_hidden_state.square().mean())

@@ -11,6 +11,10 @@ from tests.monitor.probing import EVERY_ROW, probed, tensors
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, flash_attention, new_state
 from foreshock.monitor.attention.probe import Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.probed_rows import sizes
+
+OF_EVERY_ROW = [slot for slot in COUNT_SLOTS if slot is not Slot.ENTROPY_ROWS]
+"""What our own kernels count."""
 
 
 @pytest.mark.parametrize(
@@ -29,9 +33,9 @@ def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same
     out = flash_attention(leaf, key, value, numerics=numerics, state=state, **options)
     out.backward(grad)
     ours = state.numpy()
-    theirs = probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW, 0), numerics=numerics, **options)
+    theirs = probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW), numerics=numerics, **options)
     assert slot_values(ours, Slot.TIED_ROWS_BF16).min() > 0
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+    for slot in (*OF_EVERY_ROW, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=2e-6, err_msg=slot.name)
     # Our kernel reads the residual of O in 16 bits, and the probe computes it again: equal to its own rounding.
     total = slot_values(ours, Slot.DELTA_BIAS_ABS)
@@ -61,12 +65,12 @@ def test_rows_of_packed_sequences_see_what_our_own_kernel_shows_them(options: di
         value,
         grad,
         out.detach(),
-        Sampling(EVERY_ROW, 0),
+        Sampling(EVERY_ROW),
         numerics="float64",
         cu_seqlens=(cu_queries.int(), cu_keys.int()),
         **options,
     )
-    for slot in (*COUNT_SLOTS, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
+    for slot in (*OF_EVERY_ROW, *MAX_SLOTS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(slot_values(theirs, slot), slot_values(state.numpy(), slot), rtol=1e-12)
     assert slot_values(theirs, Slot.EMPTY_ROWS).min() >= 4  # behind the last sequence
 
@@ -82,7 +86,7 @@ def test_a_mask_of_any_kind_is_read_as_the_attention_reads_it(kind: str) -> None
     scores = (query @ key.mT / 4).masked_fill(~seen, -math.inf)
     visible = seen.sum(-1).expand(3, 4, 24)
     out = scores.softmax(-1).nan_to_num() @ value
-    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), mask=mask, numerics="float64")
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask, numerics="float64")
     offset = (scores.logsumexp(-1) - visible.double().log()).nan_to_num(nan=0.0, neginf=0.0)
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUM), offset.sum((0, 2)), rtol=1e-12)
     np.testing.assert_allclose(slot_values(words, Slot.SCORE_OFFSET_SUMSQ), offset.square().sum((0, 2)), rtol=1e-12)
@@ -95,7 +99,7 @@ def test_the_bias_is_that_of_the_users_own_output() -> None:
     query, key, value, grad = tensors(torch.float64, kv_heads=4)
     out = (query @ key.mT / 4).softmax(-1) @ value
     wrong = (out + 0.25).bfloat16().double()  # under every numerics the bias is that of O in 16 bits
-    words = probed(query, key, value, grad, wrong, Sampling(EVERY_ROW, 0), numerics="float64")
+    words = probed(query, key, value, grad, wrong, Sampling(EVERY_ROW), numerics="float64")
     truth = (grad * (wrong - out)).sum((0, 2, 3))
     np.testing.assert_allclose(slot_values(words, Slot.DELTA_BIAS_SUM), truth, rtol=1e-9)
 
@@ -105,7 +109,7 @@ def test_rows_that_are_not_finite_are_counted_and_kept_out_of_the_sums() -> None
     query[0, 1, 3] = math.nan
     grad[2, 2, 7] = math.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW, 0), numerics="float32")
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), numerics="float32")
     assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [0, 1, 1, 0]
     assert slot_values(words, Slot.ROWS).tolist() == [72, 71, 71, 72]
     assert np.isfinite([slot_values(words, slot) for slot in SUM_SLOTS]).all()
@@ -113,47 +117,49 @@ def test_rows_that_are_not_finite_are_counted_and_kept_out_of_the_sums() -> None
 
 def test_under_dropout_scores_are_measured_and_the_bias_is_not() -> None:
     query, key, value, grad = tensors(torch.float32)
-    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW, 0), numerics="float32", dropout_p=0.1)
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics="float32", dropout_p=0.1)
     assert slot_values(words, Slot.ROWS).tolist() == [72] * 4
     assert slot_values(words, Slot.DELTA_BIAS_ABS).tolist() == [0] * 4
 
 
-def test_shares_and_means_are_unbiased_and_their_standard_errors_are_those_of_independent_rows() -> None:
+def test_shares_and_means_are_unbiased_and_their_standard_errors_cover_what_a_sample_misses() -> None:
     query, key, value, grad = tensors(torch.bfloat16, length=40)
     out = flash_attention(query, key, value, causal="top_left")
     arguments = query, key, value, grad, out
-    whole = probed(*arguments, Sampling(EVERY_ROW, 0), causal="top_left")
-    rows, times = 8, 400
-    total = probed(*arguments, Sampling(rows, 0), times, causal="top_left")
+    whole = probed(*arguments, Sampling(EVERY_ROW), causal="top_left")
+    entries, of_each = sizes(20, 3, 40)
+    times = 400
+    total = probed(*arguments, Sampling(20), times, causal="top_left")
     counted = slot_values(total, Slot.ROWS)
-    assert counted.tolist() == [rows * times] * 4
+    assert counted.tolist() == [entries * of_each * times] * 4
     for slot, square in ((Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ), (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_BF16)):
         truth, second = (slot_values(whole, s) / slot_values(whole, Slot.ROWS) for s in (slot, square))
-        error = np.sqrt((second - truth**2) / counted)
+        error = np.sqrt((second - truth**2) / counted)  # of independent rows; stratified ones miss less
         assert (error > 0).all()
         z = (slot_values(total, slot) / counted - truth) / error
         assert (np.abs(z) < 4).all(), z
 
 
-def test_heads_are_measured_in_turn() -> None:
+def test_a_captured_step_measures_fewer_rows_since_each_replay_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, grad = tensors(torch.float32)
-    out = flash_attention(query, key, value, numerics="float32")
-    words = probed(query, key, value, grad, out, Sampling(5, 3), times=4, numerics="float32")
-    assert slot_values(words, Slot.ROWS).tolist() == [15] * 4
-    once = probed(query, key, value, grad, out, Sampling(5, 3), numerics="float32")
-    assert slot_values(once, Slot.ROWS).tolist() == [5, 5, 5, 0]
+    arguments = query, key, value, grad, grad
+    assert slot_values(probed(*arguments, Sampling(12, 4), numerics="float32"), Slot.ROWS).tolist() == [12] * 4
+    monkeypatch.setattr("foreshock.monitor.attention.probe._capturing", lambda query: True)
+    unasked = Sampling(12, 4, due=False)
+    assert slot_values(probed(*arguments, unasked, numerics="float32"), Slot.ROWS).tolist() == [3] * 4
+    assert unasked.captured
 
 
 def test_the_training_draws_the_same_random_numbers_with_the_probe_as_without() -> None:
     query, key, value, grad = tensors(torch.float32)
     before = torch.random.get_rng_state()
-    probed(query, key, value, grad, grad, Sampling(5, 0), numerics="float32")
+    probed(query, key, value, grad, grad, Sampling(5), numerics="float32")
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_step_that_is_not_due_counts_nothing() -> None:
     query, key, value, grad = tensors(torch.float32)
-    words = probed(query, key, value, grad, grad, Sampling(5, 0, due=False), numerics="float32")
+    words = probed(query, key, value, grad, grad, Sampling(5, due=False), numerics="float32")
     assert not slot_values(words, Slot.ROWS).any()
 
 
@@ -161,7 +167,7 @@ def test_a_step_that_is_not_due_counts_nothing() -> None:
 def test_the_operator_declares_what_it_does(bounds: Any) -> None:
     query, key, value, grad = tensors(torch.float32, length=8)
     state, tick = new_state(4), new_ticks(1, torch.device("cpu"))[0].clone()
-    number = start_sampling(Sampling(3, 0))
+    number = start_sampling(Sampling(3))
     try:
         torch.library.opcheck(
             torch.ops.foreshock.probe_rows.default,
@@ -175,9 +181,11 @@ def test_the_operator_declares_what_it_does(bounds: Any) -> None:
                 *bounds,
                 state,
                 tick,
+                torch.full((4,), -math.inf),
                 number,
                 AttentionSpec(0.25, "top_left", numerics="float32").text,
-                False,
+                [query, key],
+                [],
             ),
         )
     finally:

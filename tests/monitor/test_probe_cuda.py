@@ -1,5 +1,6 @@
 """`attention="keep"` on a GPU: bits, counts, CUDA graphs and no host synchronisation; the kernels against PyTorch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import torch
 from tests.monitor.executions import EVERY_STEP, Loop, watched
 from tests.monitor.test_cuda import LENGTH, ROWS, STEPS, captured, eager, model, reduce_overhead
-from torch import Tensor
+from torch import Tensor, nn
 
+from foreshock.contract import wire
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor import Agent, attach
 
@@ -21,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
-KEEP: dict[str, Any] = {"attention": "keep", "probe_every_steps": 1, "probe_rows": 8}
+KEEP: dict[str, Any] = {"attention": "keep", "probe_rows": 8}
 LOOPS = [
     pytest.param(eager, marks=pytest.mark.execution("nanoGPT", "keep")),
     pytest.param(captured, marks=pytest.mark.execution("nanoGPT", "keep")),
@@ -66,9 +68,25 @@ def test_torch_compile_makes_its_graphs_anew_for_a_switch_and_a_capture_by_hand_
     got = watched(model(), reduce_overhead, during=switch, **KEEP)
     assert got.rows == [STEPS * 8] * 2 + [6 * 8 + 4 * ROWS * LENGTH] * 2
     caplog.clear()
+    assert [each.outcome for each in got.listener.of(wire.Switched)] == ["applied"]
     got = watched(model(), captured, during=switch, **KEEP)
     assert got.rows == [STEPS * 8] * 4
-    assert "capture it again" in caplog.text
+    assert "Capture it again" in caplog.text
+    assert got.listener.of(wire.Switched) == []
+
+
+def test_a_switch_that_a_captured_step_hid_is_applied_once_the_step_is_captured_again() -> None:
+    def switch(agent: Agent) -> None:
+        if agent.current_step == 6:
+            agent.set_mode([(1, 0)], "exact_delta", "a test")
+
+    def twice(trained: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+        return captured(trained, stepped) + captured(trained, stepped)
+
+    got = watched(model(), twice, during=switch, **KEEP)
+    [switched] = got.listener.of(wire.Switched)
+    assert (switched.outcome, switched.step) == ("applied", STEPS)  # the first step that ran uncaptured shows it
+    assert got.rows == [2 * STEPS * 8] * 2 + [STEPS * (8 + ROWS * LENGTH)] * 2
 
 
 def test_every_row_sampled_gives_what_our_kernels_count() -> None:

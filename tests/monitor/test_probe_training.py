@@ -26,7 +26,6 @@ from foreshock.monitor import Agent, attach
 
 EVERY_ROW: dict[str, Any] = {
     "attention": "keep",
-    "probe_every_steps": 1,
     "probe_rows": 10**6,
     "sample_every_steps": 1,
     "sample_every_seconds": 0.0,
@@ -303,17 +302,17 @@ def test_a_resumed_run_moves_its_switched_layers_before_its_first_step() -> None
 def test_steps_are_measured_at_the_cadence_from_the_first_on() -> None:
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    agent, listener = kept(model, probe_rows=5, probe_every_steps=4)
+    agent, listener = kept(model, probe_rows=5, sample_every_steps=4)
     with agent:
         for step in range(10):
             agent.step(train_step(model, optimizer, step))
-    assert [sample[0] for sample in rows(listener)] == [5, 0, 0, 0, 5, 0, 0, 0, 5, 0]
+    assert [sample[0] for sample in rows(listener)] == [5, 0, 5, 5]  # of step 1, steps 2 to 4, 5 to 8, and 9 and 10
 
 
 def test_every_step_is_measured_while_a_warning_is_fresh() -> None:
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    agent, listener = kept(model, probe_rows=5, probe_every_steps=100)
+    agent, listener = kept(model, probe_rows=5, sample_every_steps=100)
     with agent:
         for step in range(5):
             if step == 1:
@@ -361,7 +360,7 @@ def test_layers_are_told_as_kept_and_sampled_and_detach_gives_everything_back() 
     agent, listener = kept(model)
     assert "2 x blocks.0, blocks.1" in agent.report()
     assert agent.report().count("kept, sampled") == 1
-    assert "every 1 steps 1000000 rows of every head of each layer are measured" in agent.report()
+    assert "every 1 steps 1000000 rows of every head are measured" in agent.report()
     agent.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0))
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.served_by, layer.sampled) for layer in layers] == [("probe", True)] * 2

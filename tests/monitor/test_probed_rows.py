@@ -1,4 +1,4 @@
-"""Rows drawn at random and computed again: drawn evenly; the same counts in parts, with copies or without."""
+"""Rows chosen in every entry of the batch and computed again: chosen evenly; the same counts in parts."""
 
 from typing import Any
 
@@ -12,41 +12,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, new_state
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe_rows, start_sampling, stop_sampling
-from foreshock.monitor.attention.probed_rows import drawn
+from foreshock.monitor.attention.probed_rows import HELD_BYTES, chosen_rows, drawn, sizes
 
 
-def test_numbers_are_drawn_evenly_and_anew_at_every_tick() -> None:
-    below, ticks = 24, 2000
-    seen = np.zeros((4, below))
+@pytest.mark.parametrize(
+    ("count", "batch", "queries", "chosen"),
+    [
+        (4096, 32, 256, (32, 128)),  # as many of each entry
+        (4096, 16, 100, (16, 100)),  # all there are
+        (4096, 2000, 49, (256, 16)),  # entries that are too many take turns
+        (5, 3, 24, (1, 5)),
+        (5, 3, 4, (2, 4)),
+        (1, 1, 1, (1, 1)),
+        (100, 3, 1000, (3, 34)),
+    ],
+)
+def test_rows_are_spread_over_the_batch_with_enough_of_each_entry(
+    count: int, batch: int, queries: int, chosen: tuple[int, int]
+) -> None:
+    assert sizes(count, batch, queries) == chosen
+
+
+@pytest.mark.parametrize(("count", "batch", "queries"), [(20, 3, 24), (70, 3, 24), (33, 7, 5), (40, 5, 30)])
+def test_every_row_has_an_equal_chance_and_each_stretch_of_a_sequence_gives_one(
+    count: int, batch: int, queries: int
+) -> None:
+    entries, of_each = sizes(count, batch, queries)
+    ticks, seen = 3000, np.zeros((batch, queries))
     tick = new_ticks(3, torch.device("cpu"))[2]
     for _ in range(ticks):
-        numbers = drawn(tick, (4, 6), below)
-        for head in range(4):
-            seen[head] += np.bincount(numbers[head], minlength=below)
+        entry, row = (x.numpy() for x in chosen_rows(tick, count, batch, queries))
+        assert len(set(entry)) == entries
+        stretch = np.arange(of_each) * queries / of_each
+        assert (row >= np.floor(stretch)).all()
+        assert (row < np.ceil(stretch + queries / of_each)).all()
+        np.add.at(seen, (entry[:, None], row), 1)
         tick += 1
-    expected = ticks * 6 / below
-    chi_square = ((seen - expected) ** 2 / expected).sum(1)
-    assert (chi_square < 55).all()  # 23 degrees of freedom: 1 in 10,000
-    assert (chi_square > 5).all()
+    expected = ticks * entries * of_each / (batch * queries)
+    spread = np.abs(seen - expected) / np.sqrt(expected)
+    assert spread.max() < 4.5
+    assert (seen.sum(1) - expected * queries).max() <= 6 * np.sqrt(ticks) * of_each
 
 
-def test_no_two_layers_draw_the_same_rows() -> None:
-    first, second = (drawn(tick, (2, 64), 10**9) for tick in new_ticks(2, torch.device("cpu")))
-    assert not set(first.flatten().tolist()) & set(second.flatten().tolist())
+def test_all_rows_are_all_rows_once() -> None:
+    entry, row = chosen_rows(torch.tensor([7]), 60, 3, 20)
+    assert entry.tolist() == [0, 1, 2]
+    assert row.tolist() == [list(range(20))] * 3
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
-    arguments = tensors(torch.bfloat16)
-    whole = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: copies)
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", 4 * 24 * 4 * 7 * (16 if copies else 1))
-    parts = probed(*arguments, arguments[0], Sampling(EVERY_ROW, 0))
-    for slot in Slot:
-        np.testing.assert_allclose(slot_values(parts, slot), slot_values(whole, slot), rtol=1e-12, err_msg=slot.name)
+def test_no_two_layers_and_no_two_steps_draw_the_same_numbers() -> None:
+    index = torch.arange(64)
+    draws = [drawn(tick * 64 + index) for first in new_ticks(2, torch.device("cpu")) for tick in (first, first + 1)]
+    numbers = torch.cat(draws).tolist()
+    assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("rows", [3, 40, EVERY_ROW])
+@pytest.mark.parametrize("rows", [20, 40, EVERY_ROW])
+@pytest.mark.parametrize("held", [4 * 24 * 4 * 7, 4 * 24 * 4 * 40, 1])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
     [
@@ -55,41 +77,43 @@ def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(monkeypatch: pyte
         (3, 1, {"causal": "bottom_right", "scale": 0.3, "softcap": 12.0}),
     ],
 )
-def test_a_cpu_measures_without_copies_what_a_gpu_measures_with_them(
-    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
+def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(
+    monkeypatch: pytest.MonkeyPatch, held: int, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
 ) -> None:
     arguments = tensors(torch.float64, heads=heads, kv_heads=kv_heads, seed=rows, offset=0.0)
-    sampling = Sampling(rows, 0, strict=True)
-    without = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows._copies", lambda device: True)
-    copied = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    assert slot_values(copied, Slot.ROWS).min() > 0
+    sampling = Sampling(rows, strict=True)
+    whole = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", held)
+    parts = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    assert slot_values(whole, Slot.ROWS).min() > 0
     for slot in Slot:
         np.testing.assert_allclose(
-            slot_values(without, slot), slot_values(copied, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
+            slot_values(parts, slot), slot_values(whole, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
         )
 
 
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the largest tensor that an operation gave."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if isinstance(given, Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, given.nbytes)
+        return given
+
+
 @pytest.mark.parametrize(("dtype", "numerics"), [(torch.bfloat16, "kernel"), (torch.float32, "float32")])
-def test_a_cpu_copies_no_keys_for_the_rows_that_it_measures(dtype: torch.dtype, numerics: Any) -> None:
-    query, key, value, grad = (x[:2].repeat(1, 1, 8, 1) for x in tensors(dtype, heads=2, kv_heads=2))
-    largest = 0
-
-    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            given = func(*args, **(kwargs or {}))
-            if isinstance(given, Tensor):
-                largest = max(largest, given.numel())
-            return given
-
-    state, tick, number = new_state(2), new_ticks(1, query.device)[0], start_sampling(Sampling(64, 0, strict=True))
+def test_what_is_held_is_bounded_however_many_rows_are_asked_for(dtype: torch.dtype, numerics: Any) -> None:
+    query, key, value, grad = (x[:2].repeat(1, 1, 90, 1) for x in tensors(dtype, heads=4, kv_heads=2))  # 2160 tokens
+    state, tick = new_state(4), new_ticks(1, query.device)[0]
+    number = start_sampling(Sampling(EVERY_ROW, strict=True))
     spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
     try:
-        with Largest():  # type: ignore[no-untyped-call]
-            probe_rows(grad, grad, query, key, value, None, None, None, state, tick, number, spec, False)
+        with Largest() as largest:  # type: ignore[no-untyped-call]
+            probe_rows(grad, grad, query, key, value, None, None, None, state, tick, None, number, spec)
     finally:
         stop_sampling(number)
-    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [64, 64]
-    rows_by_keys = 2 * 64 * key.shape[2]
-    assert largest <= 2 * rows_by_keys < rows_by_keys * key.shape[3]
+    assert slot_values(state.numpy(), Slot.ROWS).tolist() == [2 * 2160] * 4
+    assert largest.nbytes <= HELD_BYTES

@@ -12,14 +12,14 @@ from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.readings import Readings
 
 
-def test_words_are_read_as_means_and_shares_and_a_head_without_rows_as_unknown() -> None:
+def test_words_are_read_as_means_and_a_head_without_rows_as_unknown() -> None:
     words = np.tile(identity_row(), (2, 1))
-    words[0, Slot.ROWS], words[0, Slot.TIED_ROWS_ONE] = 4, 1
+    words[0, Slot.ROWS] = 4
     floats = words.view(np.float64)
     floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
     seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
-    assert (seen.score_offset[0], seen.tied_rows[0], seen.largest_score[0]) == (2.0, 0.25, 5.0)
-    assert np.isnan([seen.score_offset[1], seen.tied_rows[1], seen.largest_score[1], seen.delta_bias_sum[1]]).all()
+    assert (seen.score_offset[0], seen.largest_score[0]) == (2.0, 5.0)
+    assert np.isnan([seen.score_offset[1], seen.largest_score[1], seen.delta_bias_sum[1]]).all()
     assert words.shape == (2, SLOT_COUNT)
 
 
@@ -30,12 +30,10 @@ def test_what_is_joined_while_it_is_gathered_is_what_the_catalogue_reads(words: 
     words[:, Slot.SKIPPED_ROWS] %= words[:, Slot.ROWS] + 1  # no more are skipped than there are
     seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(len(words), dtype=np.int32))
     apart = {key: catalog.read(f"head.{key}", words) for key in ("score_offset", "score_max", "row_max_abs")}
-    ties = [catalog.read(f"head.tied_rows_{kind}", words) for kind in ("bf16", "one")]
     bias = np.where(slot_values(words, Slot.ROWS) > 0, slot_values(words, Slot.DELTA_BIAS_SUM), np.nan)
     np.testing.assert_array_equal(seen.rows, slot_values(words, Slot.ROWS))
     np.testing.assert_array_equal(seen.score_offset, apart["score_offset"])
     np.testing.assert_array_equal(seen.largest_score, np.fmax(apart["row_max_abs"], apart["score_max"]))
-    np.testing.assert_array_equal(seen.tied_rows, np.fmax(*ties))
     np.testing.assert_array_equal(seen.delta_bias_sum, bias)
     np.testing.assert_array_equal(seen.nonfinite_rows, slot_values(words, Slot.NONFINITE_ROWS))
     assert not any(np.shares_memory(array, words) for array in (seen.rows, seen.delta_bias_sum, seen.nonfinite_rows))

@@ -14,7 +14,7 @@ from foreshock.monitor.model.discovery import find_attention
 
 WIDTH, HEADS = 16, 2
 QUIET: dict[str, Any] = {"url": None, "quiet": True, "strict": True, "sample_every_seconds": 0.0}
-WAYS = ["keep", "auto", "kernels"]
+WAYS = ["keep", "kernels"]
 
 
 class Direct(nn.Module):

@@ -1,7 +1,6 @@
 """A message that is built later, in another thread, says the same as one built at once; a fault in it costs one."""
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.monitor import attach
 from foreshock.monitor.sampling.collector import Counted
-from foreshock.monitor.sampling.grams import GramPart
-from foreshock.monitor.sampling.norms import Measured
 from foreshock.monitor.sampling.sample import SampleDraft
 
 QUICK: dict[str, Any] = {"run": "a-run", "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True}
@@ -91,30 +88,6 @@ def test_the_service_gets_the_same_whether_or_not_somebody_listens(tmp_path: Pat
         listened = events_at_the_service(second, tmp_path, listening=True)
     assert [event["step"] for event in alone] == [1, 2, 3, 4]
     assert alone == listened
-
-
-def test_parts_of_gram_matrices_that_are_larger_than_the_queue_together_all_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with hostile_server(acknowledge) as server:
-        settings = {**QUICK, "send_every_seconds": 0.01, "norms_every_steps": 10**6}
-        agent = attach(tiny_gpt(), **settings, url=server.url, spool_directory=tmp_path, queue_bytes=2**16)
-        layer = agent._instruments.layers[0]
-        parts = tuple(
-            GramPart(layer, 2, 56, (at, at + 1), 20, torch.full((4, 56 * 57 // 2), float(at))) for at in range(20)
-        )
-        monkeypatch.setattr(agent._norms, "measure", lambda: Measured({}, parts))
-        agent.step(1.0)
-        deadline = time.monotonic() + 20
-        while len(server.events("grams")) < len(parts) and time.monotonic() < deadline:
-            agent.step(1.0)
-            time.sleep(0.01)
-        agent.close()
-        arrived = [wire.Grams.model_validate(event) for event in server.events("grams")]
-        assert sorted(event.inputs for event in arrived) == [part.inputs for part in parts]
-        assert all((event.query.numpy() == event.inputs[0]).all() for event in arrived)
-        assert agent._outbox.sender is not None
-        assert agent._outbox.sender.dropped == {}
 
 
 @pytest.mark.promise("A15")

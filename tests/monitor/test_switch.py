@@ -11,10 +11,10 @@ from tests.monitor.tiny_models import TinyGPT, tiny_gpt, train_step
 
 from foreshock.contract import wire
 from foreshock.contract.modes import DEFAULT_MITIGATION, Mode, with_mode
-from foreshock.monitor import Agent, attach
+from foreshock.monitor import Agent, AgentConfig, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
-from foreshock.monitor.policy import decide
 from foreshock.monitor.switch import MAX_ANSWERED, Switchboard
+from foreshock.monitor.switching import decide
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -102,8 +102,9 @@ def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_
     assert switched[1].step > switched[0].step
 
 
-def test_after_a_warning_every_step_is_sampled_for_a_while() -> None:
-    agent, listener = run(tiny_gpt(), {4: [verdict(0, 0)]}, 16, sample_every_steps=4, close_watch_steps=3)
+def test_after_a_warning_every_step_is_sampled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentConfig, "close_watch_steps", 3)
+    agent, listener = run(tiny_gpt(), {4: [verdict(0, 0)]}, 16, sample_every_steps=4)
     agent.close()
     assert [s.step for s in listener.of(wire.Sample)] == [1, 4, 6, 7, 8, 12, 16]
 
@@ -119,13 +120,13 @@ def test_after_a_warning_every_step_is_sampled_for_a_while() -> None:
     ],
 )
 def test_a_verdict_that_no_rounding_mode_helps_leads_to_no_switch(unfit: wire.Verdict) -> None:
-    assert decide([unfit], "exact_delta", dict.fromkeys(HEADS, 0)) == []
+    assert list(decide([unfit], "exact_delta", dict.fromkeys(HEADS, 0), "head")) == []
 
 
 def test_a_head_that_has_the_mitigation_is_left_alone() -> None:
     modes = {**dict.fromkeys(HEADS, 0), (1, 0): int(Mode.EXACT_DELTA)}
-    assert decide([verdict(1, 0)], "exact_delta", modes) == []
-    (decision,) = decide([verdict(1, 0)], "exact_delta+stable_softmax", modes)
+    assert list(decide([verdict(1, 0)], "exact_delta", modes, "head")) == []
+    (decision,) = decide([verdict(1, 0)], "exact_delta+stable_softmax", modes, "head")
     assert decision.mode == Mode.EXACT_DELTA | Mode.STABLE_SOFTMAX
 
 
@@ -273,21 +274,25 @@ def test_a_person_who_sets_a_wrong_mode_or_head_gets_a_sentence(heads: Any, mode
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_modes_answers_and_detector_state_are_back_before_the_first_step_of_a_resumed_run() -> None:
-    agent, _ = run(tiny_gpt(), {}, 5, sample_every_steps=3)
+@pytest.mark.parametrize("attention", ["kernels", "keep"])
+def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resumed_run(attention: Any) -> None:
+    agent, _ = run(tiny_gpt(), {}, 5, sample_every_steps=3, attention=attention)
     agent.set_mode([(0, 1)], "exact_delta+stable_softmax", "a person")
     saved = json.loads(json.dumps(agent.state_dict()))
     agent.close()
     model = tiny_gpt()
-    resumed = attach(model, **QUICK)
+    resumed = attach(model, **QUICK, attention=attention)
     listener = Listener()
     resumed.subscribe(listener)
     detectors = resumed.detectors = ScriptedDetectors(4)
     resumed.load_state_dict(saved)
-    assert resumed.modes()[(0, 1)] == "exact_delta+stable_softmax"
+    both = "exact_delta+stable_softmax"
+    assert resumed.modes()[(0, 1)] == (both if attention == "kernels" else "plain")  # until a step shows it
     assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, 3]
     assert detectors.loaded == {"seen": 3}  # the samples at 1 and 4, and the one the checkpoint took at 5
     resumed.step(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 5))
+    assert resumed.modes()[(0, 1)] == both
+    assert [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None][:1] != [[0] * 4]
     resumed.close()
     assert resumed.run == agent.run
     assert [(s.since_step, s.step) for s in listener.of(wire.Sample)] == [(5, 6)]
@@ -332,7 +337,8 @@ def test_a_run_that_resumes_leaves_heads_alone_that_were_switched_or_are_held_by
 
 
 def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str) -> tuple[Agent, Listener]:
-    agent = attach(tiny_gpt(), **{**QUICK, "policy": policy, "switch_scope": "head", "mitigation": "exact_delta"})
+    settings = {"policy": policy, "switch_scope": "head", "mitigation": "exact_delta", "attention": "kernels"}
+    agent = attach(tiny_gpt(), **{**QUICK, **settings})
     listener = Listener()
     agent.subscribe(listener)
     detectors = agent.detectors = ScriptedDetectors(4)

@@ -1,10 +1,13 @@
 """The table that attaching prints: what was found, what is not watched, and what is after the first steps."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
 from tests.monitor.executions import EVERY_STEP
+from tests.monitor.test_modes_without_effect import half_masked
 from tests.monitor.tiny_models import (
     AttentionWithMask,
     CausalSelfAttention,
@@ -15,7 +18,8 @@ from tests.monitor.watching import SilentAttention
 from torch import Tensor, nn
 
 from foreshock.contract import wire
-from foreshock.monitor import attach
+from foreshock.monitor import Agent, attach
+from foreshock.monitor.outbox import Outbox
 
 
 def test_the_table_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +87,42 @@ def test_key_heads_that_a_model_tells_are_told_to_the_service() -> None:
         agent.step(1.0)
     (started,) = listener.of(wire.Started)
     assert {(layer.kv_heads, layer.kv_heads_known) for layer in started.layers} == {(2, True)}
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_switched_back(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[tuple[str, bool]]] = []
+
+    def correct(outbox: Outbox, started: wire.Started) -> None:
+        outbox.started = started
+        told.append([(layer.served_by, layer.sampled) for layer in started.layers])
+
+    monkeypatch.setattr(Outbox, "correct", correct)
+    probe, ours = ("probe", True), ("reference", False)
+
+    def step(model: nn.Module, agent: Agent) -> None:
+        running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        agent.step(train_step(running, torch.optim.SGD(model.parameters(), lr=0.1), agent.current_step))
+
+    half = half_masked()
+    first: Any = half.blocks[0]
+    with attach(half, **EVERY_STEP) as agent:
+        for masks in (False, True, True):
+            first.masks = masks
+            step(half, agent)
+    assert told == [[probe, ours]]
+    told.clear()
+    model = tiny_gpt()
+    with attach(model, **{**EVERY_STEP, "attention": "keep"}) as agent:
+        for mode in (None, "row_corrected", None, "plain", None):
+            if mode is not None:
+                agent.set_mode([(0, 0)], mode, "a test")
+            step(model, agent)
+    assert told == [[ours, probe], [probe, probe]]
+    torch._dynamo.reset()
 
 
 def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:

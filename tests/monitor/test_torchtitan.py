@@ -140,3 +140,12 @@ def test_blocks_that_torchtitan_compiled_before_are_watched(titan: ModuleType, t
 def test_a_trainer_of_another_make_is_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"SimpleNamespace has no model_parts, .*: it is no Trainer of torchtitan"):
         watch(SimpleNamespace())
+
+
+def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(titan: ModuleType, tmp_path: Path) -> None:
+    trainer = titan.Trainer(3, tmp_path)
+    for part in trainer.model_parts:
+        part.to(torch.bfloat16)
+    agent, _, _ = train(trainer, qk_clip="always", qk_clip_threshold=1e-3, attention="kernels")
+    assert "heads were scaled" in agent.report()
+    assert "may be copies" not in agent.report()

@@ -62,7 +62,7 @@ def rows_of(sample: wire.Sample) -> list[int]:
 
 def state_after(model: Any, attention: Any) -> tuple[list[Tensor], list[wire.Sample]]:
     listener = Listener()
-    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6, "probe_every_steps": 1}) as agent:
+    with attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6}) as agent:
         agent.subscribe(listener)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
@@ -70,7 +70,7 @@ def state_after(model: Any, attention: Any) -> tuple[list[Tensor], list[wire.Sam
     return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
 
 
-@pytest.mark.parametrize("attention", ["auto", "keep", "kernels"])
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
 def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "VARLEN", own_varlen)
     torch.manual_seed(2)

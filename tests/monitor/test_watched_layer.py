@@ -142,7 +142,7 @@ def tiny_attention_of(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
 @pytest.mark.parametrize("attention", ["keep", pytest.param("kernels", marks=pytest.mark.full)])
 def test_attention_through_a_helper_counts_every_row_under_torch_compile(attention: Any) -> None:
     model = tiny_gpt(AttentionThroughAHelper(16, 2))
-    agent = attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6, "probe_every_steps": 1})
+    agent = attach(model, **{**EVERY_STEP, "attention": attention, "probe_rows": 10**6})
     agent.subscribe(listener := Listener())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,7 +158,7 @@ def test_attention_through_a_helper_counts_every_row_under_torch_compile(attenti
 def test_a_call_with_a_mask_keeps_pytorchs_attention_and_is_measured() -> None:
     torch.manual_seed(5)
     masked = tiny_gpt(AttentionWithMask(16, 2), CausalSelfAttention(16, 2))
-    agent, listener = watch(masked, steps=3, probe_every_steps=1, probe_rows=7)
+    agent, listener = watch(masked, steps=3, probe_rows=7)
     assert rows_of(listener) == [21, 21, 72, 72]
     assert "blocks.0" in agent.report()
 

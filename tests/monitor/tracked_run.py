@@ -18,9 +18,10 @@ import torch
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
-from foreshock.monitor import attach
+from foreshock.monitor import AgentConfig, attach
 
 STEPS = 6
+AgentConfig.close_seconds = 60
 Stored = dict[str, list[tuple[int, float]]]
 
 
@@ -29,8 +30,8 @@ def train(mirror: str, log: Callable[[float, int], None]) -> dict[str, int]:
     torch.manual_seed(11)
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    every: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0, "probe_every_steps": 1}
-    with attach(model, mirror=mirror, quiet=True, spool_directory=None, close_seconds=60, **every) as agent:
+    every: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0}
+    with attach(model, mirror=mirror, quiet=True, spool_directory=None, **every) as agent:
         agent.detectors = ScriptedDetectors(len(agent.modes()))
         agent.detectors._script = {3: [verdict(1, 2, step=3)], 5: [verdict(1, 2, step=5, state="cleared")]}
         for step in range(STEPS):

@@ -6,10 +6,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer.main
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.loading import module_at
 
+from foreshock.cli.main import app
 from foreshock.contract.variables import VARIABLES
 from foreshock.monitor.config import AgentConfig
 from foreshock.server.settings import Settings
@@ -46,11 +48,23 @@ def test_every_setting_of_agent_and_service_has_a_row_with_its_variable(docs: Mo
         assert f"`{variable.removesuffix('_FILE')}`" in page  # the page says of which it may be a file
 
 
-def test_every_option_of_the_command_line_is_explained(docs: ModuleType) -> None:
+def test_every_option_of_the_product_is_explained_and_every_command_of_a_checkout_listed(docs: ModuleType) -> None:
     page = "\n".join(docs.commands())
-    rows = re.findall(r"^\| `(--[a-z-]+)[^|]*\|(.*)\|$", page, re.MULTILINE)
-    assert len(rows) > 60
-    assert [option for option, rest in rows if len(re.findall(r"[a-z]{2,}", rest)) < 2] == []
+    whole = typer.main.get_command(app)
+    options = 0
+    for path, command in docs._leaves(whole, "foreshock"):
+        if path.split()[1] in docs.RESEARCH:
+            assert re.search(rf"^- `{path}`: \w+ \w+", page, re.MULTILINE), path
+            continue
+        section = page.split(f"## `{path}`\n")[1].split("\n## ")[0]
+        for name in (name for each in command.params if each.name != "help" for name in each.opts if name[:2] == "--"):
+            where = page if re.search(rf"^- also .*`{name}`", section, re.MULTILINE) else section
+            (meaning,) = re.findall(
+                rf"^- .*`{name}`.*?: (.*)$", where.split("\n## ")[0] if where is page else where, re.MULTILINE
+            )
+            assert len(re.findall(r"[a-z]{2,}", meaning)) >= 2, (path, name)
+            options += 1
+    assert options > 60
 
 
 def test_the_variables_that_are_read_are_those_of_the_contract(docs: ModuleType) -> None:

@@ -17,6 +17,7 @@ from foreshock.server.app import create_app
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
+from foreshock.server.testing.fixed import settings_with
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def play(tmp_path: Path, empty_store: Path) -> Play:
 
 
 async def play_at(database_url: str, story: Story, **settings: Any) -> None:
-    app = create_app(Settings(database_url=database_url, **{"metrics_seconds": 0.0, **settings}))
+    app = create_app(settings_with(Settings, database_url=database_url, **{"metrics_seconds": 0.0, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

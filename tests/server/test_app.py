@@ -16,7 +16,7 @@ from foreshock.server import app as put_together
 from foreshock.server.app import AddressError, Server, create_app, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, StoreError
-from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.executors import ClosingError
 
 
 def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_made(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ class Told:
     def close(self) -> None:
         self.said.append("streams end")
 
-    def hurry(self) -> None:
-        self.said.append("reads hurry")
+    def cancel_reads(self) -> None:
+        self.said.append("reads end")
 
 
 def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_waits_for_them() -> None:
@@ -130,12 +130,12 @@ def test_the_server_says_where_it_listens_and_ends_streams_and_reads_before_it_w
         await server.shutdown()
 
     asyncio.run(story())
-    assert told.said == ["streams end", "reads hurry"]
+    assert told.said == ["streams end", "reads end"]
 
 
 def test_every_part_of_the_service_shares_its_one_store(tmp_path: Path) -> None:
     state = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'one.db'}")).state
     assert isinstance(state.store, Store)
-    for part in (state.roller, state.exposer, state.readiness, state.quotas, state.adder):
+    for part in (state.roller, state.exposer, state.readiness, state.quotas):
         stores = [value for value in vars(part).values() if isinstance(value, Store)]
         assert stores == [state.store], type(part).__name__

@@ -16,7 +16,6 @@ OPEN = {
     ("GET", "/readyz"),
     ("GET", "/v1/session"),
     ("POST", "/v1/login"),
-    ("POST", "/v1/webhooks/grafana"),
     ("GET", "/"),
 }
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FOO")
@@ -64,7 +63,6 @@ def test_every_route_says_which_scope_it_needs() -> None:
         ("GET", "/v1/usage"),  # any token, of itself
         ("POST", "/v1/login"),
         ("POST", "/v1/logout"),
-        ("POST", "/v1/webhooks/grafana"),
     }
 
 
@@ -177,5 +175,31 @@ def test_without_a_token_requests_from_other_origins_are_refused(play: Any) -> N
         answer = await service.client.get("/v1/runs")
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+
+    play(story)
+
+
+@pytest.mark.promise("S18")
+def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def asked(path: str, host: str, **more: str) -> int:
+            headers = {"host": host, "authorization": f"Bearer {SECRET}", **more}
+            return int((await service.client.get(path, headers=headers)).status_code)
+
+        for path in ("/healthz", "/metrics"):
+            for host in ("127.0.0.1:8765", "localhost", "[::1]:8765", "foreshock.example.org"):
+                assert await asked(path, host) == 200
+            assert await asked(path, "evil.example") == 403
+        assert await asked("/metrics", "127.0.0.1", origin="https://foreshock.example.org") == 403
+        assert await asked("/metrics", "foreshock.example.org", origin="http://127.0.0.1") == 403
+
+    play(story, token=SECRET, allowed_hosts=("foreshock.example.org",))
+
+
+@pytest.mark.promise("S21")
+def test_no_answer_of_the_api_is_kept_by_a_cache(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for path in ("/v1/runs", "/v1/session", "/metrics", "/v1/runs/none", "/nowhere"):
+            assert (await service.client.get(path)).headers["cache-control"] == "no-store", path
 
     play(story)

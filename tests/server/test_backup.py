@@ -190,3 +190,24 @@ def test_an_export_shows_that_the_service_rewrote_its_past(export: Path, tmp_pat
         copy = shutil.copy(export, tmp_path / "copy.jsonl")
         assert "follows another one" in cli("audit", "export", str(copy), "--url", service.url, fails=True)
     assert Path(copy).read_bytes() == export.read_bytes()
+
+
+@pytest.mark.promise("S21")
+def test_database_log_backup_and_what_is_restored_are_their_owners_alone(tmp_path: Path) -> None:
+    def rights(*names: str) -> set[str]:
+        return {oct((tmp_path / name).stat().st_mode & 0o777) for name in names}
+
+    url = f"sqlite:///{tmp_path}/foreshock.db"
+    before = os.umask(0)
+    try:
+        (tmp_path / "foreshock.db").touch(0o666)  # of an earlier build
+        with LiveService(tmp_path) as service:
+            service.post(FakeRank().batch(FakeRank().started()))
+            assert rights("foreshock.db", "foreshock.db-wal", "foreshock.db-shm") == {"0o600"}
+            cli("store", "backup", str(tmp_path / "copy"), "--database-url", url)
+        cli("store", "restore", str(tmp_path / "copy"), "--database-url", f"sqlite:///{tmp_path}/again.db")
+        assert rights("copy", "again.db") == {"0o600"}
+        with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}):
+            assert rights("new.db") == {"0o600"}
+    finally:
+        os.umask(before)

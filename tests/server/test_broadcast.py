@@ -45,7 +45,7 @@ def test_clients_that_never_read_do_not_hold_the_streams_of_others(tmp_path: Pat
             writer.close()
             await writer.wait_closed()
 
-    with LiveService(tmp_path, {"FORESHOCK_STREAM_CLIENTS": "4"}) as service:
+    with LiveService(tmp_path, stream_clients=4) as service:
         asyncio.run(story(service))
 
 

@@ -26,9 +26,8 @@ SILENT = {
 FEW = {
     "FORESHOCK_TOKEN": SECRET,
     "FORESHOCK_CONNECTIONS": "40",
-    "FORESHOCK_HEADER_SECONDS": "3",
-    "FORESHOCK_BODY_SECONDS": "4",
 }
+SOON = {"header_seconds": 3.0, "body_seconds": 4.0}
 
 
 def connected(service: LiveService) -> socket.socket:
@@ -51,7 +50,7 @@ def ended(connection: socket.socket) -> bool:
 @pytest.fixture(scope="module")
 def silent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, socket.socket]]:
     """A connection for each way to ask nothing. All are opened at once, so that their time runs out together."""
-    with LiveService(tmp_path_factory.mktemp("silent"), FEW) as service, ExitStack() as opened:
+    with LiveService(tmp_path_factory.mktemp("silent"), FEW, **SOON) as service, ExitStack() as opened:
         connections = {sent: opened.enter_context(connected(service)) for sent in SILENT}
         for sent, connection in connections.items():
             connection.sendall(SILENT[sent])
@@ -100,6 +99,46 @@ def test_a_head_goes_with_a_body_that_comes_at_once_and_waits_for_none_that_come
 
 
 @pytest.mark.promise("S4")
+def test_what_comes_after_the_end_of_a_connection_is_dropped() -> None:
+    head, packets = b"HTTP/1.1 200 OK\r\n\r\n", Packets()
+
+    async def answers() -> None:
+        transport = Whole(cast(asyncio.Transport, packets), asyncio.get_running_loop())
+        transport.write(head)
+        packets.abort()
+        await asyncio.sleep(0)
+        transport.write(b"late")
+        transport.close()
+
+    asyncio.run(answers())
+    assert packets.sent == []
+
+
+@pytest.mark.promise("S19")
+@pytest.mark.parametrize("packet", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20, b"nothing that is HTTP\r\n\r\n"])
+def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, packet: bytes) -> None:
+    with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service:
+        before = (tmp_path / "service.log").stat().st_size
+        for _ in range(100):
+            with connected(service) as connection, suppress(ConnectionError):
+                connection.sendall(packet)
+                connection.recv(10)
+        with service.client() as client:
+            assert client.get("/healthz").status_code == 200
+        written = (tmp_path / "service.log").read_text()[before:]
+    assert "Traceback" not in written
+    assert len(written) < 2000
+
+
+@pytest.mark.promise("S19")
+def test_a_body_at_the_login_has_five_seconds(tmp_path: Path) -> None:
+    with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service, connected(service) as connection:
+        connection.sendall(SILENT["a body that does not come"].replace(b"Host: x", b"Host: 127.0.0.1"))
+        began = time.monotonic()
+        assert ended(connection)
+        assert 4 < time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("sent", SILENT)
 def test_a_connection_that_asks_nothing_ends(silent: dict[str, socket.socket], sent: str) -> None:
     assert ended(silent[sent])
@@ -110,9 +149,11 @@ def test_a_connection_that_asks_nothing_ends(silent: dict[str, socket.socket], s
 def test_a_deadline_holds_for_every_request_of_a_connection_and_a_longer_one_before_it_changes_nothing(
     tmp_path: Path,
 ) -> None:
-    longer = {**FEW, "FORESHOCK_BODY_SECONDS": "600"}
     whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\r\n\r\n"
-    with LiveService(tmp_path, longer) as service, connected(service) as connection:
+    with (
+        LiveService(tmp_path, FEW, header_seconds=3.0, body_seconds=600.0) as service,
+        connected(service) as connection,
+    ):
         for _ in range(4):
             connection.sendall(whole)
             answered = b""
@@ -126,7 +167,7 @@ def test_a_deadline_holds_for_every_request_of_a_connection_and_a_longer_one_bef
 
 @pytest.mark.promise("S4")
 def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place(tmp_path: Path) -> None:
-    with LiveService(tmp_path, {**FEW, "FORESHOCK_HEADER_SECONDS": "600"}) as service, ExitStack() as opened:
+    with LiveService(tmp_path, FEW, header_seconds=600.0, body_seconds=4.0) as service, ExitStack() as opened:
         silent = [opened.enter_context(connected(service)) for _ in range(120)]
         for number, connection in enumerate(silent):
             try:
@@ -145,7 +186,7 @@ def test_health_and_ranks_are_answered_while_silent_connections_fill_every_place
 
 @pytest.mark.promise("S4")
 def test_an_address_with_many_idle_connections_gives_up_its_own_and_not_those_of_others(tmp_path: Path) -> None:
-    with LiveService(tmp_path, FEW | {"FORESHOCK_HEADER_SECONDS": "600"}) as service, ExitStack() as opened:
+    with LiveService(tmp_path, FEW, header_seconds=600.0, body_seconds=4.0) as service, ExitStack() as opened:
         address = urlsplit(service.url)
         with service.client(SECRET) as client:
             assert client.get("/healthz").status_code == 200
@@ -170,7 +211,7 @@ def _alive(connection: socket.socket) -> bool:
 
 @pytest.mark.promise("S5")
 def test_headers_without_an_end_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
-    with LiveService(tmp_path, FEW) as service, connected(service) as connection:
+    with LiveService(tmp_path, FEW, **SOON) as service, connected(service) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
         sent, began = 0, time.monotonic()
         try:

@@ -9,7 +9,9 @@ from tests.server.drawn_runs import store_run
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.wire import Array
+from foreshock.server.access.problems import ProblemError
 from foreshock.server.curves.rollups import build
+from foreshock.server.curves.series import metric_of
 from foreshock.server.testing import FakeRank
 
 
@@ -121,3 +123,10 @@ def test_a_metric_that_is_measured_now_and_then_is_shown_as_it_was_last_measured
                 assert measured <= found["measured_step"] < measured + 128
 
     play(story)
+
+
+def test_a_metric_that_does_not_exist_is_called_that_and_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ProblemError, match=r"metric 'run.los' does not exist; did you mean 'run.loss'\? allowed are"):
+        metric_of("run.los")
+    with pytest.raises(ProblemError, match=r"metric 'run.loss' cannot be shown in this way; allowed are head"):
+        metric_of("run.loss", per_head=True)

@@ -107,8 +107,13 @@ def test_who_may_not_act_or_reaches_other_runs_only_cancels_nothing(play: Any) -
         rank = FakeRank()
         await start(service, rank)
         command = (await order(service)).json()["id"]
-        for name in ("reader", "sender", "stranger"):
+        for name in ("reader", "sender"):
             assert (await cancel(service, command, **headers(name))).status_code == 403, name
+        strangers = await cancel(service, command, **headers("stranger"))
+        unknown = await cancel(service, "cmd-nope", **headers("stranger"))
+        assert (strangers.status_code, unknown.status_code) == (404, 404), (
+            "who may not see an order learns nothing of it"
+        )
         assert await state_of(service, command) == "pending"
         assert (await cancel(service, command)).status_code == 200
 
@@ -149,7 +154,7 @@ def test_an_order_that_nobody_answers_any_more_expires_and_says_who_was_silent(
         now = time.time()
         monkeypatch.setattr(delivery, "time", SimpleNamespace(time=lambda: now + 5 + 61))
         async with service.app.state.store.write() as connection:
-            await delivery.expire(service.app.state.store, connection)
+            await delivery.expire(connection)
         assert await state_of(service, command) == "expired"
         [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
         assert "is expired; no answer from ranks 1, 2" in event["sentence"]

@@ -5,13 +5,15 @@ import subprocess
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from sqlalchemy import event
 
 from foreshock.contract.catalog import METRICS
-from foreshock.contract.wire import AgentHealth, Finished
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import AgentHealth, Array, Finished
 from foreshock.server.testing import FakeRank
 
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
@@ -69,6 +71,22 @@ def test_promtool_accepts_the_metrics(play: Any) -> None:
     play(story)
 
 
+def test_the_lowest_entropy_stands_for_a_layer_and_one_that_nobody_measured_is_left_out(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="run-1", layers=2)
+        words = rank.words(1)
+        words[:-1, Slot.ENTROPY_ROWS] = 100  # all heads but the last
+        words.view(np.float64)[:-1, Slot.ENTROPY_SUM] = 100.0 * np.arange(1, len(words))
+        await service.store(rank, rank.started(), rank.sample(1).model_copy(update={"states": Array.of(words)}))
+        shown = series_of((await service.client.get("/metrics")).text)
+        layers = {key[1]: value for key, value in shown.items() if key[0] == "foreshock_layer_entropy"}
+        heads = [value for key, value in shown.items() if key[0] == "foreshock_head_entropy"]
+        assert layers == {"layer=0": 1.0, "layer=1": 1.0 + len(words) / 2}
+        assert sorted(heads) == list(range(1, len(words)))
+
+    play(story)
+
+
 def test_a_warning_its_forecast_and_the_agents_losses_are_shown(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = await a_full_run(service)
@@ -107,7 +125,7 @@ def test_series_beyond_the_budget_are_dropped_and_counted(play: Any) -> None:
             await a_full_run(service, run=f"run-{number}", layers=4)
         shown = series_of((await service.client.get("/metrics")).text)
         dropped = shown[("foreshock_service_series_dropped",)]
-        assert len(shown) <= 201
+        assert len(shown) <= 200 + 2  # and what was left out: series, lines of the log
         assert dropped > 100
         assert ("foreshock_run_active", "run=run-5") in shown
 
@@ -304,7 +322,7 @@ def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_thos
         await scraped("one run new")
         assert read == [names[7]]
         decision = {"who": "ann", "reason": "no longer needed"}
-        answer = await service.client.post(f"/v1/runs/{names[7]}/delete", json=decision)
+        answer = await service.client.delete(f"/v1/runs/{names[7]}", params=decision)
         assert answer.status_code < 300, answer.text
         assert (await scraped("one run deleted"))[0] == {*names} - {names[7]}
         assert len(exposer._made) == len(names) - 1

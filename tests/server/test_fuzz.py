@@ -29,7 +29,9 @@ READS = (
     "/v1/runs/{run}/commands",
     "/v1/runs/{run}/series?metric=run.loss",
     "/v1/runs/{run}/series?metric=head.risk",
+    "/v1/runs/{run}/series?metric=head.score_max&max_points=9",
     "/v1/runs/{run}/curves?line=head.score_max:0&line=run.loss",
+    "/v1/runs/{run}/curves?line=head.score_max:0:2&line=run.loss&max_points=3",
     "/v1/runs/{run}/matrix?metric=head.mode",
     "/v1/runs/{run}/matrix?metric=head.score_offset",
     "/v1/catalog",
@@ -53,9 +55,22 @@ def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
 
 
 odd_text = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+    st.text(st.characters(exclude_categories=[]), max_size=40),
     st.sampled_from(
-        ["", "run-1", "../..", "%2e%2e", "a;b", "a\\b", "\x00", "' OR 1=1 --", "{{7*7}}", "<img onerror=x>"]
+        [
+            "",
+            "run-1",
+            "\ud800",
+            "a\udc00",
+            "../..",
+            "%2e%2e",
+            "a;b",
+            "a\\b",
+            "\x00",
+            "' OR 1=1 --",
+            "{{7*7}}",
+            "<img onerror=x>",
+        ]
     ),
 )
 odd_numbers = st.one_of(
@@ -182,10 +197,10 @@ def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
     for parameter in operation.get("parameters", []):
         if parameter["in"] == "path":
             value = draw(st.one_of(st.sampled_from(known), odd_text))
-            path = path.replace("{" + parameter["name"] + "}", quote(str(value), safe="/"))
+            path = path.replace("{" + parameter["name"] + "}", quote(str(value), safe="/", errors="surrogatepass"))
         elif parameter["in"] == "query" and draw(st.booleans()):
             value = draw(value_of(document, parameter["schema"]))
-            query.append(f"{parameter['name']}={quote(str(value))}")
+            query.append(f"{parameter['name']}={quote(str(value), errors='surrogatepass')}")
     path = path.replace("{run}", known[0]).replace("{command}", known[1])
     body = None
     if content := operation.get("requestBody", {}).get("content"):

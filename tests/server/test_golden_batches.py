@@ -38,7 +38,8 @@ async def state_of(service: Any) -> Any:
         state[metric] = (await service.get(f"{run}/series", metric=metric))["lines"]
     for metric in ("head.score_offset", "head.query_norm", "head.mode"):
         state[metric] = timeless(await service.get(f"{run}/matrix", metric=metric))
-    found = timeless(await service.get(f"{run}/events"))["events"]
+    kinds = ["started", "verdict", "switched", "command", "finished"]  # incidents open and close in another order
+    found = timeless(await service.get(f"{run}/events", kind=kinds))["events"]
     state["events"] = sorted(found, key=json.dumps)
     return state
 

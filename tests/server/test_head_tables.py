@@ -23,7 +23,7 @@ def reading(run: str, layers: int, heads: int, random: np.random.Generator) -> R
     """Some heads of which were not counted, with risks that are equal, missing and infinite."""
     rank = FakeRank(run=run, layers=layers, heads=range(heads))
     count = rank.count
-    axis = Axis(tuple((layer, head) for layer in range(layers) for head in range(heads)), {1: np.arange(count)})
+    axis = Axis(tuple((layer, head) for layer in range(layers) for head in range(heads)), {"t": np.arange(count)})
     counted = random.random((1, count)) < 0.7
     words = np.where(counted[0][:, np.newaxis], rank.words(int(random.integers(1000))), identity_row())
     some = np.array([0.25, 0.5, -np.inf, np.inf, np.nan])
@@ -41,11 +41,11 @@ def tables_of(reading: Reading, worst: int) -> tuple[set[Line], list[Line]]:
     values = {metric.key: own.head_values(metric)[-1].tolist() for metric in HEAD_METRICS}
     layers = set()
     for metric in HEAD_METRICS:
-        of, size = values[metric.key], abs if metric.signed else float
+        of, bad = values[metric.key], metric.badness(np.array(values[metric.key])).tolist()
         for layer in axis.layers:
             there = [i for i, ref in enumerate(axis.heads) if ref[0] == layer and not math.isnan(of[i])]
             if there:
-                layers.add(line(metric.layer_name, (run, str(layer)), of[max(there, key=lambda i: size(of[i]))]))
+                layers.add(line(metric.layer_name, (run, str(layer)), of[max(there, key=bad.__getitem__)]))
     ranked = [[-1.0 if math.isnan(x) else x for x in values[key]] for key in ("head.risk", "head.row_max_abs")]
     told = [i for i in range(len(axis.heads)) if any(not math.isnan(values[k][i]) for k in BY_RISK)]
     first = sorted(told, key=lambda i: (-ranked[0][i], -ranked[1][i], i))[:worst]

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_or_gro
         said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
         log = [(e["incident"]["standing"], e["incident"]["severity"]) for e in reversed(said)]
         assert log == [(12, "warning"), (108, "warning"), (144, "critical")]
-        assert {e["kind"] for e in (await service.get(f"{RUN}/events", limit=500))["events"]} == {"started", "verdict"}
+        every = (await service.get(f"{RUN}/events", limit=500))["events"]
+        assert {event["kind"] for event in every} == {"started", "verdict", "incident"}
         [short] = (await service.get(RUN))["incidents"]
         assert (short["id"], short["standing"], short["state"]) == ("rounding", 144, "open")
         [row] = (await service.get("/v1/runs"))["runs"]
@@ -104,7 +106,10 @@ def test_an_incident_is_acknowledged_switched_verified_and_closed(play: Any) -> 
         [command] = (await service.store(rank, rank.sample(6))).commands
         await service.store(rank, rank.answer(command, 7), rank.sample(7, mode=8))
         [incident] = await incidents(service)
-        assert (incident["state"], incident["switched"], incident["done"]) == ("switched", 1, "The head is switched.")
+        assert (incident["state"], incident["switched"]) == ("switched", 1)
+        assert re.fullmatch(
+            r"The head is switched\. Ordered by ann \(.*\) at \d\d:\d\d UTC, delivered, applied\.", incident["done"]
+        )
         await service.store(rank, rank.verdict(9, state="cleared"))
         [incident] = await incidents(service)
         assert (incident["state"], incident["closed_step"]) == ("closed", 9)
@@ -147,6 +152,7 @@ def test_metrics_show_one_series_for_a_run_and_cause(play: Any) -> None:
         )
         await service.store(rank, *told, nan.model_copy(update={"layer": None, "head": None}), rank.sample(21))
         lines = [x for x in (await service.client.get("/metrics")).text.splitlines() if x.startswith("foreshock_inc")]
+        words = [lines.pop(at) for at in reversed(range(len(lines))) if "_words{" in lines[at]]
         labels = 'act="{}",cause="{}",run="run-1",severity="{}",state="open"'
         assert sorted(lines) == [
             'foreshock_incident_acknowledged{cause="not finite",run="run-1"} 0.0',
@@ -159,6 +165,10 @@ def test_metrics_show_one_series_for_a_run_and_cause(play: Any) -> None:
             'foreshock_incident_opened_step{cause="not finite",run="run-1"} 20.0',
             'foreshock_incident_opened_step{cause="rounding",run="run-1"} 20.0',
         ]
+        assert len(words) == 2
+        [rounding] = [line for line in words if 'cause="rounding"' in line]
+        assert 'heads="36 heads of layers 0 to 2"' in rounding
+        assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
 
     play(story)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from foreshock.server.access.limits import Buckets, Shares, length_of, retry_after
+from foreshock.server.access.limits import Buckets, ConcurrencyLimit, length_of, retry_after
 from foreshock.server.access.problems import ProblemError
 
 EIGHTHS = st.integers(0, 80).map(lambda n: n / 8)
@@ -72,27 +72,44 @@ def body(size: int) -> Headers:
 def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
     callers: list[tuple[str, int, bool]], requests: int
 ) -> None:
-    shares = Shares(requests, body_bytes=100, max_bytes=80)
+    shares = ConcurrencyLimit(requests, body_bytes=100, max_bytes=80)
     with ExitStack() as under_way:
         held: dict[str, list[int]] = {}
+        strangers = 0
         for who, size, known in callers:
             most = max(1, requests // (2 if known else 8))
             mine, counted = held.setdefault(who, []), min(size, 80)
-            fits = len(mine) < most and not (counted and sum(mine) and sum(mine) + counted > 100)
+            full = len(mine) >= most or (not known and strangers >= max(1, requests // 4))
+            fits = not full and not (counted and sum(mine) and sum(mine) + counted > 100)
             try:
                 under_way.enter_context(shares.take(who, body(size), known=known))
                 mine.append(counted)
+                strangers += not known
                 refused = None
             except ProblemError as error:
                 refused = error.status
-            assert refused == (None if fits else 503 if len(mine) >= most else 429)
+            assert refused == (None if fits else 503 if full else 429)
     for who in "abc":
         with shares.take(who, body(120), known=False):
             pass
 
 
+@pytest.mark.promise("S19")
+def test_all_strangers_together_leave_three_quarters_to_those_with_a_token() -> None:
+    shares, strangers = ConcurrencyLimit(400, body_bytes=100, max_bytes=80), 0
+    with ExitStack() as under_way:
+        for number in range(500):
+            try:
+                under_way.enter_context(shares.take(f"from 10.0.0.{number % 50}", body(0), known=False))
+            except ProblemError:
+                continue
+            strangers += 1
+        assert strangers == 100
+        under_way.enter_context(shares.take("a token", body(0), known=True))
+
+
 def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
-    shares = Shares(16, body_bytes=100, max_bytes=80)
+    shares = ConcurrencyLimit(16, body_bytes=100, max_bytes=80)
     with shares.take("a", Headers({"transfer-encoding": "chunked"}), known=True):
         with shares.take("a", body(20), known=True):
             pass

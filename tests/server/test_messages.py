@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from foreshock.contract.incident import Warned, incidents
 from foreshock.contract.wire import Verdict
-from foreshock.server.messages import LONGEST, messages_of, silent
+from foreshock.server.messages import LONGEST, messages_of, silent, words_of
 
 
 def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that_nobody_warned_about() -> None:
@@ -16,6 +16,31 @@ def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that
     found = incidents([Warned(0, 70, nan)], mitigation="row_corrected", policy="auto")
     [(_, message)] = messages_of({f"sweep/{number}": found for number in range(5)}, {}, "")
     assert message.splitlines()[1] == "sweep/0: critical, not finite, the whole run since step 70"
+
+
+def drifting(policy: Any = "observe") -> Any:
+    fields: Any = {"cause": "rounding", "signal": "offset", "sentence": "drifts"}
+    told = Verdict(id="w", step=9000, state="raised", severity="warning", layer=4, head=2, **fields)
+    return incidents([Warned(0, 9000, told)], mitigation="row_corrected", policy=policy)
+
+
+@pytest.mark.promise("S24")
+def test_a_switch_that_is_left_to_people_is_told_with_the_command_to_type() -> None:
+    command = "foreshock switch 'team/run 1' --mode row_corrected --reason \"rounding\""
+    [(_, message)] = messages_of({"team/run 1": drifting()}, {}, "")
+    assert f"To do: Switch every head to row_corrected. Type: {command}" in message
+    heads, _, _, to_do = words_of("team/run 1", drifting()[0])
+    assert heads == "layer 4 head 2"
+    assert to_do.endswith(command)
+    for policy in ("approve", "auto"):
+        assert "Type:" not in words_of("a", drifting(policy)[0])[3]
+
+
+@pytest.mark.promise("S24")
+def test_a_message_of_a_run_that_has_ended_says_so_and_asks_for_no_command() -> None:
+    [(_, message)] = messages_of({"a": drifting()}, {}, "", ended=["a"])
+    assert "The run has ended." in message
+    assert "Type:" not in message
 
 
 def test_the_message_of_one_silent_run_opens_that_run() -> None:

@@ -14,6 +14,7 @@ from foreshock.server.notifier import Notifier
 from foreshock.server.outgoing import Outgoing, OutgoingError, Target, is_public
 from foreshock.server.settings import Settings
 from foreshock.server.testing import FakeRank
+from foreshock.server.testing.fixed import settings_with
 
 HOST = "hooks.example.com"
 CERTIFICATE = Path(__file__).parent / "loopback_certificate.pem"
@@ -222,10 +223,12 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
 
     async def story(service: Any) -> None:
         async with hook.open() as url:
-            settings = Settings(
+            settings = settings_with(
+                Settings,
                 notify_slack_url=SecretStr(url),
                 notify_webhook_url=SecretStr(url),
                 notify_hosts=(HOST,),
+                token=SecretStr("a-secret-of-sixteen-or-more"),
                 public_url="https://foreshock.example.org",
                 notify_gather_seconds=0.0,
             )
@@ -266,7 +269,9 @@ def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(play: 
 
     async def story(service: Any) -> None:
         async with hook.open() as url:
-            settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=(HOST,), notify_gather_seconds=0.0)
+            settings = settings_with(
+                Settings, notify_webhook_url=SecretStr(url), notify_hosts=(HOST,), notify_gather_seconds=0.0
+            )
             notifier = Notifier(service.app.state.store, settings, hook.out(), retry_seconds=0.01)
             await notifier.turn()
             rank = FakeRank()

@@ -117,10 +117,28 @@ def test_heads_are_counted_against_what_the_boot_says_in_the_same_batch_or_said_
             assert answer.status_code == 422
             assert "5 heads" in answer.json()["detail"]
             assert "6" in answer.json()["detail"]
-        await service.store(rank, odd)  # nobody knows yet what this boot watches
         await service.store(rank, rank.started(), rank.sample(2))
         found = await every_answer(service, "run-1")
         assert found["/v1/runs/run-1"]["last_step"] == 2
+
+    play(story)
+
+
+@pytest.mark.promise("S3")
+@pytest.mark.parametrize("told", [False, True])
+def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(play: Any, told: bool) -> None:
+    async def story(service: Any) -> None:
+        rank, other = FakeRank(), FakeRank(heads=(0, 1))
+        await service.store(rank, *([rank.started()] if told else []), rank.sample(1))  # run forgotten, or started seen
+        for events in ((other.started(),), (other.started(), other.sample(2)), *([] if told else [(other.sample(2),)])):
+            answer = await service.post(other.batch(*events, sequence=7))
+            assert answer.status_code == 422
+            assert "4 heads" in answer.json()["detail"]
+            assert "6" in answer.json()["detail"]
+        await service.store(rank, rank.started(), rank.sample(3))
+        line = (await service.get("/v1/runs/run-1/series", metric="head.risk", layer=1, head=2))["lines"][0]
+        assert line["steps"] == [1, 3]
+        assert None not in line["last"]
 
     play(story)
 

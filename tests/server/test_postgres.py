@@ -13,13 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import numpy as np
 import pytest
 from sqlalchemy import text
 from tests.server.balancer import balancer
 from tests.server.postgresql import new_database
 
-from foreshock.contract.wire import Ack, Array, Grams
+from foreshock.contract.wire import Ack
 from foreshock.server.store.database import Store
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -79,38 +78,6 @@ def test_two_replicas_share_one_database(postgres: str, player: Any) -> None:
             shown = await two.get(f"/v1/commands/{command.id}")
             assert [(a["rank"], a["outcome"]) for a in shown["ranks"]] == [(0, "applied")]
             assert (await two.get("/v1/audit"))["intact"]
-
-        await player(postgres, beside, migrate=True)
-
-    asyncio.run(player(postgres, story, migrate=True))
-
-
-def test_two_replicas_add_up_parts_that_reach_them_at_once(postgres: str, player: Any) -> None:
-    senders = [FakeRank(run="sums", rank=number, layers=1, heads=(0,)) for number in range(8)]
-    ones = Array.of(np.ones((1, 1), dtype=np.float32))
-
-    def part(rank: int, step: int) -> Grams:
-        inputs = (rank, rank + 1)
-        sizes: dict[str, Any] = {"began_step": 0, "layer": 0, "heads": (0,), "head_dim": 1, "all_inputs": 8}
-        return Grams(step=step, inputs=inputs, query=ones, key=ones, **sizes)
-
-    started = [rank.batch(rank.started(), rank.sample(1)) for rank in senders]
-    batches = [rank.batch(part(number, step)) for step in range(2, 12) for number, rank in enumerate(senders)]
-    random.Random(5).shuffle(batches)
-
-    async def story(one: Any) -> None:
-        async def beside(two: Any) -> None:
-            for batch in started:
-                await one.post(batch)
-            answers = await asyncio.gather(*((one, two)[i % 2].post(batch) for i, batch in enumerate(batches)))
-            assert {answer.status_code for answer in answers} == {200}
-            async with asyncio.timeout(60):
-                while not (one.app.state.adder.idle and two.app.state.adder.idle):
-                    await asyncio.sleep(0.01)
-            query = {"metric": "head.query_norm", "layer": 0, "head": 0}
-            [line] = (await two.get("/v1/runs/sums/series", **query))["lines"]
-            known = {step: value for step, value in zip(line["steps"], line["last"], strict=True) if value is not None}
-            assert known == {step: pytest.approx(8**0.5, rel=1e-6) for step in range(2, 12)}
 
         await player(postgres, beside, migrate=True)
 

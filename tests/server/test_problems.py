@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from foreshock.server.access.problems import MAX_ERRORS, ProblemError, install, items, problem
 from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError
-from foreshock.server.store.lanes import ClosingError
+from foreshock.server.store.executors import ClosingError
 
 INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
 WAYS: dict[str, tuple[Exception, int, str]] = {

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from tests.server.postgresql import new_database
 
-from foreshock.contract import version_0_1_0
-from foreshock.contract.wire import Ack
 from foreshock.server.ingest import recorder
 from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
@@ -137,7 +135,6 @@ def test_agents_that_tell_no_age_are_placed_by_their_names_in_any_order(play: An
     async def story(service: Any) -> None:
         old, new = FakeRank(boot=BEHIND), FakeRank(boot=AHEAD)
         for rank in (new, old) if turned else (old, new):
-            rank.revision = 0
             await service.store(rank, rank.started(step=0 if rank is old else 10), rank.sample(20, since=10))
         assert await who_is_ordered(service, old, new) == [AHEAD]
 
@@ -190,16 +187,3 @@ def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(p
         assert len(told) == 1, "it is told once, however often it is said"
 
     play_on_both(story)
-
-
-@pytest.mark.promise("S16")
-def test_an_agent_of_0_1_0_is_not_asked_what_it_cannot_read(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        rank.revision = 0
-        answer = await service.post(rank.batch(rank.sample(1)))
-        assert set(answer.json()) == {"boot", "acknowledged", "commands"}
-
-    play(story)
-    asked = Ack(boot="b", acknowledged=1, send_started=True).model_dump_json().encode()
-    assert b"send_started" not in version_0_1_0.ack(asked)

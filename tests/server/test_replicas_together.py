@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 from tests.server.postgresql import deadlocks, new_database
 
 from foreshock.contract.wire import Ack
+from foreshock.server.store.schema import events
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.servers
@@ -61,7 +63,10 @@ def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
 
 
 @pytest.mark.promise("S11")
-def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody(postgres: str, player: Any) -> None:
+@pytest.mark.promise("S21")
+def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two_events_get_one_number(
+    postgres: str, player: Any, record_property: Callable[[str, Any], None]
+) -> None:
     ranks = [FakeRank(run=f"job-{number % 2}", rank=number // 2, layers=1) for number in range(12)]
 
     async def story(replicas: Sequence[Any]) -> None:
@@ -101,6 +106,13 @@ def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody(postgres: 
         working += [order("job-0", *replicas), order("job-1", *reversed(replicas))]
         await asyncio.gather(*working)
         assert (await replicas[0].get("/v1/audit"))["intact"]
+        async with replicas[0].app.state.store.read() as connection:
+            of_runs = select(events.c.run_id, events.c.number).order_by(events.c.id)
+            numbers = (await connection.execute(of_runs)).all()
+        for run_id in {run_id for run_id, _ in numbers}:
+            own = [number for other, number in numbers if other == run_id]
+            assert own == list(range(1, len(own) + 1))
+        record_property("events numbered by two replicas", len(numbers))
 
     async def look() -> None:
         url = await new_database(postgres, f"orders_{uuid.uuid4().hex[:8]}")

@@ -8,7 +8,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from foreshock.server.store import audit
-from foreshock.server.store.retention import Retention
+from foreshock.server.store.retention import Retention, delete_run
 from foreshock.server.testing import FakeRank
 
 
@@ -19,7 +19,7 @@ def test_old_runs_are_deleted_and_the_audit_trail_stays(play: Any) -> None:
             await service.store(rank, rank.started(), rank.sample(1), rank.verdict(1))
         store = service.app.state.store
         async with store.write() as connection:
-            await audit.append(store, connection, actor="ann", action="command", run="old")
+            await audit.append(connection, actor="ann", action="command", run="old")
             await connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
         retention = Retention(store, 500.0)
         assert [await retention.sweep(monotonic=at) for at in (0.0, 40.0, 51.0)] == [0, 0, 1]
@@ -63,5 +63,33 @@ def test_old_runs_leave_a_few_at_a_time_and_the_log_names_them(play: Any) -> Non
         assert swept == [0, 0, 10, 10, 5]
         named = [name for line in said if line["event"] == "old runs deleted" for name in line["runs"]]
         assert sorted(named) == [f"run-{number:02}" for number in range(25)]
+
+    play(story)
+
+
+@pytest.mark.promise("S17")
+def test_what_a_deleted_run_took_goes_back_to_the_disk_a_little_at_a_time(play: Any) -> None:
+    async def story(service: Any) -> None:
+        store = service.app.state.store
+
+        async def size() -> int:
+            async with store.read() as connection:
+                await connection.execute(text("PRAGMA wal_checkpoint(PASSIVE)"))
+                return int((await connection.execute(text("PRAGMA page_count"))).scalar())
+
+        empty = await size()
+        rank = FakeRank(layers=12, heads=range(12))
+        await service.store(rank, rank.started(), *(rank.sample(step) for step in range(1, 500)))
+        full = await size()
+        assert full > empty + 2048
+        assert await delete_run(store, 1, time.time() + 1)
+        await store.give_back()
+        assert await size() == full  # what is kept for the next run is more
+        await store.give_back(kept=100)
+        once = await size()
+        assert full - 2100 < once < full - 2000
+        await store.give_back(kept=100)
+        assert await size() < empty + 200
+        await service.store(FakeRank(), FakeRank().started())
 
     play(story)

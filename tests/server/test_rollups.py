@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.event import listen
 from tests.server.drawn_runs import store_run
 
-from foreshock.server.curves.rollups import build
+from foreshock.server.curves.rollups import COARSE, build, built_spans
 from foreshock.server.testing import FakeRank
 
 
@@ -52,6 +53,54 @@ def test_a_wide_runs_few_samples_are_drawn_from_its_roll_ups(play: Any) -> None:
     play(story)
 
 
+async def heads_read_once(service: Any) -> FakeRank:
+    """A run of five spans whose heads were read in the second alone, all rolled up but for the last."""
+    rank = FakeRank(layers=1)
+    losses = [rank.sample(step).model_copy(update=dict.fromkeys(HEADS)) for step in (100, 2100, 3200, 5000)]
+    await service.store(rank, rank.started(), *losses, rank.sample(1100))
+    for span in range(4):
+        assert await build(service.app.state.store, 1, span)
+    return rank
+
+
+HEADS = ("states", "modes", "risk")
+READS: dict[str, dict[str, Any]] = {
+    "series": {"metric": "head.score_max", "max_points": 10},
+    "curves": {"line": "head.score_max:0", "max_points": 10},
+}
+
+
+@pytest.mark.promise("S5")
+@pytest.mark.parametrize("path", READS)
+def test_a_late_sample_of_the_only_span_with_heads_is_drawn_at_once(play: Any, path: str) -> None:
+    async def story(service: Any) -> None:
+        rank = await heads_read_once(service)
+        await service.store(rank, rank.sample(1300))
+        [line] = (await service.get(f"/v1/runs/run-1/{path}", **READS[path]))["lines"]
+        assert [step for step, value in zip(line["steps"], line["last"], strict=True) if value is not None] == [1300]
+
+    play(story)
+
+
+def test_a_span_that_was_forgotten_is_rolled_up_again_after_a_restart(play: Any) -> None:
+    async def late(service: Any) -> None:
+        rank = await heads_read_once(service)
+        await service.store(rank, rank.sample(1300))
+
+    async def built(service: Any) -> set[int]:
+        async with service.app.state.store.read() as connection:
+            return await built_spans(connection, 1, 0, 5 * COARSE - 1)
+
+    async def after(service: Any) -> None:
+        assert await built(service) == {0, 2, 3}
+        await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=10)
+        await service.app.state.roller.build_cold()
+        assert await built(service) == {0, 1, 2, 3}
+
+    play(late)
+    play(after)
+
+
 def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = await store_run(service, range(1, 2200))
@@ -62,5 +111,46 @@ def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
         lines = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=4))["lines"]
         assert min(lines[0]["low"]) == (-500.0 + 500 % 97) / 2
         assert rank.sequence > 1
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "kept"),
+    [
+        ("nothing", True),
+        ("a sample of another span", True),
+        ("a late sample", False),
+        ("a start that does its steps again", False),
+        ("a start with other heads", False),
+    ],
+)
+def test_what_changes_a_span_while_it_is_rolled_up_is_not_kept_and_no_process_start_is_read_for_it(
+    play: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: str, kept: bool
+) -> None:
+    async def story(service: Any) -> None:
+        store, rank, said = service.app.state.store, FakeRank(layers=1), list[str]()
+        await service.store(rank, rank.started(), *(rank.sample(step) for step in range(100, 2100, 100)))
+        again, wider = FakeRank(layers=1, boot="b2"), FakeRank(rank=1, layers=2)
+        events = {
+            "a sample of another span": (rank, rank.sample(5000)),
+            "a late sample": (rank, rank.sample(150)),
+            "a start that does its steps again": (again, again.started(step=500)),
+            "a start with other heads": (wider, wider.started()),
+        }
+        transact = store.transact
+
+        async def late(change: Any) -> Any:
+            monkeypatch.setattr(store, "transact", transact)
+            if meanwhile in events:
+                await service.store(*events[meanwhile])
+            listen(store._writer._engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+            return await transact(change)
+
+        monkeypatch.setattr(store, "transact", late)
+        assert await build(store, 1, 0) == kept
+        assert said
+        assert [statement for statement in said if "boots" in statement] == []
+        assert await build(store, 1, 0)
 
     play(story)

@@ -35,7 +35,7 @@ def test_what_belongs_to_a_boot_is_found_by_an_index(tmp_path: Path) -> None:
         store = Store(f"sqlite:///{tmp_path / 'x.db'}")
         await store.migrate()
         async with store.read() as connection:
-            for table in ("samples", "events", "warnings", "batches", "grams"):
+            for table in ("samples", "events", "warnings", "batches"):
                 plan = await connection.execute(text(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE boot_id = 1"))
                 [row] = plan.all()
                 assert row.detail.startswith("SEARCH"), row.detail

@@ -37,7 +37,7 @@ def test_two_hundred_runs_of_12_x_12_heads_show_every_warning_and_count_what_is_
         dropped = service.app.state.counters.series_dropped
         assert dropped > 0
         assert of_runs(found) + dropped == 200 * each
-        assert len(found) <= 50_000 + 1  # and the number of those left out
+        assert len(found) <= 50_000 + 2  # and what was left out: series, lines of the log
 
     play(story)
 
@@ -92,7 +92,7 @@ def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(pl
         found = await shown(service)
         for metric in ("warning_active", "run_active", "run_step"):
             assert "other/victim" in runs_of(found, f"foreshock_{metric}"), metric
-        assert len(found) <= 101
+        assert len(found) <= 100 + 2
 
     play(story, max_series=100, tokens=tokens)
 
@@ -111,7 +111,7 @@ def test_series_of_heads_are_made_only_as_far_as_the_budget_reaches(play: Any, m
             rank = FakeRank(run=f"run-{number:02}", layers=4, heads=range(6))
             await service.store(rank, rank.started(), rank.sample(1))
         monkeypatch.setattr(Table, "__iter__", counted)
-        assert len(await shown(service)) <= 481
+        assert len(await shown(service)) <= 480 + 2
         assert made == ["run-00"]
         assert service.app.state.counters.series_dropped > 29 * 4 * 6  # what was left out is counted all the same
 

@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from foreshock.server.__main__ import main
-from foreshock.server.settings import Settings
+from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
 
+ROOT = Path(__file__).parents[2]
 SECRET = "a-secret-of-sixteen-or-more"
 
 
@@ -23,6 +24,41 @@ def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
 def test_loopback_needs_none(host: str) -> None:
     assert Settings(host=host).all_tokens == ()
+
+
+BEHIND_A_PROXY = {
+    "FORESHOCK_ALLOWED_HOSTS": '["foreshock.example.org"]',
+    "FORESHOCK_TRUSTED_PROXIES": '["127.0.0.1"]',
+    "FORESHOCK_PUBLIC_URL": "https://foreshock.example.org",
+}
+
+
+@pytest.mark.promise("S18")
+@pytest.mark.parametrize("name", BEHIND_A_PROXY)
+def test_what_a_proxy_gives_to_others_needs_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, BEHIND_A_PROXY[name])
+    with pytest.raises(ValidationError, match=f"{name} is set, .* no token is set.*FORESHOCK_TOKENS_FILE"):
+        Settings()
+    assert Settings(token=SECRET).loopback  # type: ignore[arg-type]
+
+
+@pytest.mark.promise("S18")
+def test_the_shipped_settings_do_not_start_without_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = (ROOT / "deploy" / "systemd" / "foreshock.env").read_text().splitlines()
+    lines = dict(line.split("=", 1) for line in shipped if not line.startswith("#"))
+    del lines["FORESHOCK_TOKENS_FILE"]
+    for name, value in lines.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnusableSettingsError, match=r"FORESHOCK_ALLOWED_HOSTS is set, .* no token is set"):
+        settings_of()
+    monkeypatch.setenv("FORESHOK_TOKENS_FILE", "/etc/foreshock/tokens.json")
+    with pytest.raises(UnusableSettingsError, match=r"did you mean FORESHOCK_TOKENS_FILE\?"):
+        settings_of()
+
+
+@pytest.mark.parametrize("url", ["", "http://localhost:8765", "http://127.0.0.1:8765", "http://[::1]:8765/"])
+def test_a_page_for_this_machine_alone_needs_no_token(url: str) -> None:
+    assert Settings(public_url=url).all_tokens == ()
 
 
 def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +126,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 import asyncio, httpx
 from foreshock.server.app import create_app
-from foreshock.server.settings import Settings
+from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
 from foreshock.server.testing import FakeRank
 async def main():
     app = create_app(Settings(database_url="sqlite:///{tmp_path}/x.db"))

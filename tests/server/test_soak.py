@@ -114,7 +114,7 @@ def test_under_a_steady_load_of_one_run_that_goes_on_memory_levels_off(
 def soak(tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None], run_seconds: float) -> None:
     """Ranks go over to a new run after `run_seconds`, and the old one is deleted soon after."""
     seconds, ranks = sizes("soak_seconds", quick=5, long=1800), sizes("soak_ranks", quick=8, long=64)
-    environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS), "FORESHOCK_METRICS_SECONDS": "1"}
+    environment = {"FORESHOCK_RETENTION_SECONDS": str(RUN_SECONDS)}
     seen, sent = Sizes(), [0]
 
     async def load(service: LiveService) -> None:

@@ -1,6 +1,5 @@
 """A store that fails under the service: what is acknowledged is kept, and all goes on when the fault is gone."""
 
-import asyncio
 import random
 import resource
 import signal
@@ -16,12 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from alembic import command
-from tests.server import version_0_1_0 as old
+from tests.server import golden_store as old
 from tests.server.test_durability import samples_by_batch
 
 from foreshock.server.ingest import recorder
-from foreshock.server.store.database import Store, _alembic_config
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = pytest.mark.promise("S1")
@@ -209,31 +206,3 @@ def _counts(path: Path) -> dict[str, int]:
     with closing(sqlite3.connect(path)) as database:
         names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return {name: database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
-
-
-def _downgrade(connection: Any, revision: str) -> None:
-    command.downgrade(_alembic_config(connection), revision)
-
-
-@pytest.mark.promise("S16")
-def test_every_step_back_to_the_first_schema_loses_no_row_of_a_table_that_stays(tmp_path: Path) -> None:
-    path = tmp_path / "foreshock.db"
-    old.store_at(path)
-    first = _counts(path)
-    assert first["command_ranks"] > 0
-
-    async def walk() -> None:
-        store = Store(f"sqlite:///{path}")
-        await store.migrate()
-        newest = _counts(path)
-        for revision in ("0007", "0006", "0005", "0004", "0003", "0002", "0001"):
-            async with store.write() as connection:
-                await connection.run_sync(_downgrade, revision)
-            counts = _counts(path)
-            kept = counts.keys() & newest.keys() - {"rollups", "rollup_spans", "alembic_version"}
-            assert {name: counts[name] for name in kept} == {name: newest[name] for name in kept}, revision
-        await store.migrate()
-        await store.check_schema()
-        await store.close()
-
-    asyncio.run(walk())

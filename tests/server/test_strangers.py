@@ -1,19 +1,19 @@
 """What who has no token can make the service do."""
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from foreshock.server.testing import LiveService
+from foreshock.server.testing import FakeRank, LiveService
 
 SECRET = "a-secret-of-sixteen-or-more"
-CLOSED_ADDRESSES = ("/v1/login", "/v1/webhooks/grafana")
 
 
 def processor_seconds(pid: int) -> float:
@@ -30,29 +30,49 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.promise("S5")
-def test_large_bodies_at_the_login_and_the_webhook_cost_next_to_nothing(tmp_path: Path) -> None:
+def test_large_bodies_at_the_login_cost_next_to_nothing(tmp_path: Path) -> None:
     body = b'{"token": "x"' + b', "a": [1, {"b": 2}]' * 1_500_000 + b"}"
     assert len(body) > 28 * 2**20
     with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service:
         with service.client() as client:
             assert client.get("/healthz").status_code == 200
             work, memory = processor_seconds(service.pid), peak_bytes(service.pid)
-            for path in CLOSED_ADDRESSES:
-                for _ in range(3):
-                    try:
-                        answer = client.post(path, content=body, headers={"content-type": "application/json"})
-                    except httpx.WriteError:
-                        continue  # the service answered, and closed, while we were still sending
-                    assert answer.status_code == 413
+            for _ in range(3):
+                try:
+                    answer = client.post("/v1/login", content=body, headers={"content-type": "application/json"})
+                except httpx.WriteError:
+                    continue  # the service answered, and closed, while we were still sending
+                assert answer.status_code == 413
             assert client.get("/healthz").status_code == 200
         assert processor_seconds(service.pid) - work < 1.0
         assert peak_bytes(service.pid) - memory < 30 * 2**20
 
 
+@pytest.mark.promise("S19")
+def test_no_address_but_the_login_reads_a_strangers_body(play: Any) -> None:
+    async def story(service: Any) -> None:
+        read = False
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal read
+            read = True
+            yield b"{"
+
+        found = service.app.openapi()["paths"]
+        posts = [path for path, item in found.items() if "post" in item and path != "/v1/login"]
+        assert {"/v1/batches", "/v1/webhooks/alertmanager"} <= set(posts)
+        for path in (*posts, "/", "/healthz", "/v1/session", "/assets/x", "/nowhere"):
+            headers = {"content-type": "application/json", "content-length": "60000", "authorization": "Bearer wrong"}
+            answer = await service.client.post(path, content=body(), headers=headers)
+            assert answer.status_code in (401, 404, 405), path
+            assert not read, path
+
+    play(story, token=SECRET)
+
+
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("path", CLOSED_ADDRESSES)
 @pytest.mark.parametrize("with_length", [True, False])
-def test_no_more_than_64_kib_of_a_strangers_body_is_read(play: Any, path: str, with_length: bool) -> None:
+def test_no_more_than_64_kib_of_a_strangers_body_is_read(play: Any, with_length: bool) -> None:
     async def story(service: Any) -> None:
         taken = 0
 
@@ -63,12 +83,12 @@ def test_no_more_than_64_kib_of_a_strangers_body_is_read(play: Any, path: str, w
                 yield b" " * 4096
 
         headers = {"content-type": "application/json", **({"content-length": str(4096 * 1000)} if with_length else {})}
-        answer = await service.client.post(path, content=pieces(), headers=headers)
+        answer = await service.client.post("/v1/login", content=pieces(), headers=headers)
         assert answer.status_code == 413
         assert "64 KiB" in answer.json()["detail"]
         assert taken <= 65_536 + 2 * 4096
 
-    play(story, token=SECRET, grafana_hmac_secret="another-secret-of-sixteen")
+    play(story, token=SECRET)
 
 
 @pytest.mark.promise("S7")
@@ -130,5 +150,51 @@ def test_a_nul_which_postgresql_cannot_store_is_refused_everywhere(
         answer = await service.client.request(method, path, json=body)
         assert answer.status_code == 422, answer.text
         assert "NUL" in answer.text
+
+    play(story)
+
+
+ALERT = {"status": "firing", "labels": {"alertname": "a", "run": "run-1"}, "startsAt": "now", "fingerprint": "f"}
+ORDER = {"who": "ann", "reason": "r", "mode": "exact_delta", "expect": "plain"}
+TEXTS: dict[str, dict[str, Any]] = {
+    "/v1/login": {"token": "t"},
+    "/v1/runs/run-1": {"who": "ann", "display_name": "d", "notes": "n", "tags": ["t"]},
+    "/v1/runs/run-1/commands": ORDER,
+    "/v1/runs/run-1/acknowledge": {"who": "ann", "reason": "r", "incident": "rounding"},
+    **{f"/v1/commands/c/{act}": {"who": "ann", "reason": "r"} for act in ("approve", "reject", "cancel", "undo")},
+    "/v1/webhooks/alertmanager": {"version": "4", "status": "firing", "alerts": [ALERT]},
+}
+HALF = "a\ud800"
+
+
+def with_halves(value: Any) -> Iterator[Any]:
+    """The same with half of a surrogate pair in the place of one text, or as a further name."""
+    if isinstance(value, str):
+        yield HALF
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from ([*value[:place], other, *value[place + 1 :]] for other in with_halves(inner))
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from ({**value, name: other} for other in with_halves(inner))
+
+
+@pytest.mark.promise("S20")
+def test_half_of_a_surrogate_pair_is_refused_in_every_text_that_is_sent(play: Any) -> None:
+    async def story(service: Any) -> None:
+        posts = {path for path, item in service.app.openapi()["paths"].items() if {"post", "patch"} & item.keys()}
+        known = {path.replace("/run-1", "/{run}").replace("/c/", "/{command}/") for path in TEXTS}
+        assert posts - known == {"/v1/batches", "/v1/logout"}
+        rank = FakeRank()
+        await service.store(rank, rank.started())
+        sent = [(path, body) for path, whole in TEXTS.items() for body in (*with_halves(whole), {**whole, HALF: 1})]
+        batch = json.loads(rank.batch(rank.started(), rank.verdict(1)).model_dump_json())
+        sent += [("/v1/batches", body) for body in with_halves(batch)]
+        headers = {"content-type": "application/json"}
+        for path, body in sent:
+            method = "PATCH" if path == "/v1/runs/run-1" else "POST"
+            answer = await service.client.request(method, path, content=json.dumps(body), headers=headers)
+            ignored = HALF in body and path == "/v1/webhooks/alertmanager"  # fields that we do not know
+            assert answer.status_code == (200 if ignored else 422), (path, body, answer.text)
 
     play(story)

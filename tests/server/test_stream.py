@@ -1,11 +1,18 @@
 """The stream of events: live, continued where a client left it, and ended in order."""
 
+import asyncio
+import gc
 import json
+import random
 from collections.abc import Iterator
+from typing import Any
 
+import anyio
 import httpx
 import pytest
 
+from foreshock.server.http.stream import _tell
+from foreshock.server.runs.broadcast import Client
 from foreshock.server.testing import FakeRank, LiveService
 
 
@@ -67,3 +74,25 @@ def test_the_service_goes_down_in_order_with_a_client_still_listening(live_servi
         send(client, rank, rank.started())
         assert next(events_of(response))["event"] == "started"
         assert live_service.stop(timeout_seconds=10) == 0
+
+
+@pytest.mark.promise("S17")
+def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(play: Any) -> None:
+    """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""
+    leaves = random.Random(7)
+
+    async def story(service: Any) -> None:
+        rank, said = FakeRank(), []
+        for first in range(1, 2000, 500):
+            await service.store(rank, *(rank.verdict(n, name=f"warn-{n}") for n in range(first, first + 500)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        for _ in range(60):
+            client = Client(None, "", ("ann", "10.0.0.1"), asyncio.Queue(8), resumes=True)
+            with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
+                async for _ in _tell(service.app.state.broadcaster, client):
+                    pass
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert said == []
+
+    play(story)

@@ -12,6 +12,7 @@ from tests.server.test_webhooks import delivery
 from foreshock.contract.wire import Event, Finished
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.settings import ALL_SCOPES, Token
+from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank, LiveService
 
 EVE, ALL = "eves-secret-of-sixteen-or-more", "the-secret-that-reaches-all-runs"
@@ -21,7 +22,7 @@ OWN, OTHER = "team-e/run", "team-o/run"
 BODIES: dict[str, Any] = {
     "/v1/runs/{run}/acknowledge": {"who": "eve", "incident": "rounding-1", "reason": "mine now"},
     "/v1/runs/{run}/commands": {"who": "eve", "mode": "plain", "reason": "because"},
-    "/v1/runs/{run}/describe": {"notes": "seen"},
+    "/v1/runs/{run}": {"notes": "seen"},
 }
 
 
@@ -60,9 +61,12 @@ def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_other_
             for method in methods:
                 if re.search(r"\{run\}|\{command\}", path):
                     there = path.replace("{run}", OTHER).replace("{command}", order)
-                    body = BODIES.get(path, {"who": "eve", "reason": "because"}) if method == "post" else None
+                    body = (
+                        BODIES.get(path, {"who": "eve", "reason": "because"}) if method in ("post", "patch") else None
+                    )
                     answer = await ask(service, EVE, method.upper(), there, json=body)
-                    assert answer.status_code == 403, (method, path, answer.status_code, answer.text)
+                    closed = 404 if "{command}" in path else 403  # an id says nothing, not even that it exists
+                    assert answer.status_code == closed, (method, path, answer.status_code, answer.text)
                     asked += 1
         assert asked >= 15
         assert await told_of(service, OTHER) == before
@@ -100,9 +104,50 @@ def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(play: Any) -
     play(story, tokens=TOKENS)
 
 
+@pytest.mark.promise("S21")
+def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_not_happened(play: Any) -> None:
+    json_type = {"content-type": "application/json"}
+
+    async def story(service: Any, between: int) -> list[Any]:
+        own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
+
+        async def send(rank: FakeRank, *events: Event) -> None:
+            body = rank.batch(*events).model_dump_json()
+            assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+
+        await send(own, own.started())
+        for first in range(0, between, 250):
+            await send(other, *(other.verdict(n + 1, name=f"warn-{n}") for n in range(first, first + 250)))
+        await send(own, own.verdict(1))
+        command = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER)
+        page = await ask(service, EVE, "GET", f"/v1/runs/{OWN}/events", params={"limit": 2})
+        older = {"limit": 2, "cursor": page.json()["next_cursor"]}
+        rest = await ask(service, EVE, "GET", f"/v1/runs/{OWN}/events", params=older)
+        ids = [event["id"] for event in [*page.json()["events"], *rest.json()["events"]]]
+        assert ids == [4, 3, 2, 1]
+        of_run = ("", "/commands", "/incidents", "/matrix?metric=head.score_max", "/series?metric=run.loss")
+        paths = (*(f"/v1/runs/{OWN}{path}" for path in of_run), "/v1/runs", "/v1/usage", "/metrics")
+        answers = [command, page, rest, *[await ask(service, EVE, "GET", path) for path in paths]]
+        times = re.compile(r'("\w*unix_seconds":|"next_cursor":"0x|_seconds\{[^}]*\} )[0-9a-f.xp+-]+')
+        return [times.sub(r"\1T", answer.text.replace(command.json()["id"], "ID")) for answer in answers]
+
+    told: dict[int, list[Any]] = {}
+    for others in (0, 1000):
+
+        async def tell(service: Any, others: int = others) -> None:
+            told[others] = await story(service, others)
+
+        play(tell, f"others-{others}", tokens=TOKENS)
+    assert told[1000] == told[0]
+
+
 @pytest.mark.promise("S7")
-@pytest.mark.parametrize("back", [{}, {"last-event-id": "0"}], ids=["live", "come_back"])
-def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("back", "replayed"),
+    [({}, False), ({"last-event-id": f"1 {OWN}"}, True), ({"last-event-id": f"1 {OTHER}"}, False)],
+    ids=["live", "come_back", "guessing"],
+)
+def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], replayed: bool, tmp_path: Path) -> None:
     tokens = [{"name": t.name, "sha256": t.sha256, "scopes": t.scopes, "run_prefix": t.run_prefix} for t in TOKENS]
     json_type = {"content-type": "application/json"}
     with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service, service.client(ALL) as everybody:
@@ -124,7 +169,9 @@ def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], t
                 heard.append(next(lines))
             heard.append(next(lines))
         assert (OWN in "".join(heard), OTHER in "".join(heard)) == (True, False)
-        assert ("event: started" in heard) == bool(back)
+        assert ('"id":"warn-1"' in "".join(heard)) == replayed
+        ids = [line for line in heard if line.startswith("id: ")]
+        assert ids == [f"id: {number} {OWN}" for number, _ in enumerate(ids, 2 if replayed else 4)]
 
 
 @pytest.mark.promise("S7")
@@ -165,5 +212,71 @@ def test_the_audit_trail_and_what_others_use_are_closed_to_a_tenant_even_as_admi
         assert OWN in listed
         assert OTHER not in listed
         assert found["runs"] == []
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S21")
+def test_a_command_of_another_tenant_and_one_that_does_not_exist_get_one_answer(play: Any) -> None:
+    async def story(service: Any) -> None:
+        rank = FakeRank(run="team-v/1")
+        headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
+        await service.client.post("/v1/batches", content=rank.batch(rank.started()).model_dump_json(), headers=headers)
+        order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "exact_delta"}
+        made = await service.client.post("/v1/runs/team-v/1/commands", json=order, headers=headers)
+        theirs = made.json()["id"]
+        for method, act in (("GET", ""), ("POST", "/cancel"), ("POST", "/approve"), ("POST", "/undo")):
+            answers = []
+            for command in (theirs, "none"):
+                body = {"who": "eve", "reason": "r"} if method == "POST" else None
+                sent = {"authorization": f"Bearer {EVE}"}
+                answer = await service.client.request(method, f"/v1/commands/{command}{act}", json=body, headers=sent)
+                answers.append((answer.status_code, answer.text.replace(command, "ID")))
+            assert answers[0] == answers[1]
+            assert answers[0][0] == 404
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S21")
+def test_metrics_tell_a_prefix_nothing_of_what_others_do(play: Any) -> None:
+    async def story(service: Any) -> None:
+        async def lines(secret: str) -> str:
+            answer = await service.client.get("/metrics", headers={"authorization": f"Bearer {secret}"})
+            return str(answer.text)
+
+        before = await lines(EVE)
+        rank = FakeRank(run="team-v/1")
+        headers = {"content-type": "application/json", "authorization": f"Bearer {ALL}"}
+        body = rank.batch(rank.started(), rank.sample(1)).model_dump_json()
+        assert (await service.client.post("/v1/batches", content=body, headers=headers)).status_code == 200
+        assert await lines(EVE) == before
+        assert "foreshock_service_batches_total" in await lines(ALL)
+
+    play(story, tokens=TOKENS)
+
+
+@pytest.mark.promise("S21")
+def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(play: Any) -> None:
+    """Runs that were heard at one moment, of which every page shows one."""
+
+    async def story(service: Any) -> None:
+        for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
+            body = FakeRank(run=name).batch(FakeRank().sample(1)).model_dump_json()
+            json_type = {"content-type": "application/json"}
+            assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
+        async with service.app.state.store.write() as connection:
+            await connection.execute(runs.update().values(last_seen=1.8e9))
+        cursor: str | None = None
+        seen: list[str] = []
+        cursors: list[str] = []
+        while cursor is not None or not seen:
+            asked: dict[str, Any] = {"limit": 1} if cursor is None else {"limit": 1, "cursor": cursor}
+            page = (await ask(service, EVE, "GET", "/v1/runs", params=asked)).json()
+            seen += [run["run"] for run in page["runs"]]
+            cursor = page["next_cursor"]
+            cursors += [cursor] if cursor else []
+        assert seen == ["team-e/c", "team-e/b.b", "team-e/a"]
+        assert cursors == [f"{(1.8e9).hex()}-{name}" for name in seen[:2]]
 
     play(story, tokens=TOKENS)

@@ -5,12 +5,16 @@ from typing import Any, ClassVar
 
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import select
 from tests.server.switched_runs import ORDER, commands_of, judge, switched
 
 from foreshock.contract.wire import Policy, Switched
+from foreshock.server.commands.lifecycle import Order, create
 from foreshock.server.notifier import Notifier
 from foreshock.server.settings import Settings
+from foreshock.server.store.schema import runs
 from foreshock.server.testing import FakeRank
+from foreshock.server.testing.fixed import settings_with
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,15 @@ def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_perso
 def test_an_escalation_keeps_to_the_bounds_of_machines(play: Any) -> None:
     async def story(service: Any) -> None:
         await switched(service, mode="stable_softmax")
+        store = service.app.state.store
+        async with store.write() as connection:
+            run_id = (await connection.execute(select(runs.c.id))).scalar_one()
+            order = Order(run_id, "run-1", "alertmanager", "alertmanager", "it drifts", [(1, 0)], "exact_delta")
+            await create(connection, order)
         await judge(service)
-        assert [c["source"] for c in await commands_of(service)] == ["api"]
+        assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
 
-    play(story, webhook_switches_per_hour=0)
+    play(story)
 
 
 def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(play: Any) -> None:
@@ -142,7 +151,9 @@ def test_people_are_told_what_became_of_a_switch(play: Any) -> None:
     async def story(service: Any) -> None:
         url = "https://hooks.example.org/x"
         hosts = ("hooks.example.org",)
-        settings = Settings(notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0)
+        settings = settings_with(
+            Settings, notify_webhook_url=SecretStr(url), notify_hosts=hosts, notify_gather_seconds=0.0
+        )
         notifier = Notifier(service.app.state.store, settings, Out())  # type: ignore[arg-type]
         await notifier.turn()
         await switched(service, mode="stable_softmax")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,10 +23,17 @@ from tests.server.test_fuzz import (
 from tests.server.test_fuzz import fuzzed as fuzzed
 from tests.server.test_fuzz import many as many
 
+from foreshock.contract.wire import Sample
+from foreshock.server.curves.rollups import COARSE, build
+from foreshock.server.testing import FakeRank
+
 HUGE = (10**400, -(10**400), 1e308, -1e308, 2**63 - 1, 2**63, 2**53 + 1, -0.0, 5e-324, math.nan, math.inf, -math.inf)
 
 HEALTHY = "run-1"
 """The run that nobody fuzzes: it must be whole at the end."""
+
+MIDDLE = 2 * COARSE
+"""Where the heads of the others are read; their losses lie on both sides."""
 
 
 def at(value: Any, way: tuple[Any, ...]) -> Any:
@@ -69,6 +77,12 @@ def repeated(draw: st.DrawFn, batch: Any) -> None:
     batch["events"] = [*events, {**other, **one}][: draw(st.integers(1, len(events) + 1))]
 
 
+def loss_alone(run: str, step: int) -> bytes:
+    """A batch with the loss of a step at which no head was read, as norms are read now and then."""
+    sample = Sample(step=step, since_step=step - 1, unix_seconds=1.0, loss=3.0)
+    return FakeRank(run=run, rank=9).batch(sample, sequence=step).model_dump_json().encode()
+
+
 @st.composite
 def wire_bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     """A run and the bytes sent in its name."""
@@ -76,6 +90,8 @@ def wire_bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     batch["run"] = run = draw(st.sampled_from([f"wire-{n}" for n in range(5)]))
     batch["rank"] = draw(st.integers(0, 3))
     batch["sequence"] = draw(st.integers(1, 2**53))
+    for event in batch["events"]:
+        event["step"] += MIDDLE
     for change in draw(
         st.lists(
             st.sampled_from([same_kind, same_kind, same_kind, replaced, resized, repeated]), min_size=1, max_size=2
@@ -120,12 +136,17 @@ def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: set
     answers: Counter[int] = Counter()
 
     @many
-    @given(wire_bodies(), headers(), st.sampled_from(READS))
-    def case(named: tuple[str, bytes], beside: dict[str, str], path: str) -> None:
+    @given(wire_bodies(), headers(), st.sampled_from(READS), st.integers(1, 2 * MIDDLE))
+    def case(named: tuple[str, bytes], beside: dict[str, str], path: str, step: int) -> None:
         run, body = named
+        fuzzed.send("POST", "/v1/batches", loss_alone(run, step))
         status = fuzzed.send("POST", "/v1/batches", body, **beside).status_code
         answers[status] += 1
         fuzzed.send("GET", path.replace("{run}", run), None, **beside)
+        fuzzed.send("GET", f"/v1/runs/{run}/series?metric=head.score_max&max_points=9", None)
+        if answers.total() % 10 == 0:
+            for run_id, span in product(range(1, 7), range(1, 4)):
+                fuzzed.loop.run_until_complete(build(fuzzed.app.state.store, run_id, span))
         if answers.total() % 50 == 0:
             read_everything(fuzzed, run)
 

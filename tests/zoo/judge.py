@@ -11,7 +11,6 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from tests.zoo.comparison import Rounding, first_difference
@@ -25,8 +24,8 @@ from foreshock.monitor.config import AgentConfig, Served
 
 WAYS: Final[tuple[Served, ...]] = typing.get_args(AgentConfig.model_fields["attention"].annotation)
 """Every value of attach's `attention`."""
-EXACT_WAYS: Final[tuple[Served, ...]] = ("keep", "auto")
-"""Those that change no bit on a CPU, where auto does as keep does: it is tried in the first case alone."""
+EXACT_WAYS: Final[tuple[Served, ...]] = ("keep",)
+"""Those that change no bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,8 @@ class Record:
     """Cases that the model itself cannot do, and what it raises."""
 
 
-def examine(entry: Entry, ways: tuple[Served, ...] = WAYS, *, proving: bool = False) -> Record:
-    """Run the entry in every case and way. proving: auto does as on a GPU, with the reference in the kernels' place."""
-    if proving:
-        with mock.patch.dict(attach.__globals__, {"_accelerated": lambda device: True}):
-            return _examine(entry, ways, EXACT_WAYS[:1])
-    return _examine(entry, ways, EXACT_WAYS)
-
-
-def _examine(entry: Entry, ways: tuple[Served, ...], exact_ways: tuple[Served, ...]) -> Record:
+def examine(entry: Entry, ways: tuple[Served, ...] = WAYS) -> Record:
+    """Run the entry in every case and way."""
     record = Record(entry.name, entry.family)
     pristine = entry.build()
     cases = entry.cases(pristine)
@@ -83,7 +75,7 @@ def _examine(entry: Entry, ways: tuple[Served, ...], exact_ways: tuple[Served, .
             with recorded_attention(model := copy.deepcopy(pristine)) as attention:
                 model(**case.given)
         for way in ways:
-            if (case is not first or case.compiled) and way in exact_ways and not _tried(case, way):
+            if (case is not first or case.compiled) and way in EXACT_WAYS and not _tried(case):
                 continue
             label = f"{way}, {case.name}"
             told = _Told()
@@ -98,7 +90,7 @@ def _examine(entry: Entry, ways: tuple[Served, ...], exact_ways: tuple[Served, .
                 record.wrong.append(f"{label}: {type(crash).__name__}: {str(crash)[:200]}")
                 continue
             difference = first_difference(plain, watched)
-            if difference and way not in exact_ways:
+            if difference and way not in EXACT_WAYS:
                 difference = rounding.excess(watched, functools.partial(_quietly_watched, way=way))
             if difference:
                 record.wrong.append(f"{label}: {difference}")
@@ -116,9 +108,9 @@ def _examine(entry: Entry, ways: tuple[Served, ...], exact_ways: tuple[Served, .
     return record
 
 
-def _tried(case: Case, way: Served) -> bool:
-    """Where the model's own attention stays, auto does as keep, and one place of padding says as much as another."""
-    return way == "keep" and (case.generates or case.compiled or case.name == "padded inside")
+def _tried(case: Case) -> bool:
+    """Where the model's own attention stays, one place of padding says as much as another."""
+    return case.generates or case.compiled or case.name == "padded inside"
 
 
 class _Told(logging.Handler):

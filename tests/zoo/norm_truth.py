@@ -181,11 +181,11 @@ def reported_norms(model: nn.Module, agent: Any) -> Iterator[tuple[str, nn.Modul
     """Name, module, weight holders and norms [H] of every layer of which foreshock reports norms."""
     instruments = agent._instruments
     for _ in range(40):  # the iterations start from the last result
-        measured = agent._norms.measure().norms
+        measured = agent._sampler.norms.measure()
     start = 0
-    for layer, module, projection in zip(instruments.layers, instruments.watched, instruments.projections, strict=True):
-        heads = len(layer.heads)
-        if projection is not None:
+    for layer, watched in zip(instruments.layers, instruments.keeper.layers, strict=True):
+        heads, module = len(layer.heads), watched.home()
+        if (projection := watched.layout.current()) is not None:
             norms = {name: values[start : start + heads] for name, values in measured.items()}
             yield layer.name, module, [projection.query.holder, projection.key.holder], norms
         start += heads

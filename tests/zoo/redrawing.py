@@ -18,13 +18,11 @@ class Redrawing:
     spread: float = DEVIATION
     """Standard deviation of the weights."""
     dtype: str = "float32"
-    proves: bool = False
-    """auto does as on a GPU, with the reference in the kernels' place."""
 
     def __str__(self) -> str:
         if self == Redrawing():
             return ""
-        return f" (seed {self.seed}, spread {self.spread:g}, {self.dtype}{', auto proves' if self.proves else ''})"
+        return f" (seed {self.seed}, spread {self.spread:g}, {self.dtype})"
 
     def of(self, entry: Entry) -> Entry:
         """The entry with these numbers."""

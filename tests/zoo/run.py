@@ -4,9 +4,8 @@ The command: `python -P scripts/run_zoo.py RECORD [--processes 3] [NAME...]`.
 
 RECORD is the JSON file to write; what it holds already and found right is not run again, so that a run that was stopped
 goes on. Names limit the run to entries that contain one of them. `--seed`, `--spread` and `--dtype` draw the weights
-otherwise and put the words in another order, `--prove` lets `auto` prove as on a GPU, with the reference in the
-kernels' place; both `keep` and `auto` are run then, and the name tells how. `--sample N` takes N entries that are not
-compiled, chosen by the seed.
+otherwise and put the words in another order; `keep` alone is run then, and the name tells how. `--sample N` takes N
+entries that are not compiled, chosen by the seed.
 """
 
 import argparse
@@ -38,7 +37,7 @@ def look_at(name: str, numbers: Redrawing) -> dict[str, Any]:
     record = Record(entry.name, entry.family)
     try:
         with at_most(SECONDS):
-            record = examine(entry, WAYS if numbers == Redrawing() else EXACT_WAYS, proving=numbers.proves)
+            record = examine(entry, WAYS if numbers == Redrawing() else EXACT_WAYS)
     except TookTooLongError as limit:
         record.wrong.append(str(limit))
     except Exception as crash:
@@ -86,9 +85,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--spread", type=float, default=DEVIATION, help="standard deviation of the weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--sample", type=int, help="how many entries, chosen by the seed; all without it")
-    parser.add_argument("--prove", action="store_true", help="let auto prove as on a GPU")
     asked = parser.parse_intermixed_args(arguments)
-    numbers = Redrawing(asked.seed, asked.spread, asked.dtype, asked.prove)
+    numbers = Redrawing(asked.seed, asked.spread, asked.dtype)
     records = _right(asked.record)
     done = {record["name"] for record in records}
     names = [n for n in census.names() if not asked.names or any(w in n for w in asked.names)]

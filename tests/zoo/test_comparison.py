@@ -85,9 +85,7 @@ def test_other_numbers_are_drawn_alike_each_time_and_are_not_those_of_the_entry(
 
 
 def test_a_spread_is_judged_and_recorded_under_its_numbers() -> None:
-    record = look_at("transformers gpt2", Redrawing(seed=5, spread=0.6, proves=True))
-    assert record["name"] == "transformers gpt2 (seed 5, spread 0.6, float32, auto proves)"
+    record = look_at("transformers gpt2", Redrawing(seed=5, spread=0.6))
+    assert record["name"] == "transformers gpt2 (seed 5, spread 0.6, float32)"
     assert (record["wrong"], record["skipped"]) == ([], {})
-    assert {way: set(how.values()) for way, how in record["layers"].items()} == {
-        way: {"counted"} for way in ("keep", "auto")
-    }
+    assert {way: set(how.values()) for way, how in record["layers"].items()} == {"keep": {"counted"}}

@@ -53,6 +53,8 @@ def test_every_norm_that_is_reported_is_the_true_one(name: str) -> None:
         names = {id(module): path for path, module in model.named_modules()}
         try:
             with attach(model, url=None, quiet=True, attention="keep") as agent:
+                with torch.no_grad():
+                    model(**given)
                 reported = list(reported_norms(model, agent))
         except ValueError as refusal:
             pytest.skip(f"attach refuses it: {str(refusal)[:100]}")

@@ -3,7 +3,6 @@
 import { useState } from "preact/hooks";
 import { api } from "./api";
 import { Dialog, Field, FormEnd, useSending, useWho } from "./dialog";
-import { condition } from "./fleet";
 import { steps } from "./format";
 import { Name } from "./parts";
 import type { RunDetail } from "./service";
@@ -17,7 +16,7 @@ export interface May {
 
 /** A run's name as people call it, and below it the one that everything else knows it by. */
 export function Identity({ detail }: { detail: RunDetail }) {
-  if (!detail.display_name) return <h1>{detail.run}</h1>;
+  if (!detail.display_name || detail.display_name === detail.run) return <h1>{detail.run}</h1>;
   return (
     <div class="identity">
       <h1>
@@ -58,16 +57,15 @@ export function Notes({ notes }: { notes: string }) {
 
 interface Props {
   detail: RunDetail;
-  silent: number;
   may: May;
   /** Called when the run is no more. */
   gone: () => void;
 }
 
 /** The buttons of what may be done with a run as a whole. */
-export function Care({ detail, silent, may, gone }: Props) {
+export function Care({ detail, may, gone }: Props) {
   const [open, setOpen] = useState<"describe" | "delete" | null>(null);
-  const trains = ["training", "hung"].includes(condition(detail, silent));
+  const trains = ["active", "hung"].includes(detail.condition);
   const close = () => setOpen(null);
   if (!may.act && !(may.delete && !trains)) return null;
   return (

@@ -21,6 +21,7 @@ import type {
   RunList,
   RunSummary,
   Session,
+  SwitchPlan,
   Undo,
 } from "./service";
 
@@ -40,7 +41,7 @@ export class Problem extends Error {
 }
 
 /** Kinds of events that the history tells; an incident's own stand on its card. */
-const TOLD = ["started", "verdict", "switched", "command", "finished", "acknowledged", "described"];
+const TOLD = ["started", "verdict", "switched", "clipped", "command", "finished", "acknowledged", "described"];
 const MOST_EVENTS = 2000;
 const MOST_RUNS = 5000;
 const MOST_AUDIT_ROWS = 5000;
@@ -50,8 +51,8 @@ let csrfToken: string | null = null;
 
 async function call<T>(path: string, init: RequestInit = {}): Promise<T> {
   const headers = new Headers(init.headers);
-  if (init.method === "POST") {
-    headers.set("Content-Type", "application/json");
+  if (init.body !== undefined) headers.set("Content-Type", "application/json");
+  if (init.method !== undefined) {
     if (csrfToken) headers.set("X-CSRF-Token", csrfToken);
   }
   const response = await fetch(new URL(path, document.baseURI), { ...init, headers, credentials: "same-origin" });
@@ -130,6 +131,7 @@ export const api = {
   acknowledge: (run: string, body: Acknowledgement) =>
     call<Incident>(`${at(run)}/acknowledge`, { method: "POST", body: JSON.stringify(body) }),
   commands: async (run: string) => (await call<CommandList>(`${at(run)}/commands`)).commands,
+  switches: (run: string, mode: string) => call<SwitchPlan>(`${at(run)}/switches?${new URLSearchParams({ mode })}`),
   command: (run: string, request: CommandRequest) =>
     call<CommandStatus>(`${at(run)}/commands`, {
       method: "POST",
@@ -138,8 +140,8 @@ export const api = {
     }),
   /** The run keeps its name; what is empty is taken away. */
   describe: (run: string, body: Description) =>
-    call<RunDetail>(`${at(run)}/describe`, { method: "POST", body: JSON.stringify(body) }),
-  remove: (run: string, body: Decision) => call<null>(`${at(run)}/delete`, { method: "POST", body: JSON.stringify(body) }),
+    call<RunDetail>(at(run), { method: "PATCH", body: JSON.stringify(body) }),
+  remove: (run: string, body: Decision) => call<null>(at(run) + query({ ...body }), { method: "DELETE" }),
   decide: (id: string, decision: "approve" | "reject" | "cancel", body: Decision) =>
     call<CommandStatus>(`v1/commands/${encodeURIComponent(id)}/${decision}`, {
       method: "POST",

@@ -66,6 +66,7 @@ export function useSending(): [state: Sending, send: (deed: () => Promise<void>)
     setState("sending");
     try {
       await deed();
+      setState("open");
     } catch (error) {
       setState(error as Error);
     }

@@ -2,17 +2,6 @@
 
 import type { Catalog, RunSummary } from "./service";
 
-export type Condition = "training" | "hung" | "silent" | "completed" | "failed" | "stopped";
-
-/** How a run is by now: one that claims to be active may hang (heard of, no step) or be silent (not heard of). */
-export function condition(run: RunSummary, silent: number, now = Date.now() / 1000): Condition {
-  if (run.status !== "active") return run.status;
-  if (now - run.last_seen_unix_seconds >= silent) return "silent";
-  const stepped = run.last_step_unix_seconds;
-  const hangs = typeof stepped === "number" && now - stepped >= (run.hung_after_seconds ?? Infinity);
-  return hangs ? "hung" : "training";
-}
-
 export const STATES = {
   "": "Any state",
   warned: "With a warning",
@@ -22,7 +11,7 @@ export const STATES = {
 } as const;
 export const RISKS = { "": "Any risk", watch: "Above the watch level", alarm: "Above the alarm level" } as const;
 export const ORDERS = {
-  "": "Worst risk first",
+  "": "What needs you first",
   heard: "Last heard from",
   left: "Fewest steps left",
   name: "By name",
@@ -76,12 +65,11 @@ export function found(runs: readonly RunSummary[], { search, state, risk, label,
   const words = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
   const levels = catalog.metrics.find(({ key }) => key === "run.worst_risk")?.levels;
   const least = risk === "alarm" ? levels?.alarm : risk === "watch" ? (levels?.watch ?? levels?.alarm) : undefined;
-  const now = Date.now() / 1000;
   return runs
     .filter((run) => {
       if (least !== undefined && !((run.worst_risk ?? -1) >= least - 1e-6)) return false;
       if (label && !carried(run).includes(label)) return false;
-      if (state && !isIn(run, state, condition(run, catalog.silent_seconds, now))) return false;
+      if (state && !isIn(run, state, run.condition)) return false;
       if (!words.length) return true;
       const text = [run.run, run.display_name ?? "", ...run.tags, ...Object.entries(run.labels).flat()].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
@@ -89,19 +77,17 @@ export function found(runs: readonly RunSummary[], { search, state, risk, label,
     .sort(BEFORE[sort]);
 }
 
-function isIn(run: RunSummary, state: Asked["state"], is: Condition): boolean {
+function isIn(run: RunSummary, state: Asked["state"], is: RunSummary["condition"]): boolean {
   if (state === "warned") return run.active_warnings > 0;
-  if (state === "training") return is === "training";
-  return state === "quiet" ? is === "hung" || is === "silent" : !["training", "hung", "silent"].includes(is);
+  if (state === "training") return is === "active";
+  return state === "quiet" ? is === "hung" || is === "silent" : run.status !== "active";
 }
 
 const last = (value: number | null) => (value === null || Number.isNaN(value) ? Infinity : value);
-/** A warned run comes first whatever it was heard of; then the riskier. The sort is stable. */
+/** The service says what needs a person and that what has ended comes last; among equals the riskier. The sort is stable. */
 const BEFORE: Record<Asked["sort"], (a: RunSummary, b: RunSummary) => number> = {
   "": (a, b) =>
-    Number(b.active_warnings > 0) - Number(a.active_warnings > 0) ||
-    Number(a.status !== "active") - Number(b.status !== "active") ||
-    (b.worst_risk ?? -1) - (a.worst_risk ?? -1),
+    b.urgency - a.urgency || (b.worst_risk ?? -1) - (a.worst_risk ?? -1),
   heard: (a, b) => b.last_seen_unix_seconds - a.last_seen_unix_seconds,
   left: (a, b) => last(a.forecast_steps) - last(b.forecast_steps) || (b.worst_risk ?? -1) - (a.worst_risk ?? -1),
   name: (a, b) => a.run.localeCompare(b.run, "en", { numeric: true }),

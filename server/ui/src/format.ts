@@ -54,7 +54,7 @@ export function moment(unixSeconds: number): string {
   return new Date(unixSeconds * 1000).toLocaleString("sv-SE");
 }
 
-/** A mode or cause name as people read it: exact_delta becomes exact delta. */
+/** The name of a state or of evidence as people read it: query_norm becomes query norm. Modes stay as they are typed. */
 export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");
 }

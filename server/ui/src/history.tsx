@@ -12,20 +12,29 @@ export function History({ views }: { views: readonly Loaded[] }) {
   const [updates, setUpdates] = useState(false);
   const all = views
     .flatMap(({ events, colour }) => events.map((event) => ({ event, colour })))
-    .sort((a, b) => b.event.id - a.event.id);
-  const events = updates ? all : all.filter(({ event }) => event.verdict?.state !== "updated");
+    .sort((a, b) => b.event.unix_seconds - a.event.unix_seconds || b.event.id - a.event.id);
+  const told = new Set<string>();
+  /** Newest first: of an order the newest word counts, and what a rank did at its command is part of that. */
+  const news = ({ event }: (typeof all)[number]) => {
+    if (event.verdict?.state === "updated" || event.switched?.command) return false;
+    if (!event.command) return true;
+    const known = told.has(event.command.id);
+    told.add(event.command.id);
+    return !known;
+  };
+  const events = updates ? all : all.filter(news);
   return (
     <section aria-label="History">
       <header class="title">
         <h2>What happened</h2>
         <label class="inline">
           <input type="checkbox" checked={updates} onChange={(event) => setUpdates(event.currentTarget.checked)} />{" "}
-          show every update of a warning
+          show every update of warnings and orders
         </label>
       </header>
       <ol class="card events" tabIndex={0} aria-label="events, the newest first">
         {events.map(({ event, colour }) => (
-          <li key={event.id} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
+          <li key={`${event.run} ${event.id}`} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
             <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
             <span class="step">{event.step === null ? "" : `step ${steps(event.step)}`}</span>
             <span>

@@ -9,7 +9,7 @@ import type { Loaded } from "./loaded";
 import { ErrorNote, Name, Swatch } from "./parts";
 import type { Incident, IncidentHead } from "./service";
 import { Sparkline } from "./sparkline";
-import type { SwitchTarget } from "./switch";
+import { ON, type SwitchTarget } from "./switch";
 
 interface Props {
   views: readonly Loaded[];
@@ -36,10 +36,21 @@ export function Incidents({ views, compare, onShow, onSwitch }: Props) {
   const open = all.filter(({ incident }) => incident.state !== "closed");
   open.sort((a, b) => urgency(a) - urgency(b) || left(a) - left(b));
   const [first, ...others] = open;
+  /** A loss that is not finite is an emergency, whether an agent has warned of it or not. */
+  const broken = views.filter(
+    ({ detail, incidents }) =>
+      detail.loss !== null && !Number.isFinite(detail.loss) && !incidents.some(({ cause, state }) => cause === "not finite" && state !== "closed"),
+  );
   const given = { compare, onShow, onSwitch };
   return (
     <section aria-label="Warnings" aria-live="polite">
-      {!first && <p class="note calm">No active warning.</p>}
+      {!first && !broken.length && <p class="note calm">No active warning.</p>}
+      {broken.map(({ detail }) => (
+        <p key={detail.run} class="note error" role="alert">
+          {compare && `${detail.run}: `}The loss is {number(detail.loss)}, and its agent has raised no warning.{" "}
+          {detail.status === "active" ? "Stop the run and resume it" : "Resume it"} from a checkpoint before that.
+        </p>
+      ))}
       {first && <Card key={`${first.view.detail.run} ${first.incident.id}`} {...first} {...given} />}
       {others.length > 0 && (
         <details class="more">
@@ -81,7 +92,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
           {incident.corrected_from && ` · until step ${steps(incident.corrected_step!)} told as ${incident.corrected_from}`}
           {incident.times > 1 && ` · ${incident.times} times in this run`}
         </span>
-        {mode !== "plain" && <span class="switched">◆ now {words(mode)}</span>}
+        {mode !== "plain" && <span class="switched">◆ now {mode}</span>}
         {incident.state !== "open" && <span class="standing">{incident.state}</span>}
         {incident.acknowledged && <span class="muted">acknowledged by {incident.acknowledged.who}</span>}
       </header>
@@ -90,13 +101,16 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
         {first.layer !== null && first.head !== null && (
           <Sparkline run={run} line={`head.score_offset:${first.layer}:${first.head}`} label={`score offset of ${where(first)}`} />
         )}
-        <span class="muted">Steps left{incident.standing > 1 ? ` of ${where(first)}` : ""} until the largest |score| is 512:</span>{" "}
-        <b>{forecast(first)}</b>
+        {incident.cause !== "not finite" && first.layer !== null && (
+          <>
+            <span class="muted">Steps left{incident.standing > 1 ? ` of ${where(first)}` : ""} until the largest |score| is 512:</span>{" "}
+            <b>{forecast(first)}</b>
+          </>
+        )}
       </p>
       <p class="to-do">
         <span class="muted">{incident.done}</span> {incident.to_do !== "Nothing." && (
           <b>
-            {view.detail.status !== "active" && "The run has ended. When it is resumed: "}
             {incident.to_do}
           </b>
         )}
@@ -125,18 +139,22 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
 function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const [open, setOpen] = useState(false);
   const layers = Map.groupBy(incident.heads, ({ layer }) => layer);
+  const named = incident.heads.filter(({ layer }) => layer !== null).length;
+  const several = layers.size - Number(layers.has(null));
   return (
     <details onToggle={(event) => event.currentTarget === event.target && setOpen(event.currentTarget.open)}>
       <summary>
-        {incident.heads.length} heads in {layers.size} {layers.size > 1 ? "layers" : "layer"}, fewest steps left first
+        {layers.has(null) && "The whole run and "}
+        {named} {named === 1 ? "head" : "heads"} in {several} {several === 1 ? "layer" : "layers"}
+        {incident.cause !== "not finite" && ", fewest steps left first"}
       </summary>
       {open && (
         <div class="scroll">
           {[...layers].map(([layer, heads]) => (
             <details class="layer" key={layer}>
               <summary>
-                {layer === null ? "whole run" : `layer ${layer}`}: {heads.length > 1 ? `${heads.length} heads` : "1 head"},{" "}
-                {forecast(heads[0]!)}
+                {layer === null ? "whole run" : `layer ${layer}: ${heads.length > 1 ? `${heads.length} heads` : "1 head"}`}
+                {incident.cause !== "not finite" && `, ${forecast(heads[0]!)}`}
               </summary>
               <ul>
                 {heads.map((head) => (
@@ -179,11 +197,13 @@ function HeadButtons({ view, head: { layer, head }, onShow, onSwitch }: HeadProp
   );
 }
 
-/** What to do stands first: to switch every head where the cause is rounding, else to look. */
+/** The first button does what the bold sentence asks for; the others are there for those who think otherwise. */
 function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">) {
   const first = incident.heads[0]!;
   const { layer, head } = first;
   const { run, status, mitigation } = view.detail;
+  const proposal = view.commands.find(({ id, state }) => id === incident.order?.id && state === "proposed");
+  const approves = incident.ask === "approve" && proposal;
   const acts = onSwitch !== null && status === "active";
   const mode = modeOf(view, first);
   const cures = incident.cause === "rounding" && incident.switched < incident.standing;
@@ -191,9 +211,22 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
   return (
     <>
       <span class="buttons">
+        {acts && approves && (
+          <button
+            class="primary"
+            onClick={() => onSwitch({ run, head: null, mode: proposal.mode, decide: { command: proposal, decision: "approve" } })}
+          >
+            Approve
+          </button>
+        )}
         {acts && cures && (
-          <button class="primary" onClick={() => onSwitch({ run, head: null, mode: mitigation })}>
+          <button class={incident.ask === "switch" ? "primary" : ""} onClick={() => onSwitch({ run, head: null, mode: mitigation })}>
             Switch every head
+          </button>
+        )}
+        {acts && incident.ask === "qk_clip" && (
+          <button class="primary" onClick={() => onSwitch({ run, head: null, mode: ON })}>
+            Switch QK-Clip on
           </button>
         )}
         {named && <button onClick={() => onShow({ layer, head })}>Show this head</button>}

@@ -16,6 +16,8 @@ const listeners = new Set<Listener>();
 const watchers = new Set<(connection: Connection) => void>();
 let connection: Connection = "connecting";
 let retry = 1000;
+/** Milliseconds after which the page asks again though nothing was heard: silence is what a run may have fallen into. */
+const UNHEARD = 30_000;
 
 function set(next: Connection): void {
   if (connection === next) return;
@@ -34,6 +36,10 @@ export function connect(): void {
   document.addEventListener("visibilitychange", follow);
   addEventListener("pagehide", close);
   addEventListener("pageshow", follow);
+  setInterval(() => {
+    if (document.hidden) return;
+    for (const listener of listeners) listener({ kind: "sample", run: null });
+  }, UNHEARD);
   follow();
 }
 

@@ -1,11 +1,12 @@
 /** A run that the page has loaded, and what may be done with it. */
 
-import type { Incident, RunDetail, RunEvent } from "./service";
+import type { CommandStatus, Incident, RunDetail, RunEvent } from "./service";
 
 export interface Loaded {
   detail: RunDetail;
   /** All warnings of one cause each, the most urgent first. */
   incidents: Incident[];
   events: RunEvent[];
+  commands: CommandStatus[];
   colour: string;
 }

@@ -64,7 +64,7 @@ function App() {
     [connection === "lost"],
   );
   useEffect(() => {
-    if (!entered) return;
+    if (!entered || !allowed("read")) return;
     connect();
     return retried(api.catalog, setCatalog, () => {});
   }, [entered]);
@@ -87,9 +87,11 @@ function App() {
           <img src={icon} alt="" width={24} height={24} />
           foreshock
         </Link>
-        <span class={`connection ${connection}`} role="status">
-          {{ connecting: "connecting", live: "live", lost: "connection lost, trying again" }[connection]}
-        </span>
+        {(!entered || allowed("read")) && (
+          <span class={`connection ${connection}`} role="status">
+            {{ connecting: "connecting", live: "live", lost: "connection lost, trying again" }[connection]}
+          </span>
+        )}
         <button class="quiet" onClick={toggleTheme} title="key t">
           {dark ? "Light" : "Dark"}
         </button>
@@ -102,6 +104,11 @@ function App() {
       <main class={connection} tabIndex={-1}>
         {session instanceof Error && <ErrorNote error={session} />}
         {known?.login_needed && <Login onSession={setSession} />}
+        {entered && !allowed("read") && (
+          <p class="note error" role="alert">
+            The token {known.name} lacks the scope read, which this page needs; it has {known.scopes.join(", ")}. Log in with another one.
+          </p>
+        )}
         {entered &&
           catalog &&
           (runs.length ? (

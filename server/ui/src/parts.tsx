@@ -3,20 +3,25 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Problem } from "./api";
-import { condition } from "./fleet";
 import { ago, moment, number, shorten, steps, timeLeft } from "./format";
 import type { Catalog, MetricLevels, RunDetail, RunSummary } from "./service";
 
 /** How a run is: "silent 55 min" when nothing is heard of it, "hung 12 min" when it is and no step ends. */
-export function State({ run, silent }: { run: RunSummary; silent: number }) {
+export function State({ run }: { run: RunSummary }) {
   useTurns();
-  const is = condition(run, silent);
-  if (is === "training") return <span class="state active">active</span>;
-  if (is !== "hung" && is !== "silent") return <span class={`state ${is}`}>{is}</span>;
-  const since = is === "hung" ? run.last_step_unix_seconds : run.last_seen_unix_seconds;
+  const { condition: is, condition_since_unix_seconds: since, severity } = run;
+  const wrong = severity === "critical" || severity === "warning" ? severity : "";
   return (
-    <span class={`state ${is}`}>
-      {is} {ago(since).replace(" ago", "")}
+    <span class="states">
+      <span class={`state ${is} ${wrong && "wrong"}`}>
+        {is}
+        {since !== null && ` ${ago(since).replace(" ago", "")}`}
+      </span>
+      {wrong && (
+        <span class="severity" data-level={wrong}>
+          {wrong}
+        </span>
+      )}
     </span>
   );
 }

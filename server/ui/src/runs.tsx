@@ -160,7 +160,7 @@ function Row({
         <Link class="run" to={address([run.run])} go={go}>
           <Name of={run.display_name ?? run.run} most={64} />
         </Link>
-        {run.display_name && (
+        {run.display_name && run.display_name !== run.run && (
           <span class="identity muted">
             <Name of={run.run} most={64} />
           </span>
@@ -169,7 +169,7 @@ function Row({
         <Labels labels={run.labels} />
       </td>
       <td data-label="State">
-        <State run={run} silent={catalog.silent_seconds} />
+        <State run={run} />
       </td>
       <Standing run={run} catalog={catalog} />
       <td data-label="Last heard from" class="right muted">

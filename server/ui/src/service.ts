@@ -52,7 +52,7 @@ export interface ActiveWarning {
   sentence: string;
 }
 
-/** One alert of a delivery, as Alertmanager and Grafana both send it; fields that we do not use are ignored. */
+/** One alert of a delivery, as Alertmanager sends it; fields that we do not use are ignored. */
 export interface Alert {
   status: string;
   labels?: Record<string, string>;
@@ -84,10 +84,33 @@ export interface AuditRow {
 export interface Catalog {
   metrics: MetricInfo[];
   modes: ModeChoice[];
-  /** an active run that is not heard of for longer has fallen silent */
-  silent_seconds: number;
+  /** orders about QK-Clip, which are for every head */
+  clips: ClipChoice[];
   /** what a head is switched to where nobody said otherwise */
   default_mode: string;
+}
+
+/** When QK-Clip scales weights: what may be ordered in the place of a mode. */
+export interface ClipChoice {
+  name: string;
+  when: "never" | "warned" | "always";
+  does: string;
+}
+
+/** QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the last such event. */
+export interface Clipped {
+  kind?: "clipped";
+  id: string;
+  step: number;
+  on: boolean;
+  heads?: [number, number][];
+  /** the smallest gamma of each head: its scores times gamma */
+  factors?: number[];
+  /** how many steps scaled each head */
+  times?: number[];
+  /** how often heads were scaled so far, also before the run was resumed */
+  total?: number;
+  reason: string;
 }
 
 /** An order to the agent. Delivered at least once; the agent applies an id once. A service may know more modes and orders than the agent, which refuses those, with a sentence. */
@@ -130,6 +153,7 @@ export interface CommandRequest {
   reason: string;
   /** [[layer, head], ...]; null means every head of the run */
   heads?: [number, number][] | null;
+  /** for these heads; or when QK-Clip scales weights, of every head */
   mode: string;
   /** refuse unless every named head has this mode now */
   expect?: string | null;
@@ -144,7 +168,7 @@ export interface CommandStatus {
   run: string;
   state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
   /** agent: proposed by the agent under policy approve; rank: a local switch, passed on to other ranks; service: proposed because a switch did not arrest its head */
-  source: "api" | "alertmanager" | "grafana" | "agent" | "rank" | "service";
+  source: "api" | "alertmanager" | "agent" | "rank" | "service";
   issued_by: string;
   reason: string;
   heads: [number, number][] | null;
@@ -259,6 +283,10 @@ export interface Incident {
   done: string;
   /** what is left to people, in words */
   to_do: string;
+  /** what that asks for: to approve `order`, to order a switch, or neither */
+  ask: "approve" | "switch" | "qk_clip" | "none";
+  /** the newest order for its heads, or the proposal that waits */
+  order: Ordered | null;
 }
 
 /** An incident in short: in the list of runs, in the event log, in the stream. */
@@ -320,7 +348,8 @@ export interface LayerState {
   heads: number[];
   /** null: nothing in the model told its agent how many there are */
   kv_heads: number | null;
-  head_dim: number;
+  /** null: neither the model nor a call told its agent */
+  head_dim: number | null;
   served_by: string;
   sampled: boolean;
   modes: (string | null)[];
@@ -399,6 +428,21 @@ export interface ModeChoice {
   excludes: string[];
 }
 
+/** An order or a proposal for heads of an incident, and how far it has come. */
+export interface Ordered {
+  id: string;
+  state: "proposed" | "pending" | "delivered" | "applied" | "refused" | "expired" | "dry_run" | "rejected" | "cancelled";
+  mode: string;
+  source: "api" | "alertmanager" | "agent" | "rank" | "service";
+  /** who approved or rejected it; else who ordered or proposed it */
+  who: string;
+  /** whether a person approved or rejected it */
+  decided: boolean;
+  /** when it was approved or rejected; else when it was ordered or proposed */
+  unix_seconds: number;
+  verification: "verified" | "not arrested" | "unknown" | null;
+}
+
 /** RFC 9457 problem details, sent as application/problem+json for every error. */
 export interface Problem {
   type: string;
@@ -440,16 +484,29 @@ export interface RankAnswer {
 /** Everything known of one run at its last step. */
 export interface RunDetail {
   run: string;
+  /** as its processes said it; `condition` is how it is by now */
   status: "active" | "completed" | "failed" | "stopped";
+  /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
+  condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
+  /** since when it is silent or hung */
+  condition_since_unix_seconds: number | null;
+  /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
+  severity: "info" | "warning" | "critical" | null;
+  /** the larger, the sooner it needs a person; what has ended is below what has not */
+  urgency: number;
   /** null until a boot has said what it watches */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
+  /** QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here */
+  qk_clip: string | null;
   /** what a warning switches under approve and auto: head, layer or model */
   switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
   ranks: number;
+  /** of which ranks several processes live, in a sentence; null: of none */
+  shared_ranks: string | null;
   first_seen_unix_seconds: number;
   last_seen_unix_seconds: number;
   last_step: number | null;
@@ -482,9 +539,10 @@ export interface RunDetail {
 
 /** Something that happened. Exactly the field that `kind` names is set, except for started and finished. */
 export interface RunEvent {
+  /** number within the run: 1 is the first event that was stored of it */
   id: number;
   run: string;
-  kind: "started" | "verdict" | "switched" | "command" | "finished" | "incident" | "acknowledged" | "described";
+  kind: "started" | "verdict" | "switched" | "clipped" | "command" | "finished" | "incident" | "acknowledged" | "described";
   /** null for what the service did itself */
   rank: number | null;
   step: number | null;
@@ -493,6 +551,7 @@ export interface RunEvent {
   sentence: string;
   verdict: Verdict | null;
   switched: Switched | null;
+  clipped: Clipped | null;
   command: CommandChange | null;
   incident: IncidentChange | null;
   acknowledged: Acknowledged | null;
@@ -508,16 +567,29 @@ export interface RunList {
 /** One row of the list of runs. */
 export interface RunSummary {
   run: string;
+  /** as its processes said it; `condition` is how it is by now */
   status: "active" | "completed" | "failed" | "stopped";
+  /** silent: not heard of for five minutes; hung: heard of, but no step ends; else its status */
+  condition: "active" | "hung" | "silent" | "completed" | "failed" | "stopped";
+  /** since when it is silent or hung */
+  condition_since_unix_seconds: number | null;
+  /** of its worst open incident; at least warning when silent or hung, critical when its loss is not finite; null: nothing is known to be wrong */
+  severity: "info" | "warning" | "critical" | null;
+  /** the larger, the sooner it needs a person; what has ended is below what has not */
+  urgency: number;
   /** null until a boot has said what it watches */
   policy: "observe" | "approve" | "auto" | null;
   numerics: string | null;
   mitigation: string | null;
+  /** QK-Clip: never, warned (off until scores grow) or on; null: it cannot scale here */
+  qk_clip: string | null;
   /** what a warning switches under approve and auto: head, layer or model */
   switch_scope: string | null;
   world_size: number | null;
   /** ranks that have sent something */
   ranks: number;
+  /** of which ranks several processes live, in a sentence; null: of none */
+  shared_ranks: string | null;
   first_seen_unix_seconds: number;
   last_seen_unix_seconds: number;
   last_step: number | null;
@@ -555,6 +627,13 @@ export interface Session {
   csrf_token: string | null;
 }
 
+/** What ordering a mode for every head takes: an order for each of `changes`. */
+export interface SwitchPlan {
+  changes: SwitchedTo[];
+  /** heads that have the mode beside others already, and keep what they have */
+  kept: [number, number][];
+}
+
 /** The outcome of a command or of a local decision: which heads changed, from what to what. A command is answered exactly once: `command` names it. A local decision has no command. */
 export interface Switched {
   kind?: "switched";
@@ -567,6 +646,13 @@ export interface Switched {
   before: string[];
   after: string[];
   reason: string;
+}
+
+/** Heads that an order gives a mode. */
+export interface SwitchedTo {
+  mode: string;
+  /** null means every head of the run */
+  heads: [number, number][] | null;
 }
 
 /** What a token has in the store: runs that it sent batches of, and bytes of those as they were sent. */
@@ -599,7 +685,7 @@ export interface Verdict {
   layer?: number | null;
   head?: number | null;
   cause: "rounding" | "score growth" | "other";
-  /** the signal that tripped; monitor/detect/signals.py names them */
+  /** the signal that tripped; monitor/detect/growth.py names them */
   signal: string;
   evidence?: Record<string, number>;
   /** the cause that this warning was told under before; null: it is the first one */

@@ -1,6 +1,6 @@
 /** Where the runs stand now: tiles for one run, a table for several. */
 
-import { number, steps, timeLeft, words } from "./format";
+import { number, steps, timeLeft } from "./format";
 import { Ago, Labels, Link, Name, Risk, riskLevels, Standing, State, Swatch } from "./parts";
 import { Care, Identity, type May, Notes, Tags } from "./about";
 import { address } from "./place";
@@ -26,7 +26,7 @@ function Tiles({ view: { detail }, catalog, may, go }: Omit<Props, "views"> & { 
     ["Risk", <Risk value={detail.worst_risk} levels={riskLevels(catalog)} />],
     ["Steps left", timeLeft(detail)],
     ["Switched heads", switchedHeads(detail.layers)],
-    ["Policy", detail.policy ?? "not recorded"],
+    ["Policy", `${detail.policy ?? "not recorded"}${detail.qk_clip ? `, QK-Clip ${detail.qk_clip === "never" ? "off" : detail.qk_clip}` : ""}`],
     ["Numerics", detail.numerics ?? "not recorded"],
     ["Last heard from", <Ago at={detail.last_seen_unix_seconds} />],
   ];
@@ -34,8 +34,8 @@ function Tiles({ view: { detail }, catalog, may, go }: Omit<Props, "views"> & { 
     <section class="summary">
       <header class="title">
         <Identity detail={detail} />
-        <State run={detail} silent={catalog.silent_seconds} />
-        <Care detail={detail} silent={catalog.silent_seconds} may={may} gone={() => go(address([]))} />
+        <State run={detail} />
+        <Care detail={detail} may={may} gone={() => go(address([]))} />
       </header>
       <Tags tags={detail.tags} />
       <Labels labels={detail.labels} />
@@ -84,7 +84,7 @@ function Table({ views, catalog, go }: Omit<Props, "may">) {
                   </Link>
                 </td>
                 <td data-label="State">
-                  <State run={detail} silent={catalog.silent_seconds} />
+                  <State run={detail} />
                 </td>
                 <td data-label="Numerics">{detail.numerics ?? "not recorded"}</td>
                 <td data-label="Policy">{detail.policy ?? "not recorded"}</td>
@@ -107,6 +107,6 @@ function switchedHeads(layers: Loaded["detail"]["layers"]): string {
   if (!known.length) return "not recorded";
   const switched = known.filter((mode) => mode !== "plain");
   if (!switched.length) return "none";
-  const names = [...new Set(switched)].map(words).join(", ");
+  const names = [...new Set(switched)].join(", ");
   return `${switched.length} of ${known.length} (${names})`;
 }

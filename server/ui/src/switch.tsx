@@ -4,7 +4,7 @@ import { useState } from "preact/hooks";
 import { api } from "./api";
 import { Dialog, Field, FormEnd, useSending, useWho } from "./dialog";
 import type { Head, HeadRef } from "./head";
-import type { Catalog, CommandStatus } from "./service";
+import type { Catalog, CommandStatus, SwitchPlan } from "./service";
 import { steps, words } from "./format";
 import { Ago, Name, Swatch } from "./parts";
 import type { Loaded } from "./loaded";
@@ -25,49 +25,67 @@ export interface SwitchTarget {
 export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget; catalog: Catalog; close: () => void }) {
   const [every, setEvery] = useState(target.head === null);
   const [chosen, setChosen] = useState((target.mode ?? catalog.default_mode).split("+"));
-  const mode = catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain";
+  const clip = catalog.clips.find(({ name }) => chosen.includes(name));
+  const mode = clip?.name ?? (catalog.modes.map(({ name }) => name).filter((name) => chosen.includes(name)).join("+") || "plain");
   const [who, setWho, keep] = useWho();
   const [reason, setReason] = useState("");
   const [dryRun, setDryRun] = useState(false);
   const [confirming, setConfirming] = useState(false);
+  /** What an order for every head takes, as each keeps its own mode; the service decides it, and the person is shown. */
+  const [plan, setPlan] = useState<SwitchPlan | null>(null);
   const [state, send] = useSending();
 
   const { decide } = target;
   const heads: HeadRef[] | null = decide
     ? decide.command.heads
-    : every || !target.head
+    : clip || every || !target.head
       ? null
       : [[target.head.layer, target.head.head]];
   const wanted = decide ? decide.command.mode : mode;
+  const clips = isClip(wanted);
   const undo = decide?.decision === "undo";
-  const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : "Switch";
-  const sentence = undo
-    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: each head returns to the mode it had before.`
+  const verb = decide && !(undo && dryRun) ? VERBS[decide.decision] : dryRun ? "Try" : clips ? "Order" : "Switch";
+  const order = orderNames(heads, wanted);
+  const changes = plan?.changes ?? [{ mode, heads }];
+  const sentence = clips
+    ? `${dryRun ? "Dry run, which changes nothing: " : decide ? `${verb}: ` : "Order: "}${order}, in ${target.run}.`
+    : undo
+    ? `${dryRun ? "Dry run, which changes nothing: undo" : "Undo"} the switch of ${headNames(heads)} of ${target.run} to ${wanted}: each head returns to the mode it had before.`
     : decide?.decision === "cancel"
-    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}: it goes to no further rank. What ranks have done already stays; it can be undone.`
+    ? `Stop the switch of ${headNames(heads)} of ${target.run} to ${wanted}: it goes to no further rank. What ranks have done already stays; it can be undone.`
+    : decide?.decision === "reject"
+    ? `Reject the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}. No machine asks for it again until a warning of these heads is raised anew; you can order a switch at any time.`
     : decide
-    ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${words(wanted)}.`
-    : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${headNames(heads)} of ${target.run} to ${words(wanted)}.`;
+    ? `${verb} the proposed switch of ${headNames(heads)} of ${target.run} to ${wanted}.`
+    : `${dryRun ? "Dry run, which changes nothing: switch" : "Switch"} ${changes
+        .map((change) => `${headNames(change.heads)} of ${target.run} to ${change.mode}`)
+        .join(", and ") || "no head"}.${plan?.kept.length ? ` Left as they are, since they have it beside another mode: ${headNames(plan.kept)}.` : ""}`;
 
   const submit = (event: Event) => {
     event.preventDefault();
-    if (!confirming) return setConfirming(true);
+    if (!confirming) {
+      const whole = !decide && !clips && heads === null;
+      return void send(async () => {
+        setPlan(whole ? await api.switches(target.run, mode) : null);
+        setConfirming(true);
+      });
+    }
     keep();
     void send(async () => {
       if (decide?.decision === "undo") await api.undo(decide.command.id, { who, reason, dry_run: dryRun });
       else if (decide) await api.decide(decide.command.id, decide.decision, { who, reason });
-      else await api.command(target.run, { who, reason, heads, mode, dry_run: dryRun });
+      else for (const change of changes) await api.command(target.run, { who, reason, ...change, dry_run: dryRun });
       close();
     });
   };
   return (
-    <Dialog title={decide ? `${VERBS[decide.decision]} a switch` : "Switch attention"} close={close}>
+    <Dialog title={decide ? `${VERBS[decide.decision]} ${clips ? "QK-Clip" : "a switch"}` : clips ? "QK-Clip" : "Switch attention"} close={close}>
       <form onSubmit={submit}>
         {confirming ? (
           <div class="confirm">
             <p class="sentence">{sentence}</p>
             <p class="muted">
-              Every mode computes the same attention; modes differ in rounding only.{" "}
+              {clips ? CLIPS : "Every mode computes the same attention; modes differ in rounding only."}{" "}
               {decide?.decision !== "cancel" &&
                 "The agent applies the order at its next step boundary, and its answer appears here."}
             </p>
@@ -82,6 +100,29 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
             ) : (
               <>
                 <fieldset>
+                  <legend>Order for {target.run}</legend>
+                  <label>
+                    <input type="radio" name="what" checked={!clip} onChange={() => setChosen(catalog.default_mode.split("+"))} />a mode
+                    of attention
+                  </label>
+                  <label>
+                    <input type="radio" name="what" checked={!!clip} onChange={() => setChosen([ON])} />
+                    QK-Clip, which changes weights
+                  </label>
+                </fieldset>
+                {clip && (
+                  <fieldset>
+                    <legend>{clip.does}</legend>
+                    {catalog.clips.map(({ name, when, does }) => (
+                      <label key={name} title={does}>
+                        <input type="radio" name="clip" checked={name === clip.name} onChange={() => setChosen([name])} />
+                        {when}
+                      </label>
+                    ))}
+                  </fieldset>
+                )}
+                {!clip && (<>
+                <fieldset>
                   <legend>Heads of {target.run}</legend>
                   {target.head && (
                     <label>
@@ -95,7 +136,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                   </label>
                 </fieldset>
                 <fieldset>
-                  <legend>Mode: {words(mode)}</legend>
+                  <legend>Mode: {mode}</legend>
                   {catalog.modes.map(({ name, does, cures, excludes }) => (
                     <label key={name} title={`${does} ${cures}`}>
                       <input
@@ -111,10 +152,11 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
                           )
                         }
                       />
-                      {words(name)}
+                      {name}
                     </label>
                   ))}
                 </fieldset>
+                </>)}
               </>
             )}
             <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
@@ -217,7 +259,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
                   <Name of={command.run} />:{" "}
                 </>
               )}
-              {headNames(command.heads)} to <b>{words(command.mode)}</b>
+              {isClip(command.mode) ? "QK-Clip" : headNames(command.heads)} to <b>{isClip(command.mode) ? command.mode.slice(CLIP.length) : command.mode}</b>
               {command.dry_run && " (dry run)"}
               {command.undoes && " (undo)"}
               {command.undone_by && <span class="muted"> undone</span>}
@@ -248,7 +290,7 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
               <button onClick={() => decide(command, "cancel")}>Stop</button>
             </span>
           )}
-          {standing(command) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
+          {standing(command) && !isClip(command.mode) && !command.undoes && !command.undone_by && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "undo")}>Undo</button>
             </span>
@@ -259,15 +301,25 @@ function CommandList({ commands, views, onSwitch }: CommandsProps) {
           {command.state === "proposed" && mayDecide(command.run) && (
             <span class="buttons">
               <button onClick={() => decide(command, "reject")}>Reject</button>
-              <button class="primary" onClick={() => decide(command, "approve")}>
-                Approve
-              </button>
+              <button onClick={() => decide(command, "approve")}>Approve</button>
             </span>
           )}
         </li>
       ))}
     </ul>
   );
+}
+
+const CLIP = "qk_clip_";
+/** The order that switches QK-Clip on. */
+export const ON = `${CLIP}always`;
+const CLIPS = "QK-Clip scales W_Q and W_K of heads, with their biases. This cannot be undone: to go back, resume from a checkpoint.";
+
+/** Whether an order is about QK-Clip, not a mode. */
+const isClip = (mode: string) => mode.startsWith(CLIP);
+
+function orderNames(heads: readonly HeadRef[] | null, mode: string): string {
+  return isClip(mode) ? `set QK-Clip to ${mode.slice(CLIP.length)}` : `switch ${headNames(heads)} to ${mode}`;
 }
 
 function headNames(heads: readonly HeadRef[] | null): string {

@@ -60,10 +60,18 @@ export function View({ runs, catalog, dark, may, go }: Props) {
     () =>
       details.data?.flatMap((detail, i): Loaded[] =>
         detail
-          ? [{ detail, incidents: incidents.data?.[i] ?? [], events: events.data?.[i] ?? [], colour: ink.lines[i % ink.lines.length]! }]
+          ? [
+              {
+                detail,
+                incidents: incidents.data?.[i] ?? [],
+                events: events.data?.[i] ?? [],
+                commands: commands.data?.[i] ?? [],
+                colour: ink.lines[i % ink.lines.length]!,
+              },
+            ]
           : [],
       ) ?? [],
-    [details.data, incidents.data, events.data, ink],
+    [details.data, incidents.data, events.data, commands.data, ink],
   );
   const orders = (commands.data ?? [])
     .flatMap((found) => found ?? [])
@@ -72,7 +80,16 @@ export function View({ runs, catalog, dark, may, go }: Props) {
 
   const error = details.error ?? incidents.error ?? events.error ?? commands.error;
   const gone = error instanceof Problem && error.status === 404;
-  if (error && (gone || !(details.data && incidents.data && events.data && commands.data))) return <ErrorNote error={error} />;
+  if (error && (gone || !(details.data && incidents.data && events.data && commands.data))) {
+    return (
+      <>
+        <ErrorNote error={error} />
+        <Link to={address([])} go={go}>
+          All runs
+        </Link>
+      </>
+    );
+  }
   if (!details.data || !incidents.data || !events.data || !commands.data) return <p class="empty">Loading.</p>;
   const missing = runs.filter((_, i) => details.data![i] === null);
   const onSwitch = may.act ? setTarget : null;

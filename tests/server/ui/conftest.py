@@ -43,7 +43,7 @@ class Feeder:
         assert answer.status_code == 200, answer.text
         return Ack.model_validate_json(answer.content)
 
-    def start(self, labels: dict[str, str] | None = None, policy: str = "observe") -> None:
+    def start(self, labels: dict[str, str] | None = None, policy: str = "observe", qk_clip: str | None = None) -> None:
         """Say what is watched."""
         layers, heads = self.shape
         self.send(
@@ -64,6 +64,7 @@ class Feeder:
                 policy=policy,  # type: ignore[arg-type]
                 numerics="kernel",
                 labels=labels or {},
+                qk_clip=qk_clip,
             )
         )
 

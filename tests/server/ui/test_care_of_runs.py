@@ -89,7 +89,7 @@ def test_a_run_is_deleted_after_a_confirmation_and_goes_from_every_page_that_sho
     other.send(Finished(step=0, unix_seconds=time.time(), status="completed"))
     open_list(chromium, service, q=other.run)
     order = {"who": "Grace", "reason": "elsewhere"}
-    service.client.post(f"/v1/runs/{other.run}/delete", json=order).raise_for_status()
+    service.client.delete(f"/v1/runs/{other.run}", params=order).raise_for_status()
     wait("a page that shows it hears of it", lambda: "No run matches" in text(chromium))
     gone = [line for line in complaints() if "404" not in line]  # what was asked of it meanwhile
     assert not gone, gone
@@ -194,7 +194,7 @@ def test_an_order_under_way_is_stopped_on_the_page(chromium: Chrome, service: Se
     button(chromium, "Stop").click()
     fill(chromium, who="Grace", reason="not that one")
     button(chromium, "Continue").click()
-    sentence = f"Stop the switch of every head of {feeder.run} to exact delta: it goes to no further rank"
+    sentence = f"Stop the switch of every head of {feeder.run} to exact_delta: it goes to no further rank"
     wait("what happens is said before it does", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Stop now").click()
     wait("it is stopped", lambda: text(chromium, ".command .state") == "cancelled")
@@ -237,7 +237,7 @@ def test_what_people_write_breaks_no_card_however_long_or_strange(
         "tags": ["w" * 64, "<b id planted>", "תגית"],
         "notes": "n" * 2000 + "\n<table><b>" * 20,
     }
-    service.client.post(f"/v1/runs/{feeder.run}/describe", json=said).raise_for_status()
+    service.client.patch(f"/v1/runs/{feeder.run}", json=said).raise_for_status()
     see_at(chromium, width, 5000)
     try:
         open_run(chromium, service, feeder.run)

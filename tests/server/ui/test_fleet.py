@@ -18,7 +18,7 @@ from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import OVERFLOW, open_at_size, see_at
 
-from foreshock.benchmarks import page_fleet
+from foreshock.benchmarks.browser import page_fleet
 from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
@@ -77,12 +77,14 @@ def search(chromium: Chrome, words: str) -> None:
     field.send_keys(words)
 
 
-def test_the_riskiest_runs_come_first_and_other_orders_can_be_chosen(chromium: Chrome, fleet: Service) -> None:
+def test_what_needs_a_person_comes_first_and_other_orders_can_be_chosen(chromium: Chrome, fleet: Service) -> None:
     open_list(chromium, fleet)
     names = listed(chromium)
     assert names[0] == "zz-failing"
     assert names[1] == "sweep/029"
     assert names[-1] == "a-done", "what has ended is last"
+    assert text(chromium, "tbody .severity").endswith("warning")
+    assert text(chromium, "select[aria-label='order'] option") == "What needs you first"
     choose(chromium, "order", "By name")
     assert listed(chromium)[:2] == ["a-done", "sweep/000"]
 
@@ -130,8 +132,9 @@ def test_a_hung_run_is_told_from_one_that_trains_and_from_one_that_is_silent(
       if (!String(given[0]).includes("v1/runs")) return answer;
       const said = await answer.json();
       for (const run of said.runs ?? []) {
-        run.last_step_unix_seconds -= 600;
-        run.last_seen_unix_seconds -= window.silence ?? 0;
+        const since = Date.now() / 1000 - (window.silence ?? 600);
+        const condition = window.silence ? "silent" : "hung";
+        Object.assign(run, { condition, condition_since_unix_seconds: since, severity: "warning" });
       }
       return new Response(JSON.stringify(said), { status: 200 });
     };
@@ -139,6 +142,7 @@ def test_a_hung_run_is_told_from_one_that_trains_and_from_one_that_is_silent(
     chromium.execute_script(turn)
     feeder.train(1)
     wait("the hung run", lambda: "hung 10 min" in text(chromium, "tbody .state"))
+    assert text(chromium, "tbody .severity").endswith("warning")
     chromium.execute_script("window.silence = 3300")
     feeder.train(1)
     wait("the silent run", lambda: "silent 55 min" in text(chromium, "tbody .state"))

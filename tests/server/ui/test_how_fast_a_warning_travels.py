@@ -202,7 +202,7 @@ def test_a_warning_is_on_the_page_within_two_seconds_and_an_order_in_the_kernel_
     finally:
         training.close()
 
-    flush = AgentConfig.model_fields["send_every_seconds"].default
+    flush = AgentConfig.send_every_seconds
     figures = {
         "seconds from the tripping step to the page": [seen[h] - tripped[h] for h in HEADS],
         "seconds from the tripping step to Alertmanager": [moment - tripped[h] for h, moment in alerted.items()],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from selenium.webdriver.common.by import By
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import button, open_run, text, wait
 from tests.server.ui.test_when_it_matters import warn_about
+
+from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -28,7 +32,7 @@ def test_a_flood_of_144_heads_is_one_card_whose_first_button_switches_every_head
     wait("the incident is there", lambda: "144 heads of layers 0 to 11" in text(chromium, ".warnings"))
     assert len(chromium.find_elements(By.CSS_SELECTOR, ".warnings")) == 1
     assert "of layer 11 head 11 until the largest" in text(chromium, ".warnings")
-    assert "Switch every head to exact_delta." in text(chromium, ".warnings .to-do")
+    assert "Switch every head to row_corrected." in text(chromium, ".warnings .to-do")
     wait("its course is drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .sparkline polyline"))
     buttons = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings footer button")]
     assert buttons == ["Switch every head", "Show this head", "Switch this head", "Acknowledge"]
@@ -71,3 +75,32 @@ def test_what_no_switch_helps_offers_none_and_says_what_to_do_instead(
     wait("the incident is there", lambda: "Lower the learning rate" in text(chromium, ".warnings .to-do"))
     assert "Nothing is switched" in text(chromium, ".warnings .to-do")
     assert not chromium.find_elements(By.XPATH, "//*[@aria-label='Warnings']//button[starts-with(., 'Switch')]")
+
+
+def test_a_card_of_numbers_that_are_not_finite_counts_heads_and_speaks_of_an_ended_run_as_ended(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(5)
+    lost: dict[str, Any] = {"cause": "other", "signal": "nonfinite", "severity": "critical"}
+    whole = warn_about(feeder, 0, 0, **lost).model_copy(update={"id": "run-5", "layer": None, "head": None})
+    feeder.send(whole, *(warn_about(feeder, 0, head, **lost) for head in range(2)), warn_about(feeder, 1, 0, **lost))
+    feeder.send(Finished(step=feeder.step, unix_seconds=time.time(), status="failed"))
+    open_run(chromium, service, feeder.run)
+    wait("the end", lambda: "The run has ended. Resume it from" in text(chromium, ".warnings .to-do"))
+    card = text(chromium, ".warnings")
+    assert "The whole run and 3 heads in 2 layers" in card
+    assert "Steps left" not in card
+    assert "Stop the run" not in card
+
+
+def test_a_loss_that_is_not_finite_is_no_calm_though_nobody_warned_of_it(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(2)
+    feeder.send(feeder._sample(1).model_copy(update={"loss": math.nan}))
+    open_run(chromium, service, feeder.run)
+    wait("the loss", lambda: "The loss is NaN" in text(chromium, ".note.error"))
+    assert "No active warning" not in text(chromium)
+    assert "critical" in text(chromium, ".states")

@@ -39,16 +39,16 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     chromium.find_element(By.NAME, "who").send_keys("Ada")
     chromium.find_element(By.NAME, "reason").send_keys("the offset grows")
     button(chromium, "Continue").click()
-    sentence = f"Switch layer 0 head 2 of {feeder.run} to exact delta."
+    sentence = f"Switch layer 0 head 2 of {feeder.run} to row_corrected."
     wait("the order is said in words before it goes", lambda: sentence in text(chromium, "dialog"))
     assert not feeder.obey()
     button(chromium, "Switch now").click()
     wait("the order stands on the page", lambda: "the offset grows" in text(chromium, ".commands"))
-    assert feeder.obey() == ["exact_delta"]
+    assert feeder.obey() == ["row_corrected"]
     wait("the agent's answer stands on the page", lambda: "applied" in text(chromium, ".commands .state"))
     feeder.train(3)
     wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
-    wait("it is told in the history", lambda: "exact_delta: applied" in text(chromium, ".events"))
+    wait("it is told in the history", lambda: "row_corrected is applied" in text(chromium, ".events"))
 
     feeder.train(40)
     verified = "growth stopped"
@@ -58,7 +58,7 @@ def test_a_run_appears_moves_warns_and_is_switched(chromium: Chrome, service: Se
     button(chromium, "Undo").click()
     chromium.find_element(By.NAME, "reason").send_keys("enough seen")
     button(chromium, "Continue").click()
-    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to exact delta"
+    sentence = f"Undo the switch of layer 0 head 2 of {feeder.run} to row_corrected"
     wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Undo now").click()
     wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))

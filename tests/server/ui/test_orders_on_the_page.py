@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from tests.server.ui.conftest import Service
 from tests.server.ui.reading import button, open_run, text, tile, wait
+from tests.server.ui.test_when_it_matters import warn_about
 
 from foreshock.contract.modes import MODES
-from foreshock.contract.wire import Finished
+from foreshock.contract.wire import Clipped, Finished, Switched
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
-    from tests.server.ui.conftest import Feeder, Service
+    from tests.server.ui.conftest import Feeder
 pytestmark = pytest.mark.servers
 
 
@@ -35,19 +40,20 @@ def test_an_order_may_join_modes_and_one_takes_the_place_of_what_it_excludes(
             chromium.find_element(By.CSS_SELECTOR, f"input[name=mode][value={name}]").click()
         return chromium.find_element(By.XPATH, "//legend[starts-with(., 'Mode')]").text
 
-    assert chosen() == "Mode: exact delta"
-    assert chosen("stable_softmax") == "Mode: exact delta + stable softmax"
-    assert chosen("paper_softmax") == "Mode: exact delta + paper softmax"
-    assert chosen("exact_delta", "paper_softmax") == "Mode: plain"
+    assert chosen() == "Mode: row_corrected"
+    assert chosen("stable_softmax") == "Mode: stable_softmax+row_corrected"
+    assert chosen("paper_softmax") == "Mode: paper_softmax+row_corrected"
+    assert chosen("row_corrected", "paper_softmax") == "Mode: plain"
     chosen("stable_softmax", "exact_delta")
     chromium.find_element(By.NAME, "who").send_keys("Ada")
     chromium.find_element(By.NAME, "reason").send_keys("a try")
     button(chromium, "Continue").click()
     button(chromium, "Switch now").click()
-    wait("the order stands on the page", lambda: "exact delta + stable softmax" in text(chromium, ".commands"))
+    wait("the order stands on the page", lambda: "exact_delta+stable_softmax" in text(chromium, ".commands"))
     assert feeder.obey() == ["exact_delta+stable_softmax"]
 
 
+@pytest.mark.promise("S22")
 def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
@@ -58,7 +64,9 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     feeder.propose()
     wait("the proposal is shown", lambda: text(chromium, ".command .state") == "proposed")
     assert not feeder.obey()
-    button(chromium, "Approve").click()
+    wait("the card asks for it", lambda: "Approve the switch to exact_delta." in text(chromium, ".warnings .to-do"))
+    assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, "main button.primary")] == ["Approve"]
+    chromium.find_element(By.CSS_SELECTOR, ".warnings button.primary").click()
     button(chromium, "Continue").click()
     assert chromium.find_elements(By.CSS_SELECTOR, "dialog input:invalid"), "an approval went on without a reason"
     chromium.find_element(By.NAME, "who").send_keys("Grace")
@@ -66,10 +74,59 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
     button(chromium, "Continue").click()
     button(chromium, "Approve now").click()
     wait("it is approved", lambda: text(chromium, ".command .state") == "pending")
+    wait("the card follows", lambda: "Approved by " in text(chromium, ".warnings .to-do"))
+    assert "approval" not in text(chromium, ".warnings .to-do")
     assert feeder.obey() == ["exact_delta"]
     wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
     feeder.train(1)
-    wait("the warning says so", lambda: "now exact delta" in text(chromium, ".warnings"))
+    wait("the warning says so", lambda: "now exact_delta" in text(chromium, ".warnings"))
+
+
+def test_qk_clip_is_switched_on_from_the_card_of_scores_that_grow_and_offers_no_undo(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start(qk_clip="never")
+    feeder.train(5)
+    feeder.send(warn_about(feeder, 0, 1, cause="score growth", signal="score"))
+    open_run(chromium, service, feeder.run)
+    assert tile(chromium, "Policy") == "observe, QK-Clip off"
+    wait("the card asks for it", lambda: button(chromium, "Switch QK-Clip on")).click()
+    assert "From the next step on" in text(chromium, "dialog")
+    chromium.find_element(By.NAME, "who").send_keys("Ada")
+    chromium.find_element(By.NAME, "reason").send_keys("scores grow")
+    button(chromium, "Continue").click()
+    assert "Order: set QK-Clip to always" in text(chromium, "dialog")
+    assert "This cannot be undone" in text(chromium, "dialog")
+    button(chromium, "Order now").click()
+    wait("the order stands on the page", lambda: "QK-Clip to always" in text(chromium, ".commands"))
+    [sent] = feeder.send(feeder._sample(10)).commands
+    assert (sent.action, sent.mode, sent.heads) == ("qk_clip", "qk_clip_always", None)
+    done = {"outcome": "applied", "heads": (), "before": (), "after": (), "reason": "QK-Clip is on"}
+    feeder.send(Switched.model_validate({"id": "a-1", "step": feeder.step, "command": sent.id} | done))
+    feeder.send(Clipped(id="c-1", step=feeder.step, on=True, heads=((0, 1),), factors=(0.34,), times=(3,), reason="."))
+    wait("it is applied", lambda: text(chromium, ".command .state") == "applied")
+    assert "Undo" not in text(chromium, ".commands")
+    wait("the history", lambda: "QK-Clip scaled layer 0 head 1, smallest factor 0.34" in text(chromium, ".events"))
+
+
+@pytest.mark.promise("S22")
+def test_a_rejection_says_how_long_it_holds_before_and_after(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start(policy="approve")
+    feeder.train(5)
+    feeder.warn()
+    feeder.propose()
+    open_run(chromium, service, feeder.run)
+    wait("the proposal", lambda: button(chromium, "Reject")).click()
+    assert "until a warning of these heads is raised anew" in text(chromium, "dialog")
+    chromium.find_element(By.NAME, "who").send_keys("Ada")
+    chromium.find_element(By.NAME, "reason").send_keys("a fault of the data")
+    button(chromium, "Continue").click()
+    button(chromium, "Reject now").click()
+    wait("the card says so", lambda: "Rejected by " in text(chromium, ".warnings .to-do"))
+    assert "until a warning of these heads is raised anew" in text(chromium, ".warnings .to-do")
+    assert not chromium.find_elements(By.CSS_SELECTOR, "main button.primary")
 
 
 def test_an_order_under_way_when_the_run_ends_is_refused_on_the_page_with_the_reason(
@@ -110,6 +167,47 @@ def test_a_service_with_a_token_asks_for_it_once_and_takes_orders_from_the_page_
     button(chromium, "Continue").click()
     button(chromium, "Switch now").click()
     wait("the order is taken", lambda: "a try" in text(chromium, ".commands"))
-    assert own.obey() == ["exact_delta"]
+    assert own.obey() == ["row_corrected"]
     assert all("401" in line for line in complaints())  # the wrong token, in the browser's own words
     chromium.get("about:blank")
+
+
+def test_a_token_that_may_only_send_is_named_with_the_scope_that_it_lacks(chromium: Chrome, tmp_path: Path) -> None:
+    secret = "only-for-sending-0001"
+    token = {"name": "cluster", "sha256": hashlib.sha256(secret.encode()).hexdigest(), "scopes": ["ingest"]}
+    service = Service(tmp_path, tokens=json.dumps([token]))
+    try:
+        chromium.get(service.url)
+        wait("the login", lambda: chromium.find_element(By.NAME, "token")).send_keys(secret, Keys.ENTER)
+        wait("the reason", lambda: "lacks the scope read" in text(chromium, ".note.error"))
+        assert "it has ingest" in text(chromium, ".note.error")
+        assert "connection lost" not in text(chromium, "body")
+        chromium.get("about:blank")
+    finally:
+        service.close()
+
+
+def test_an_unknown_run_leads_back_to_the_list(
+    chromium: Chrome, service: Service, complaints: Callable[[], list[str]]
+) -> None:
+    chromium.get(f"{service.url}/?runs=nobody-knows-it")
+    wait("the sentence", lambda: "There is no run" in text(chromium, ".note.error"))
+    chromium.find_element(By.LINK_TEXT, "All runs").click()
+    wait("the list", lambda: not chromium.find_elements(By.CSS_SELECTOR, ".note.error"))
+    assert all("404" in one for one in complaints())
+
+
+def test_an_order_is_one_line_of_what_happened_until_every_update_is_asked_for(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start()
+    feeder.train(2)
+    order = {"who": "Ada", "reason": "a try", "mode": "exact_delta"}
+    service.client.post(f"/v1/runs/{feeder.run}/commands", json=order).raise_for_status()
+    feeder.obey()
+    open_run(chromium, service, feeder.run)
+    own = "//ol[contains(@class,'events')]/li[contains(., 'exact_delta')]"
+    lines = wait("the order", lambda: chromium.find_elements(By.XPATH, own))
+    assert ["is applied" in line.text for line in lines] == [True]
+    chromium.find_element(By.XPATH, "//label[contains(., 'every update')]/input").click()
+    assert len(chromium.find_elements(By.XPATH, own)) == 4  # pending, delivered, the rank's answer, applied

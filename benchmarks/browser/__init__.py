@@ -1,0 +1,1 @@
+"""What the live page takes in a browser: many runs, many heads, many hours."""

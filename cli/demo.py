@@ -1,0 +1,122 @@
+"""`foreshock demo` as text on the terminal: recorded failures, played on a live page of their own."""
+
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from foreshock.cli.keys import HINT, keys_turn
+from foreshock.contract import wire
+from foreshock.contract.incident_form import page_of
+from foreshock.lab.recording.pace import Pace
+from foreshock.lab.recording.replay import replay_together
+from foreshock.lab.service import local_service
+from foreshock.lab.shown.story import NAMES, Story, opening, recordings
+
+STEPS_PER_SECOND: Final = 100.0
+"""The first warning comes within half a minute, the end within two."""
+_LINES_OF_A_RUN: Final = 10
+"""Where there is no terminal to draw a bar on."""
+
+
+def play(
+    console: Console,
+    *,
+    port: int = 8765,
+    steps_per_second: float | None = STEPS_PER_SECOND,
+    report: Path | None = None,
+) -> dict[str, Any]:
+    """Play the recorded runs and tell what happens; what `report` gets as JSON.
+
+    steps_per_second: where the keys begin; None plays as fast as possible. Raises OSError when the service does not
+    start.
+    """
+    traces, story, pace = recordings(), Story(), Pace(steps_per_second)
+    console.print("[bold]Recorded failures, played back.[/bold] Nothing is trained: foreshock demo --train does that.")
+    for name, text in opening(traces):
+        console.print(_hanging("", name, text) if name else f"\n{text}\n", highlight=False)
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-demo-"))
+        url = stack.enter_context(local_service(Path(directory), port))
+        page = page_of(url, *NAMES)
+        console.print(f"Live page: [link={page}]{page}[/link]\n", soft_wrap=True)
+        with _Bars(console, story, pace, max(trace.samples[-1].step for trace in traces.values())) as bars:
+
+            def hear(run: str, event: wire.Event) -> None:
+                for whose, sentence in story.hear(run, event):
+                    console.print(_hanging(f"step {event.step:>6,}", whose, sentence), highlight=False)
+                bars.reached(run, event.step)
+
+            replay_together(traces, url=url, pace=pace, on_event=hear)
+        for sentence in story.ending():
+            console.print(f"\n{sentence}", highlight=False)
+        result = {"page": page, "runs": story.report()}
+        if report is not None:
+            report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+            console.print(f"\nReport: {report}")
+        if console.is_terminal and sys.stdin.isatty():
+            console.input("\nThe live page stays up until you press Enter. ")
+    return result
+
+
+def _hanging(head: str, name: str, text: str) -> RenderableType:
+    """`text` beside the name of its run, and below itself where it is long."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True, min_width=max(map(len, NAMES)))
+    table.add_column(ratio=1)
+    table.add_row(head, name, Text(text))
+    return table
+
+
+class _Bars:
+    """How far each run is, its loss and its largest score, and what the keys do; a line now and then in a pipe."""
+
+    def __init__(self, console: Console, story: Story, pace: Pace, last_step: int) -> None:
+        self._console, self._story, self._pace, self._last_step = console, story, pace, last_step
+        self._progress = Progress(
+            TextColumn("{task.description:<13}"),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.completed:>6,.0f}  {task.fields[reached]}"),
+            expand=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
+        self._stack = ExitStack()
+        self._keys = False
+
+    def __enter__(self) -> "_Bars":
+        self._tasks = {name: self._progress.add_task(name, total=self._last_step, reached="") for name in NAMES}
+        self._keys = self._stack.enter_context(keys_turn(self._pace))
+        if self._console.is_terminal:
+            self._stack.enter_context(Live(get_renderable=self._drawn, console=self._console, refresh_per_second=8))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def reached(self, run: str, step: int) -> None:
+        """Draw where a run is now."""
+        record = self._story.records[run]
+        if not record.steps:
+            return
+        reached = f"loss {record.losses[-1]:.3f}  largest score {self._story.largest_score(run):>6,.0f}"
+        self._progress.update(self._tasks[run], completed=step, reached=reached)
+        tenth = _LINES_OF_A_RUN * step // self._last_step
+        if not self._console.is_terminal and self._tenths.get(run) != tenth:
+            self._tenths[run] = tenth
+            self._console.print(_hanging(f"step {step:>6,}", run, reached), highlight=False)
+
+    def _drawn(self) -> RenderableType:
+        speed = self._pace.steps_per_second
+        going = "paused" if speed == 0 else "as fast as possible" if speed == inf else f"{speed:g} steps a second"
+        return Group(self._progress, Text(f"{going}; {HINT}" if self._keys else going, style="dim"))

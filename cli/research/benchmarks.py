@@ -1,0 +1,117 @@
+"""`foreshock bench`: each command runs one benchmark."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foreshock.cli.errors import Commands
+
+bench = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    help="Benchmarks of the kernels, the agent, the detectors, the service and the page.",
+)
+
+
+@bench.command("attention")
+def bench_attention(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of timed rounds.", min=3)] = 15,
+    host_only: Annotated[
+        bool,
+        typer.Option("--host-only", help="Only the host's time for a small call; without a GPU less the launches."),
+    ] = False,
+    modes: Annotated[
+        bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
+    ] = False,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="With --modes: a file of an earlier run, whose ratios are printed in brackets.", exists=True),
+    ] = None,
+) -> None:
+    """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
+    from foreshock.benchmarks import attention, attention_host, attention_modes
+
+    file = None if json is None else str(json)
+    if before is not None and not modes:
+        raise typer.BadParameter("compares runs with --modes; give --modes too", param_hint="--before")
+    if host_only and modes:
+        raise typer.BadParameter("are two measurements; give one of them", param_hint="--host-only and --modes")
+    if host_only:
+        attention_host.main(file)
+    elif modes:
+        attention_modes.main(file, repeats, None if before is None else str(before))
+    else:
+        attention.main(file, repeats)
+
+
+@bench.command("detectors")
+def bench_detectors(json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None) -> None:
+    """Time the detectors on one core, for 80 layers of 64 heads. Set OMP_NUM_THREADS=1."""
+    from foreshock.benchmarks import detectors
+
+    detectors.main(json)
+
+
+@bench.command("agent")
+def bench_agent(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
+    ] = 12,
+    shape: Annotated[str | None, typer.Option(help="Model to time: gpt2-small or llama-1b; by default both.")] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="kernels, kernels_agent, quiet_agent or keep_agent; again for more. By default all four."),
+    ] = None,
+) -> None:
+    """Time training steps without foreshock, with its kernels, its agent, and attention kept. Needs a CUDA GPU."""
+    from foreshock.benchmarks import agent_step
+
+    agent_step.main(json, rounds, shape, arm or agent_step.WATCHED)
+
+
+@bench.command("qk-clip")
+def bench_qk_clip(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Number of blocks of steps that each variant trains, in turn.", min=1)
+    ] = 12,
+) -> None:
+    """Time QK-Clip in a step of GPT-2 small: off, with nothing to scale, with all to scale. Needs a CUDA GPU."""
+    from foreshock.benchmarks import qk_clip
+
+    qk_clip.main(json, rounds)
+
+
+@bench.command("ingest")
+def bench_ingest(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    seconds: Annotated[float, typer.Option(help="Length of each phase in seconds.", min=1.0)] = 20.0,
+    database_url: Annotated[
+        str | None,
+        typer.Option(help="Address of a PostgreSQL database that may be overwritten; by default SQLite is used."),
+    ] = None,
+) -> None:
+    """Load a real service over loopback: at its capacity, with ten times the clients, and afterwards."""
+    from foreshock.benchmarks import ingest
+
+    ingest.main(json, seconds=seconds, database_url=database_url)
+
+
+@bench.command("page")
+def bench_page(
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder to keep the filled store in (3 GB); a store that is there is used again."),
+    ] = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Only list and search 1,000 runs; other figures of the JSON file stay.")
+    ] = False,
+) -> None:
+    """Time the live page in a real Chromium: with runs of 600,000 steps, and the list of 1,000 runs."""
+    from foreshock.benchmarks.browser import page
+
+    page.main(json, folder=folder, fleet=fleet)

@@ -1,0 +1,200 @@
+"""`foreshock lab`: the failure laboratory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foreshock.cli.errors import Commands
+from foreshock.cli.options import AsJson
+
+lab = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    help="The failure laboratory: train small models until they fail, and score the detectors.",
+)
+
+
+@lab.command("recipes")
+def lab_recipes(as_json: AsJson = False) -> None:
+    """List the recipes and their variants."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    if as_json:
+        laboratory.recipes_as_json()
+    else:
+        laboratory.list_recipes(console())
+
+
+@lab.command("run")
+def lab_run(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; `foreshock lab recipes` lists them.")],
+    arm: Annotated[
+        str, typer.Option(help="The variant: untreated (the baseline), rescued, control, paper or exact-delta.")
+    ] = "untreated",
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Number of steps; by default the recipe's own.", min=1)] = None,
+    trace: Annotated[Path, typer.Option(help="File to write the recording to.")] = Path("trace.jsonl.gz"),
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File to write a checkpoint of the last step to, for `foreshock diagnose`.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
+) -> None:
+    """Train one variant of a recipe and record every head of every sample."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.run(recipe, console(), arm_name=arm, seed=seed, steps=steps, trace=trace, checkpoint=checkpoint, url=url)
+
+
+@lab.command("run-set")
+def lab_run_set(
+    name: Annotated[
+        str,
+        typer.Argument(help="Which set: real-text, real-text-large, real-text-small or vendor."),
+    ],
+    folder: Annotated[
+        Path, typer.Option(help="Folder for the traces; runs that are there already are not made again.")
+    ],
+    processes: Annotated[int, typer.Option(help="Number of processes side by side.", min=1)] = 1,
+    runs_per_process: Annotated[
+        int, typer.Option(help="Trainings that each process runs at once, for a GPU.", min=1)
+    ] = 1,
+    gpu: Annotated[list[int] | None, typer.Option(help="GPU to use; may be repeated to spread the runs.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop after so many minutes; runs that are cut short go to the folder `unfinished`."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Make only runs whose name matches, such as 'text-gpt_*' or '*_seed1'; may be repeated."),
+    ] = None,
+) -> None:
+    """Make the published set of runs again: every recipe, variant and seed of it."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.run_set(
+        name,
+        console(),
+        folder=folder,
+        processes=processes,
+        runs_per_process=runs_per_process,
+        gpus=gpu or (),
+        minutes=minutes,
+        only=only or (),
+    )
+
+
+@lab.command("vendor-table")
+def lab_vendor_table(
+    traces: Annotated[list[Path], typer.Argument(help="Traces of variants such as flash-untreated and cudnn-rescued.")],
+    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
+) -> None:
+    """List runs on PyTorch's own attention: first warning, cause, a score of 512, switch, loss and score at the end."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.vendor_table(traces, console(), json=json)
+
+
+@lab.command("demo-seeds")
+def lab_demo_seeds(
+    seeds: Annotated[str, typer.Option(help="First and last seed, such as 101-120; or one.")],
+    recipe: Annotated[str, typer.Option(help="key-bias-small or shared-values.")] = "key-bias-small",
+    processor: Annotated[
+        list[str] | None,
+        typer.Option(help="own, or plain: without vector instructions. Give it several times; by default both."),
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Seeds side by side, one thread each.", min=1)] = 1,
+    json: Annotated[
+        Path | None, typer.Option(help="Where every seed is kept; those that are there are not trained again.")
+    ] = None,
+) -> None:
+    """Train what the demo trains on many seeds and two kinds of processor, and say on how many its promise holds."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.demo_seeds(seeds, console(), recipe=recipe, processors=processor, processes=processes, json=json)
+
+
+@lab.command("matrix")
+def lab_matrix(
+    failure: Annotated[
+        list[str] | None,
+        typer.Argument(help="Failures to make, such as 'rounding' or 'score growth by AdamW'; by default all."),
+    ] = None,
+    remedy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="nothing, row_corrected, qk_clip, both, or float32 for a control; may be repeated, by default all."
+        ),
+    ] = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(help="When the remedy comes: start or warning; may be repeated, by default both."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="First and last seed, such as 1-3; or one.")] = "1",
+    workers: Annotated[int, typer.Option(help="Trainings side by side, one thread each.", min=1)] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no training after so many minutes; called again, it goes on.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Where every training is kept; those that are there are not made again.")
+    ] = None,
+) -> None:
+    """Train a small GPT into each failure, with each remedy, and say what held it and what the agent warned about."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.matrix(failure, remedy, on, seeds, console(), workers=workers, minutes=minutes, json=json)
+
+
+@lab.command("corpus")
+def lab_corpus(
+    text: Annotated[
+        str,
+        typer.Argument(help="bytes, or byte-pairs. Byte pairs are made from installed packages and kept in a file."),
+    ] = "bytes",
+) -> None:
+    """Show the text that runs on this machine are trained on, and its hash."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import laboratory
+
+    laboratory.show_corpus(text, console())
+
+
+@lab.command("score")
+def lab_score(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of another source.")],
+    report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Score held-out runs on real text too, once: this file keeps by which detectors."),
+    ] = None,
+) -> None:
+    """Score detectors and baselines on recorded runs: who was warned about, when, why, and how good the forecast was.
+
+    Give the float32 control of a run beside it (same recipe and seed, variant "control"): it measures quality loss.
+    """
+    from foreshock.cli.output import console
+    from foreshock.cli.research import scores
+
+    scores.score(traces, console(), report=report, picture=picture, seal=held_out)
+
+
+@lab.command("power")
+def lab_power(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded runs that failed by rounding, and healthy ones.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Number of samples of every run.")] = 3,
+    report: Annotated[Path | None, typer.Option(help="Write every number as JSON.")] = None,
+) -> None:
+    """Say how many rows a kept attention must measure: runs known from a sample of rows. Prints Markdown tables."""
+    from foreshock.cli.output import console
+    from foreshock.cli.research import scores
+
+    scores.power(traces, console(), seeds=seeds, report=report)

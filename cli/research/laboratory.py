@@ -1,0 +1,258 @@
+"""`foreshock lab ...` as text on the terminal."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import SupportsFloat
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+
+from foreshock.cli.output import print_json
+from foreshock.cli.research.scores import COLUMNS, cell
+from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
+from foreshock.lab.training.recipes import RECIPES, find_recipe
+
+
+def recipes_as_json() -> None:
+    """Every recipe and arm as JSON."""
+    told = [
+        {
+            "name": recipe.name,
+            "summary": recipe.summary,
+            "layers": recipe.model.layers,
+            "heads": recipe.model.heads,
+            "width": recipe.model.width,
+            "context": recipe.model.context,
+            "batch": recipe.batch,
+            "learning_rate": recipe.learning_rate,
+            "steps": recipe.steps,
+        }
+        for recipe in RECIPES.values()
+    ]
+    print_json({"recipes": told, "arms": list(ARMS)})
+
+
+def list_recipes(console: Console) -> None:
+    """Every recipe and arm, in words and numbers."""
+    for recipe in RECIPES.values():
+        shape = recipe.model
+        console.print(f"[bold]{recipe.name}[/bold]  {recipe.summary}")
+        console.print(
+            f"  {shape.layers} layers, {shape.heads} heads, width {shape.width}, context {shape.context}, batch "
+            f"{recipe.batch}, learning rate {recipe.learning_rate:g}, {recipe.steps} steps\n"
+        )
+    console.print(f"variants (--arm): {', '.join(ARMS)}; {UNTREATED.name} is the baseline")
+
+
+def show_corpus(name: str, console: Console) -> None:
+    """What runs on this machine are trained on: the bytes at hand, or byte pairs, which are made where there are none.
+
+    Raises ValueError for an unknown text.
+    """
+    from foreshock.lab.training.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
+    from foreshock.lab.training.corpus import standard_library
+
+    if name not in ("bytes", "byte-pairs"):
+        raise ValueError(f"text {name!r} does not exist; allowed are bytes and byte-pairs")
+    corpus = standard_library() if name == "bytes" else make_byte_pairs()
+    console.print(f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}", soft_wrap=True)
+    if name == "byte-pairs":
+        console.print(f"It lies at {byte_pairs_file()}", soft_wrap=True)
+        if corpus.sha256 != SHA256:
+            console.print(
+                f"The published runs saw another text, SHA-256 {SHA256}, made from {MADE_FROM}", soft_wrap=True
+            )
+
+
+def run_set(
+    name: str,
+    console: Console,
+    *,
+    folder: Path,
+    processes: int,
+    runs_per_process: int,
+    gpus: Sequence[int],
+    minutes: float | None,
+    only: Sequence[str] = (),
+) -> None:
+    """Make the traces of one published set that are not there yet.
+
+    Raises ValueError for an unknown set, and for a pattern that no run of the set matches.
+    """
+    from foreshock.lab.sets.published_runs import published
+    from foreshock.lab.sets.run_set import chosen
+    from foreshock.lab.sets.run_set import run_set as make
+
+    sets = published()
+    if name not in sets:
+        raise ValueError(f"set {name!r} does not exist; allowed are {', '.join(sets)}")
+    missing = make(
+        chosen(sets[name], only),
+        folder,
+        processes=processes,
+        runs_per_process=runs_per_process,
+        gpus=gpus,
+        seconds=float("inf") if minutes is None else 60 * minutes,
+        say=console.print,
+    )
+    for trace in missing:
+        console.print(f"missing: {trace}")
+
+
+def vendor_table(traces: Sequence[Path], console: Console, *, json: Path | None) -> None:
+    """A row for each run on PyTorch's own attention, and the same in a JSON file."""
+    from foreshock.lab.scoring.vendor import vendor_runs
+
+    runs = [asdict(run) for run in vendor_runs(traces)]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in runs[0]:
+        shown.add_column(name.replace("_", " "), justify="left" if name in ("recipe", "backend", "cause") else "right")
+    for run in runs:
+        shown.add_row(*map(cell, run.values()))
+    console.print(shown)
+    console.print(
+        "first warning, cause: of the agent, as it trained. head right: it named the head whose |score| was the first "
+        "at 512, here or in the observed run of the seed. loss end: mean of the last 1000 steps."
+    )
+    if json is not None:
+        json.write_text(dumps({"runs": runs}, indent=1) + "\n")
+        console.print(f"JSON: {json}")
+
+
+def matrix(
+    failures: Sequence[str] | None,
+    remedies: Sequence[str] | None,
+    ons: Sequence[str] | None,
+    seeds: str,
+    console: Console,
+    *,
+    workers: int,
+    minutes: float | None,
+    json: Path | None,
+) -> None:
+    """A row for each failure, remedy and time of it: of all seeds how many exploded, what they ended at, and what the
+    agent said.
+
+    Raises ValueError for seeds that are no range, and for a failure, remedy or time that does not exist.
+    """
+    from foreshock.lab.sets import matrix as sets
+
+    def told(run: sets.Run) -> None:
+        how = f"{run.failure}, {run.remedy}{f' on {run.on}' if run.on else ''}, seed {run.seed}"
+        console.print(f"{how}: {run.processor_seconds:.0f} s", highlight=False)
+
+    cells = list(
+        sets.cells(
+            failures or tuple(sets.FAILURES),
+            remedies or (*sets.REMEDIES, "float32"),
+            ons or ("start", "warning"),
+            _range(seeds),
+        )
+    )
+    found = sets.matrix(cells, workers=workers, minutes=minutes, json_file=json, on_run=told)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("failure", "remedy", "on", "exploded", "loss", "largest score", "warned", "cause"):
+        table.add_column(name, justify="left" if name in ("failure", "remedy", "on", "cause") else "right")
+    for row in sets.rows(found):
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"{len(found)} of {len(cells)} trainings. Loss, largest score and step of the first warning are medians.",
+        highlight=False,
+    )
+
+
+def _range(seeds: str) -> range:
+    """Of the first and the last, or of one. Raises ValueError."""
+    first, dash, last = seeds.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
+        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
+    return range(int(first), int(last) + 1)
+
+
+def demo_seeds(
+    seeds: str, console: Console, *, recipe: str, processors: Sequence[str] | None, processes: int, json: Path | None
+) -> None:
+    """A row for each seed and kind of processor, and on how many the demo keeps its promise.
+
+    Raises ValueError for seeds that are no range, and for a recipe that the demo does not know.
+    """
+    from foreshock.lab.demo_show import SHOWS
+    from foreshock.lab.sets.demo_seeds import PROCESSORS, Shown
+    from foreshock.lab.sets.demo_seeds import demo_seeds as measure
+
+    chosen = _range(seeds)
+    if recipe not in SHOWS:
+        raise ValueError(f"the demo has no recipe {recipe!r}; allowed are {', '.join(SHOWS)}")
+
+    def told(shown: Shown) -> None:
+        kept = "kept" if shown.kept else "NOT KEPT"
+        console.print(f"seed {shown.seed}, processor {shown.processor}: {kept}, {shown.processor_seconds:.0f} s")
+
+    found = measure(
+        SHOWS[recipe],
+        chosen,
+        processors=processors or tuple(PROCESSORS),
+        processes=processes,
+        json_file=json,
+        on_shown=told,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("seed", "processor", "warned", "head", "switched", "offset", "score", "loss", "control", "seconds"):
+        table.add_column(name, justify="right", no_wrap=name not in ("offset", "score", "loss"))
+    for each in found:
+        table.add_row(
+            *(str(each.seed), each.processor, cell(each.warned_step), f"{each.layer}/{each.head} {each.cause or ''}"),
+            cell(each.switched_step),
+            *(
+                ", ".join("-" if number is None else format(number, form) for number in numbers)
+                for form, numbers in (
+                    ("+.1f", (each.offset_untreated, each.offset_switched, each.offset_control)),
+                    (".0f", (each.score_untreated, each.score_switched, each.score_control)),
+                    (".3f", (each.loss_untreated, each.loss_switched, each.loss_control)),
+                )
+            ),
+            "quiet" if not each.control_warnings else f"warned {each.control_warnings}",
+            f"{each.processor_seconds:.0f}",
+        )
+    console.print(table)
+    console.print("offset, score, loss at the end: baseline, switched, control. seconds: of the processor.")
+    for processor in dict.fromkeys(each.processor for each in found):
+        here = [each for each in found if each.processor == processor]
+        console.print(
+            f"processor {processor}: of {len(here)} seeds {sum(each.warned_step is not None for each in here)} warned "
+            f"about, {sum(each.undone for each in here)} undone by the switch, "
+            f"{sum(not each.control_warnings for each in here)} with a quiet control, "
+            f"{sum(each.kept for each in here)} all three",
+            highlight=False,
+        )
+
+
+def run(
+    recipe_name: str,
+    console: Console,
+    *,
+    arm_name: str,
+    seed: int,
+    steps: int | None,
+    trace: Path,
+    checkpoint: Path | None,
+    url: str | None,
+) -> None:
+    """Train one arm of a recipe, write its trace and say how it ended."""
+    from foreshock.lab.training.run import lab_run
+
+    recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
+    with Progress(*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
+        bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=steps or recipe.steps, loss=float("nan"))
+
+        def stepped(step: int, loss: SupportsFloat) -> None:
+            if step % 10 == 0 or step == (steps or recipe.steps):
+                progress.update(bar, completed=step, loss=float(loss))
+
+        lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, checkpoint=checkpoint, url=url, on_step=stepped)
+    console.print(f"trace: {trace}; `foreshock lab score` and `foreshock replay` read it")

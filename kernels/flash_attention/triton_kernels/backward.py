@@ -1,0 +1,73 @@
+"""FlashAttention-2 backward in Triton, in three passes: rows (delta), dQ (counts ties), dK and dV; then the statistics.
+
+No pass uses atomics: every block of rows writes its own partial statistics, and one small kernel adds them up in a
+fixed order, so that equal inputs give equal bits; it then adds each sum to the state at once, by an atomic, so that
+backwards of several streams may count into one state. The dQ
+pass comes before the dK, dV pass, for which it mends delta where a head's rows are corrected.
+"""
+
+import torch
+from torch import Tensor
+
+from foreshock.contract.modes import Mode
+from foreshock.contract.slots import Slot
+from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
+from foreshock.kernels.flash_attention.spec import Arguments, Saved
+from foreshock.kernels.flash_attention.triton_kernels.counting import launch_count
+from foreshock.kernels.flash_attention.triton_kernels.grad_key import launch_grad_key
+from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
+from foreshock.kernels.flash_attention.triton_kernels.means import launch_means
+from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
+from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
+from foreshock.kernels.flash_attention.triton_kernels.tuning import Configs, configs
+
+
+def attention_backward(
+    grad_out: Tensor, saved: Saved, state: Tensor | None, given: Arguments, grad_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; the statistics of every row are added to `state` unless it is None.
+
+    grad_lse: the gradient of the log-sum-exp [B, H, Sq]; None means zero.
+    """
+    query, key, value = saved[:3]
+    grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
+    call = call_of(query, key, value, given, grad_out, *saved[3:], state, grad_lse)
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if call.blank(*grads):
+        if state is not None:
+            state[:, Slot.EMPTY_ROWS] += query.shape[0] * query.shape[2]
+        return grads
+    if grad_out.stride(-1) != 1:  # an expanded gradient, as that of a sum
+        grad_out = grad_out.contiguous()
+    chosen = configs(call.capability, call.block_d, call.mean_keys)
+    with on_device(query):
+        means = launch_means(call, key, Mode.CENTRED_KEYS, given.modes, given.cu_seqlens_k)
+        packed = (given.cu_seqlens_q, given.cu_seqlens_k)
+        tensors = Tensors(
+            grad_out,
+            *saved[:7],
+            state,
+            given.modes,
+            *packed,
+            given.seed,
+            means,
+            grad_lse,
+        )
+        launch_backward(call, chosen, tensors, grads)
+        if call.packed:
+            call.blank_rest(given.cu_seqlens_q, call.longest_q, (grads[0], 0.0))
+            call.blank_rest(given.cu_seqlens_k, call.longest_k, (grads[1], 0.0), (grads[2], 0.0))
+    return grads
+
+
+def launch_backward(call: Call, chosen: Configs, given: Tensors, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The three passes under given configurations, and the statistics."""
+    name = ("made", chosen, *[tensor is None for tensor in given])
+    made = call.plans.get(name, False)
+    rows = launch_rows(call, given, made and call.takes_addresses())
+    launch_grad_query(call, chosen.grad_query, given, rows, grads[0])
+    launch_grad_key(call, chosen.grad_key, given, rows, grads[1:])
+    if given.state is not None:
+        launch_count(call, given, rows, given.state)
+    if not made:
+        call.plans[name] = True

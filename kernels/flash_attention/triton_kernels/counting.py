@@ -1,0 +1,251 @@
+"""The last pass of the backward: the statistics of blocks of rows, and their sum in a fixed order."""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
+from foreshock.kernels.flash_attention.launch import Call
+from foreshock.kernels.flash_attention.triton_kernels.blocks import LOG2E, PAPER_SOFTMAX, STABLE_SOFTMAX, served_shift
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
+from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
+from foreshock.kernels.flash_attention.triton_kernels.places import diagonal, one_head
+from foreshock.kernels.flash_attention.triton_kernels.ties import count_again, tie_factors, tied
+
+_SLOTS: tl.constexpr = tl.constexpr(SLOT_COUNT)
+_SLOTS_WIDE: tl.constexpr = tl.constexpr(triton.next_power_of_2(SLOT_COUNT))
+ROWS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ROWS))
+TIED_BF16_SLOT: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_BF16))
+TIED_ONE_SLOT: tl.constexpr = tl.constexpr(int(Slot.TIED_ROWS_ONE))
+SHIFTED_SLOT: tl.constexpr = tl.constexpr(int(Slot.SHIFTED_ROWS))
+EMPTY_SLOT: tl.constexpr = tl.constexpr(int(Slot.EMPTY_ROWS))
+NONFINITE_SLOT: tl.constexpr = tl.constexpr(int(Slot.NONFINITE_ROWS))
+SCORE_MAX_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_MAX))
+ROW_MAX_ABS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ROW_MAX_ABS))
+SCORE_OFFSET_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUM))
+SCORE_OFFSET_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.SCORE_OFFSET_SUMSQ))
+DELTA_BIAS_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUM))
+DELTA_BIAS_ABS_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_ABS))
+DELTA_BIAS_SUMSQ_SLOT: tl.constexpr = tl.constexpr(int(Slot.DELTA_BIAS_SUMSQ))
+ENTROPY_ROWS_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_ROWS))
+ENTROPY_SUM_SLOT: tl.constexpr = tl.constexpr(int(Slot.ENTROPY_SUM))
+# One bit a slot: how it is merged, and whether it is counted here.
+_IS_COUNT: tl.constexpr = tl.constexpr(sum(1 << slot for slot in COUNT_SLOTS))
+_IS_MAXIMUM: tl.constexpr = tl.constexpr(sum(1 << slot for slot in MAX_SLOTS))
+_COUNTED: Final = (
+    *(ROWS_SLOT, TIED_BF16_SLOT, TIED_ONE_SLOT, SHIFTED_SLOT, EMPTY_SLOT, NONFINITE_SLOT, SCORE_MAX_SLOT),
+    *(ROW_MAX_ABS_SLOT, SCORE_OFFSET_SUM_SLOT, SCORE_OFFSET_SUMSQ_SLOT),
+    *(DELTA_BIAS_SUM_SLOT, DELTA_BIAS_ABS_SLOT, DELTA_BIAS_SUMSQ_SLOT),
+)
+_IS_COUNTED: tl.constexpr = tl.constexpr(sum(1 << slot.value for slot in _COUNTED))
+
+COUNT_ROWS: Final = 1024
+"""Rows a program of the counting kernel."""
+
+
+@triton.jit
+def finite(x):
+    """Neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def add_count(word, amount, mask=None):
+    """Add to words of the state. All three are atomic: backwards of several streams may count into one state."""
+    tl.atomic_add(word, amount, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def add_sum(word, amount, mask=None):
+    """Add float64 to words of the state."""
+    tl.atomic_add(word.to(tl.pointer_type(tl.float64), bitcast=True), amount, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def raise_maximum(word, value, mask=None):
+    """Raise words of the state to float64 that are no NaN, where those are larger."""
+    # -0.0 compares as positive and has the bits of the least integer: as a sum with 0 it is 0.
+    tl.atomic_max(word.to(tl.pointer_type(tl.float64), bitcast=True), value + 0.0, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _put(partial, slot: tl.constexpr, blocks, value):
+    tl.store(partial + slot * blocks, value.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _count_slow_rows(
+    query, key, row_max, commons, codes, large, first_row, papers, place, rows, length_q, length_k, longest_q,
+    strides, sizes, score_unit, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Count the ties of those of ROWS rows again that the dQ pass could not (ties.count_again)."""
+    parts = tl.cdiv(longest_q, PART)
+    flags = large + tl.program_id(1) * parts
+    part = first_row // PART + tl.arange(0, ROWS // PART)
+    flagged = tl.max(tl.load(flags + part, mask=part < parts, other=0).to(tl.int32), 0)
+    if (flagged != 0) | (papers != 0):
+        for first in range(first_row, tl.minimum(first_row + ROWS, length_q), BLOCK):
+            own = first // PART + tl.arange(0, BLOCK // PART if BLOCK > PART else 1)
+            slow = tl.max(tl.load(flags + own, mask=own < parts, other=0).to(tl.int32), 0)
+            if (slow != 0) | (papers != 0):
+                count_again(
+                    query, key, row_max, commons, codes, first, papers, place, rows, length_q, length_k, strides,
+                    sizes, score_unit, BLOCK, SPEC,
+                )  # fmt: skip
+        tl.debug_barrier()  # other threads read the codes
+
+
+@triton.jit
+def merge(
+    state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the statistics of `entries` blocks, so many of each sequence, to one head's state, in their order."""
+    stride_head, stride_slot = strides
+    slot = tl.arange(0, _SLOTS_WIDE)
+    known = slot < _SLOTS
+    count = tl.zeros((_SLOTS_WIDE,), tl.int64)
+    total = tl.zeros((_SLOTS_WIDE,), tl.float64)
+    largest = tl.full((_SLOTS_WIDE,), float("-inf"), tl.float64)
+    for start in range(0, entries, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        plane = (entry // blocks) * heads + head
+        source = partial + plane.to(tl.int64) * (_SLOTS * blocks) + entry % blocks
+        mask = known[:, None] & (entry < entries)[None, :]
+        # Other programs wrote these: not from this multiprocessor's own cache.
+        words = tl.load(source[None, :] + slot[:, None] * blocks, mask=mask, other=0, cache_modifier=".cg")
+        values = words.to(tl.float64, bitcast=True)
+        count += tl.sum(words, 1)
+        total += tl.sum(values, 1)
+        largest = tl.maximum(largest, tl.max(tl.where(mask, values, float("-inf")), 1))
+    if PACKED:
+        past = total_q - tl.load(cu_seqlens_q + entries // blocks)
+        count += tl.where(slot == EMPTY_SLOT, past, 0)
+    word = state + head * stride_head + slot * stride_slot
+    is_count = ((_IS_COUNT >> slot) & 1) != 0
+    is_maximum = ((_IS_MAXIMUM >> slot) & 1) != 0
+    add_count(word, count, known & is_count)
+    raise_maximum(word, largest, known & is_maximum)
+    add_sum(word, total, known & (is_count == 0) & (is_maximum == 0))
+
+
+@triton.jit
+def count_kernel(
+    query, key, lse, row_max, deltas, biases, commons, codes, large, done, modes, partial, state,
+    cu_seqlens_q, cu_seqlens_k, strides, longest_q, sizes, score_unit,
+    SPEC: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The statistics of a block of rows, int64 [planes, SLOT_COUNT, blocks]; the last program of a head adds all of
+    its blocks to the state."""
+    block = tl.program_id(0)
+    heads, _, total_q, _, _, _, unit, _, left, right, _, _ = sizes
+    place, _, rows, start_q, length_q, start_k, length_k = one_head(
+        tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
+    )
+    batch, head, kv_head = place
+    shift = 0
+    if modes is not None:
+        shift = served_shift(tl.load(modes + head))
+    _count_slow_rows(
+        query, key, row_max, commons, codes, large, block * ROWS, shift & PAPER_SOFTMAX,
+        (batch, head, kv_head, start_q, start_k), rows, length_q, length_k, longest_q, (strides[0], strides[1]), sizes,
+        score_unit, ROWS, PART, BLOCK, SPEC,
+    )  # fmt: skip
+    queries = block * ROWS + tl.arange(0, ROWS)
+    inside = queries < length_q
+    largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
+    log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
+    common = queries * 0.0
+    if commons is not None:
+        common = tl.load(commons + rows + queries, mask=inside, other=0.0)
+    delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
+    bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
+    code = tl.load(codes + rows + queries, mask=inside, other=0).to(tl.int32)
+    high = length_k + queries * 0
+    low = queries * 0
+    offset = diagonal(length_q, length_k, SPEC.TOP_LEFT)
+    if SPEC.HAS_RIGHT:
+        high = tl.minimum(high, queries + (offset + right + 1))
+    if SPEC.HAS_LEFT:
+        low = tl.maximum(low, queries + (offset - left))
+    keys = tl.maximum(high - low, 0)
+    whole = finite(largest) & finite(log_sum) & finite(delta) & finite(bias)
+    seen = inside & (keys > 0)
+    counted = seen & whole
+    empty = inside & (keys == 0)
+    keys = tl.where(counted, keys, 1)
+    offsets = tl.where(counted, log_sum - common - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
+    bias = tl.where(counted, bias, 0.0).to(tl.float64)
+    lowest = float("-inf")
+    blocks = tl.num_programs(0)
+    own = partial + tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
+    _put(own, ROWS_SLOT, blocks, tl.sum(counted.to(tl.int64), 0))
+    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
+        largest, common, log_sum * LOG2E, score_unit, unit, DTYPE
+    )
+    tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
+    shifted = ((code >> 14) != 0) | ((shift & STABLE_SOFTMAX) != 0)
+    _put(own, TIED_BF16_SLOT, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
+    _put(own, TIED_ONE_SLOT, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
+    _put(own, SHIFTED_SLOT, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
+    _put(own, EMPTY_SLOT, blocks, tl.sum(empty.to(tl.int64), 0))
+    _put(own, NONFINITE_SLOT, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
+    largest -= common  # statistics speak of the scores that a head computes with
+    _put(own, SCORE_MAX_SLOT, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
+    _put(own, ROW_MAX_ABS_SLOT, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
+    _put(own, SCORE_OFFSET_SUM_SLOT, blocks, tl.sum(offsets, 0))
+    _put(own, SCORE_OFFSET_SUMSQ_SLOT, blocks, tl.sum(offsets * offsets, 0))
+    _put(own, DELTA_BIAS_SUM_SLOT, blocks, tl.sum(bias, 0))
+    _put(own, DELTA_BIAS_ABS_SLOT, blocks, tl.sum(tl.abs(bias), 0))
+    _put(own, DELTA_BIAS_SUMSQ_SLOT, blocks, tl.sum(bias * bias, 0))
+    for slot in tl.static_range(_SLOTS):  # to what is counted elsewhere nothing is added
+        if ((_IS_COUNTED >> slot) & 1) == 0:
+            if ((_IS_MAXIMUM >> slot) & 1) != 0:
+                _put(own, slot, blocks, tl.full((), float("-inf"), tl.float64))
+            else:
+                tl.store(own + slot * blocks, tl.full((), 0, tl.int64))
+    tl.debug_barrier()  # all of this program's threads have written
+    entries = tl.num_programs(1) // heads * blocks
+    if tl.atomic_add(done + head, 1, sem="acq_rel") == entries - 1:
+        merge(state, partial, cu_seqlens_q, head, heads, total_q, blocks, entries, strides[2], SPEC.PACKED, 128)
+
+
+def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) -> None:
+    """Every statistic of every row, added to the state."""
+    query, key = given.query, given.key
+    call.launch(
+        "count",
+        (
+            query,
+            key,
+            given.lse,
+            given.row_max,
+            rows.delta,
+            rows.bias,
+            rows.common,
+            rows.codes,
+            rows.large,
+            rows.done,
+            given.modes,
+            rows.partial,
+            state,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+        ),
+        lambda: Launch(
+            count_kernel,
+            (triton.cdiv(call.longest_q, COUNT_ROWS), call.sequences * call.heads, 1),
+            ((query.stride(), key.stride(), state.stride()), call.longest_q, call.sizes, float(call.score_unit)),
+            {
+                "SPEC": call.compiled,
+                "ROWS": COUNT_ROWS,
+                "PART": call.row_block,
+                "BLOCK": 32 if call.capability == 0 else 64,
+                "DTYPE": tl.bfloat16 if given.out.dtype == torch.bfloat16 else tl.float16,
+            },
+            {"num_warps": 4, "num_stages": 1},
+        ),
+    )

@@ -1,0 +1,302 @@
+"""FlashAttention-2 forward in Triton: O, what rounding took from it, log-sum-exp and row maximum."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreshock.contract.modes import Mode
+from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
+from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
+from foreshock.kernels.flash_attention.spec import Arguments
+from foreshock.kernels.flash_attention.triton_kernels.blocks import (
+    CENTRED_VALUES,
+    INTERPRET,
+    LN2,
+    LOG2E,
+    PAPER_SOFTMAX,
+    PAPER_TOLERANCE,
+    RESIDUAL_SCALE_FP16,
+    asks,
+    cap_scores,
+    in_registers,
+    kept,
+    load_mean,
+    load_seed,
+    load_tile,
+    served_shift,
+    store_tile,
+    to_operand,
+)
+from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
+from foreshock.kernels.flash_attention.triton_kernels.means import launch_means
+from foreshock.kernels.flash_attention.triton_kernels.places import (
+    at_head,
+    diagonal,
+    key_ranges,
+    one_head,
+    turn,
+    visible,
+)
+from foreshock.kernels.flash_attention.triton_kernels.tuning import Config, configs
+
+PAPER_CAP_BF16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.bfloat16])
+PAPER_CAP_FP16: tl.constexpr = tl.constexpr(PAPER_SHIFT_CAP[torch.float16])
+
+
+@triton.jit
+def stable_shift(row_max):
+    """As `shift.stable_shift`, in powers of two."""
+    bits = row_max.to(tl.uint32, bitcast=True)
+    odd = (153 + 2 * ((bits * 0x9E3779B1) >> 27)).to(tl.float32)
+    if INTERPRET:
+        return 8.0 - tl.log2(odd)
+    # Within 2^-22, which leaves exp2 of it nearer to odd / 256 than to any other 16-bit number.
+    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [odd], tl.float32, True, 1)
+    return 8.0 - log2
+
+
+@triton.jit
+def _attend(
+    running, shift, q, tensors, low, high, queries, seen, chance, strides, numbers,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
+    acc, total, row_max, before, missing = running
+    paper, paper_shift = shift
+    key, value, batch, kv_head = tensors
+    _, length_k, _, _ = seen
+    seed, plane, start_q, start_k, threshold = chance
+    stride_k, stride_v = strides
+    dim, unit, scale, softcap, score_unit, _ = numbers
+    BLOCK_N: tl.constexpr = TILE.block_n
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, MASKED, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
+        keys = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            scores = tl.where(visible(queries[:, None], keys[None, :], seen, SPEC), scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * unit)
+        if SHIFT:
+            subtracted += tl.where(paper, paper_shift, stable_shift(new_max * score_unit))
+        # One rounding, and the same `subtracted` for every entry and for the rescaling: what it lost cancels in P / l.
+        p = tl.exp2(tl.fma(scores, unit, -subtracted[:, None]))
+        shrink = tl.exp2(before - subtracted)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        rounded = to_operand(p, DTYPE)
+        if CENTRE:
+            missing = missing * shrink + tl.sum(p - rounded.to(tl.float32), 1)
+        if SPEC.DROPOUT:
+            keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
+            rounded = tl.where(keep, rounded, 0.0)
+        v = load_tile(value, batch, kv_head, start, BLOCK_N, stride_v, length_k, dim, SPEC, MASKED, TILE.tma)
+        acc = tl.dot(rounded, v, acc)
+        row_max = new_max
+        # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
+        before = tl.where(new_max == float("-inf"), new_max, subtracted)
+    return acc, total, row_max, before, missing
+
+
+@triton.jit
+def _paper_shift(
+    q, tensors, low, high, queries, seen, stride_k, numbers,
+    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The paper's shift of each row in powers of two, from two passes over its scores: maximum, then ties."""
+    key, _, batch, kv_head = tensors
+    _, length_k, _, _ = seen
+    dim, _, scale, softcap, score_unit, _ = numbers
+    BLOCK_N: tl.constexpr = TILE.block_n
+    largest = tl.full(queries.shape, float("-inf"), tl.float32)
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
+        mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
+        largest = tl.maximum(largest, tl.max(tl.where(mask, scores, float("-inf")), 1))
+    count = tl.zeros(queries.shape, tl.int32)
+    for start in tl.range(low, high, BLOCK_N):
+        k = load_tile(key, batch, kv_head, start, BLOCK_N, stride_k, length_k, dim, SPEC, True, TILE.tma)
+        scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC) * score_unit
+        mask = visible(queries[:, None], (start + tl.arange(0, BLOCK_N))[None, :], seen, SPEC)
+        count += tl.sum((mask & (largest[:, None] - scores <= PAPER_TOLERANCE)).to(tl.int32), 1)
+    # m becomes 2 m when m > 0 and 0 when m < 0: a shift by |m|, capped.
+    cap: tl.constexpr = PAPER_CAP_BF16 if tl.bfloat16 == DTYPE else PAPER_CAP_FP16
+    return tl.where(count > 1, tl.minimum(tl.abs(largest), cap), 0.0) * LOG2E
+
+
+@triton.jit
+def _block(
+    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    SHIFT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The whole forward of one block of queries, in one of its versions."""
+    out, residual, lse, row_max_out = outputs
+    dim, _, _, _, score_unit, keep_scale = numbers
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    queries = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(first + BLOCK_M, length_q) - 1
+    low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, total)
+    shift = (False, total)
+    if SHIFT:
+        paper = (mode & PAPER_SOFTMAX) != 0
+        paper_shift = _paper_shift(
+            q, tensors, low, tl.where(paper, high, low), queries, seen, strides[0], numbers, SPEC, TILE, DTYPE
+        )
+        shift = (paper, paper_shift)
+    if SPEC.HAS_LEFT:
+        running = _attend(
+            running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+            SPEC, TILE, DTYPE,
+        )  # fmt: skip
+    running = _attend(
+        running, shift, q, tensors, full_low, full_high, queries, seen, chance, strides, numbers, False, SHIFT, CENTRE,
+        SPEC, TILE, DTYPE,
+    )  # fmt: skip
+    acc, total, row_max, before, missing = _attend(
+        running, shift, q, tensors, full_high, high, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+        SPEC, TILE, DTYPE,
+    )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)
+    if CENTRE:
+        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum.
+        acc += missing[:, None] * mean[None, :]
+    exact = acc * (keep_scale / total)[:, None]
+    store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
+    inside = queries < length_q
+    tl.store(row_max_out + rows + queries, row_max * score_unit, mask=inside)
+    log_sum = (before + tl.log2(total)) * LN2
+    tl.store(lse + rows + queries, tl.where(row_max == float("-inf"), row_max, log_sum), mask=inside)
+    if residual is not None:
+        lost = exact - to_operand(exact, DTYPE).to(tl.float32)
+        if tl.float16 == DTYPE:
+            lost *= RESIDUAL_SCALE_FP16
+        store_tile(residual, lost, first, stride_o, length_q, dim, BLOCK_M, SPEC)
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k,
+    seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. The blocks that see most keys are started first."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    block, which = turn(order)
+    first = (order[0] - 1 - block) * TILE.block_m
+    stride_q, stride_k, stride_v, stride_o = strides
+    heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
+    place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
+    batch, head, kv_head = place
+    out = at_head(out, batch, head, start_q, stride_o)
+    if residual is not None:
+        residual = at_head(residual, batch, head, start_q, stride_o)
+    if not TILE.tma:
+        query = at_head(query, batch, head, start_q, stride_q)
+        key = at_head(key, batch, kv_head, start_k, stride_k)
+        value = at_head(value, batch, kv_head, start_k, stride_v)
+    seed = load_seed(seeds)
+    if first < length_q:
+        q = load_tile(query, batch, head, first, TILE.block_m, stride_q[2], length_q, dim, SPEC, True, TILE.tma)
+        if TILE.operands_in_registers:
+            q = in_registers(q)
+        tensors = (key, value, batch, kv_head)
+        outputs = (out, residual, lse, row_max_out)
+        seen = (diagonal(length_q, length_k, SPEC.TOP_LEFT), length_k, left, right)
+        chance = (seed, plane, start_q, start_k, threshold)
+        key_strides = (stride_k[2], stride_v[2])
+        numbers = (dim, unit, scale, softcap, score_unit, keep_scale)
+        # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
+        mode = 0
+        if modes is not None:
+            mode = tl.load(modes + head)
+            if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
+                mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
+                _block(
+                    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, True, SPEC, TILE, dtype,
+                )  # fmt: skip
+            elif served_shift(mode) != 0:
+                _block(
+                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, True, False, SPEC, TILE, dtype,
+                )  # fmt: skip
+            else:
+                _block(
+                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, False, SPEC, TILE, dtype,
+                )  # fmt: skip
+        else:
+            _block(
+                q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
+                stride_o[2], numbers, False, False, SPEC, TILE, dtype,
+            )  # fmt: skip
+
+
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, given: Arguments
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward of `foreshock::attention_forward`: out, out_residual, lse, row_max (arguments: see op.py)."""
+    call = call_of(query, key, value, given)
+    out = torch.empty_like(query)
+    residual = torch.empty_like(query) if given.spec.residual else None
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    row_max = torch.empty_like(lse)
+    nothing = query.new_empty(0) if residual is None else residual
+    if call.blank(out, nothing):
+        lse.fill_(-math.inf)
+        row_max.fill_(-math.inf)
+        return out, nothing, lse, row_max
+    outputs = (out, residual, lse, row_max)
+    with on_device(query):
+        launch_forward(
+            call,
+            configs(call.capability, call.block_d, call.mean_keys).forward,
+            (query, key, value),
+            outputs,
+            given,
+        )
+        if call.packed:
+            fills = ((out, 0.0), (nothing, 0.0), (lse, -math.inf), (row_max, -math.inf))
+            call.blank_rest(given.cu_seqlens_q, call.longest_q, *(fill for fill in fills if fill[0].numel()))
+    return out, nothing, lse, row_max
+
+
+def launch_forward(
+    call: Call,
+    config: Config,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    given: Arguments,
+) -> None:
+    """One launch under a given configuration; the benchmark calls it to compare configurations.
+
+    inputs are query, key and value; outputs out, its residual (None keeps none), lse and row_max.
+    """
+    query, key, value = inputs
+
+    def settle() -> Launch:
+        tile = config.fitted(call.takes_descriptors(*inputs))
+        strides = (query.stride(), key.stride(), value.stride(), outputs[0].stride())
+        order = call.order(triton.cdiv(call.longest_q, tile.block_m), call.sequences * call.heads, call.longest_k)
+        return Launch(
+            forward_kernel,
+            (order[0] * order[1], 1, 1),
+            (strides, call.sizes, float(call.score_unit), order),
+            {"SPEC": call.compiled, "TILE": tile},
+            tile.options,
+            call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
+        )
+
+    means = launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k)
+    packed = (given.cu_seqlens_q, given.cu_seqlens_k)
+    told = (given.modes, means, *packed, given.seed)
+    call.launch(("forward", config), (*inputs, *outputs, *told), settle)

@@ -1,0 +1,26 @@
+"""The sets of runs that `foreshock lab run-set` makes. Those of finished studies are at commit b5a0960."""
+
+from foreshock.lab.sets.real_text import real_text_sets
+from foreshock.lab.sets.run_set import Entry
+from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.recipes import find_recipe
+
+_OBSERVED, _RESCUED = ("flash-untreated", "cudnn-untreated"), ("flash-rescued", "cudnn-rescued")
+_FRESH = (21, 22, 23, 24, 25)
+
+
+def _runs(recipe: str, arms: tuple[str, ...], seeds: tuple[int, ...]) -> list[Entry]:
+    return [Entry(recipe=find_recipe(recipe), arm=find_arm(arm), seed=seed) for seed in seeds for arm in arms]
+
+
+def published() -> dict[str, list[Entry]]:
+    """The sets by name: those of `real_text_sets`, and `vendor` (PyTorch's own attention)."""
+    return {
+        **real_text_sets(),
+        "vendor": [
+            *_runs("kb256", _OBSERVED, _FRESH),
+            *_runs("kb256", _RESCUED, _FRESH),
+            *_runs("kb256", ("control",), _FRESH[:3]),
+            *_runs("kb256b64", (*_OBSERVED, *_RESCUED), _FRESH),
+        ],
+    }

@@ -1,0 +1,241 @@
+"""`attach`: one line that finds a model's attention, says what it found and puts the watched attention under it."""
+
+import difflib
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from foreshock.contract.slots import identity_row
+from foreshock.contract.wire import MAX_LAYERS, Layer
+from foreshock.monitor.agent import Agent
+from foreshock.monitor.agent_settings import AgentSettings
+from foreshock.monitor.assessment import openness, rounding
+from foreshock.monitor.attention.copies import is_watched
+from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
+from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.lookout import Lookout
+from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
+from foreshock.monitor.config import AgentConfig, make_config
+from foreshock.monitor.instruments import Instruments, served_by
+from foreshock.monitor.model.discovery import Found, find_attention
+from foreshock.monitor.model.table import table_of
+from foreshock.monitor.model.weights import device_of
+
+_NO_ATTENTION: Final = (
+    "no attention was found in {model}: the code of no module was seen to call "
+    "torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn or transformers' "
+    'attention interface; where one does, tell its number of heads: heads={{"its name": 8}}'
+)
+
+
+def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unpack[AgentSettings]) -> Agent:
+    """Watch every attention layer of `model`, which stays as it is; `Agent.detach` takes everything back.
+
+    Call it when the model lies on its device and before torch.compile. Prints a table of what was found to standard
+    error, unless `quiet`. What is watched, and why it foretells an explosion: arXiv 2510.04212, section 3.
+
+    model: any module with attention in it, whole or a shard of it (DDP, FSDP2, tensor or pipeline parallel).
+    config: the settings; by default those of the variables FORESHOCK_*.
+    overrides: fields of AgentConfig, which go before `config` and variables: `run`, `url`, `policy`, `attention`, ...
+
+    Returns the agent: call `step` after every optimizer step, and `close` at the end, or use it in a `with` statement.
+    One that nothing refers to any more is closed.
+    Raises ValueError with a sentence for a wrong setting, a model without attention, a model that is compiled or
+    watched already.
+    """
+    settings = make_config(config, {**_place(config), **overrides})
+    _refuse_unfit(model)
+    _refuse_unknown_names(model, settings)
+    found = find_attention(model, settings.heads)
+    watched = [f for f in found if f.problem is None]
+    if not found:
+        raise ValueError(_NO_ATTENTION.format(model=type(model).__name__))
+    if not watched:
+        raise ValueError("; ".join(f"{names} cannot be watched: {why}" for names, why in _problems(found)))
+    if len(watched) > MAX_LAYERS:
+        raise ValueError(f"{len(watched)} attention layers were found; at most {MAX_LAYERS} can be watched")
+    device = device_of(watched[0].module, model)
+    state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
+    modes = torch.zeros(len(state), dtype=torch.int32, device=device)
+    layers = _layers_of(watched, state, modes, settings)
+    keeper = Keeper(layers, state, settings)
+    of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
+    lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
+    undo = _install(model, watched, layers, keeper, lookout)
+    try:
+        instruments = Instruments(
+            state=state,
+            modes=modes,
+            layers=_described(watched, settings, served_by(state, settings.numerics)),
+            layouts=tuple(layout for _, layout in of_modules),
+            report=_report(model, settings, found, keeper, served_by(state, settings.numerics)),
+            keeper=keeper,
+            lookout=lookout,
+            unwatched=len(found) - len(watched),
+        )
+        agent = Agent(settings, instruments, undo)
+    except BaseException:
+        undo()
+        raise
+    _agents.update(dict.fromkeys(layers, weakref.ref(agent)))
+    return agent
+
+
+_agents: Final[weakref.WeakKeyDictionary[WatchedLayer, weakref.ref[Agent]]] = weakref.WeakKeyDictionary()
+
+
+def detach(model: nn.Module) -> None:
+    """Close every agent that watches a module of `model`, which is then as before `attach`; nothing where none does.
+
+    For where the agent that `attach` returned is out of reach. The service is told that the run was stopped.
+    """
+    layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if is_watched(module)]
+    for layer in layers:
+        agent = known() if (known := _agents.get(layer)) is not None else None
+        if agent is not None:
+            agent.close("stopped")
+
+
+_SIZES: Final = ("world_size", "foreshock_world_size")
+
+
+def _place(config: AgentConfig | None) -> dict[str, int]:
+    """Rank and world size as torch.distributed knows them, where neither the user nor the launcher tells them.
+
+    Nor may a launcher know of all: of processes that its own process spawned, each has inherited its number.
+    """
+    if config is not None and not config.model_fields_set.isdisjoint(("rank", "world_size")):
+        return {}
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    given = {name.lower(): value for name, value in os.environ.items()}
+    numbered = not given.keys().isdisjoint(("rank", "world_size", "foreshock_rank", "foreshock_world_size"))
+    known = max((int(n) for key in _SIZES if (n := given.get(key, "")).isdecimal()), default=1)
+    world = torch.distributed.get_world_size()
+    return {} if numbered and known >= world else {"rank": torch.distributed.get_rank(), "world_size": world}
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("nn.DataParallel runs copies of the model in threads; use DistributedDataParallel")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model lies on the meta device, without numbers; attach when its weights have a device")
+    for name, module in model.named_modules():
+        if is_watched(module):
+            raise ValueError(f"{name or 'the model'} is watched by another agent; detach that one first")
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(f"{name or 'the model'} is compiled already; attach first, then compile")
+
+
+def _refuse_unknown_names(model: nn.Module, settings: AgentConfig) -> None:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for setting, told in (("heads", settings.heads), ("layers", settings.layers)):
+        for unknown in told.keys() - names:
+            near = difflib.get_close_matches(unknown, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; report() of an agent without it lists them"
+            raise ValueError(f"{setting} names {unknown[:100]!r}, which is no module of the model{hint}")
+
+
+def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: AgentConfig) -> list[WatchedLayer]:
+    """Each with its views into the packed buffers, and the proof of where its weights lie."""
+    sizes = [f.heads for f in watched]
+    layers = []
+    for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+        layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
+        layer.layout = LayoutProof(f.projection, f.unmeasured)
+        layers.append(layer)
+    return layers
+
+
+_installing: Final = threading.RLock()
+"""A dropped agent leaves in a thread of its own, perhaps while another one is attached."""
+
+
+def _install(
+    model: nn.Module,
+    watched: list[Found],
+    layers: list[WatchedLayer],
+    keeper: Keeper,
+    lookout: Lookout,
+) -> Callable[[], None]:
+    with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
+        for one in (keeper.stop, lookout.stop, leave_no_copies):
+            undo.callback(one)
+        for found, layer in zip(watched, layers, strict=True):
+            undo.callback(watch_module(found.module, layer))
+            if layer.layout is not None:
+                undo.callback(layer.layout.stop)
+                layer.layout.start()
+        if any(found.route == "transformers" for found in watched):
+            from foreshock.monitor.attention.transformers_attention import watch_dispatch
+            from foreshock.monitor.attention.transformers_positions import watch_positions
+
+            undo.callback(watch_dispatch())
+            keeper.masks_can_be_left_out(functools.partial(watch_positions, model))
+        sdpa_rebinding.acquire()
+        undo.callback(sdpa_rebinding.release)
+        installed = undo.pop_all()
+
+    def take_out() -> None:
+        with _installing:
+            installed.close()
+
+    return take_out
+
+
+def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[Layer, ...]:
+    """The layers as the service is told of them; `ours`: what of ours serves them, where it does."""
+    sampled = settings.attention != "kernels"
+    return tuple(
+        Layer(
+            layer=settings.layers.get(f.name, settings.first_layer + index),
+            name=f.name or "model",
+            heads=tuple(range(settings.first_head + f.first_head, settings.first_head + f.first_head + f.heads)),
+            kv_heads=f.kv_heads or f.heads,  # older services take no less than one
+            kv_heads_known=f.kv_heads > 0,
+            head_dim=f.head_dim,
+            served_by="probe" if sampled else ours,
+            sampled=sampled,
+        )
+        for index, f in enumerate(watched)
+    )
+
+
+def _report(model: nn.Module, settings: AgentConfig, found: list[Found], keeper: Keeper, ours: str) -> str:
+    """The table of what was found, printed where this process prints; what is not watched is warned of."""
+    for names, why in _problems(found):
+        logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
+    for f in found:
+        if f.also and f.problem is None:
+            same = ", ".join(f.also)
+            logger.warning("foreshock: %s is the same module as %s; their rows count into one layer", same, f.name)
+    now = "kept, sampled" if settings.attention != "kernels" else ours
+    numerics = _NUMERICS.get(settings.numerics, settings.numerics)
+    danger = rounding(*openness(model, [f for f in found if f.problem is None]))[0]
+    report = f"{danger}\n{table_of(found, now)}\nnumerics: {numerics}\n{keeper.describe()}"
+    if settings.shows:
+        print(report, file=sys.stderr)
+    return report
+
+
+def _problems(found: list[Found]) -> list[tuple[str, str]]:
+    """The modules that cannot be watched, those of one problem together, and the problem of the first of them."""
+    groups: dict[str, list[Found]] = {}
+    for f in found:
+        if f.problem is not None:
+            groups.setdefault(f.problem.replace(f'"{f.name}"', '""'), []).append(f)
+    return [(", ".join(f.name or "the model" for f in alike), str(alike[0].problem)) for alike in groups.values()]
+
+
+_NUMERICS: Final = {"auto": "auto (kernel for 16-bit operands, float32 for fp32, float64 for float64)"}

@@ -1,0 +1,214 @@
+"""Tells what is, not what was promised: who serves each layer, which of them count, and which stopped counting."""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, Words
+from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.layout_proof import LayoutProof, table_of_norms
+from foreshock.monitor.attention.running import outside
+from foreshock.monitor.attention.watched_layer import NOT_RUN, logger
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.model.table import listed
+
+_SILENT_SAMPLES: Final = 3
+_STOPPED: Final = 4
+"""A layer has stopped for good when it has been silent this many times as long as one is silent before it is named."""
+
+
+def pause_steps(config: AgentConfig) -> int:
+    """For how many steps no layer may count before that is a sign that another model trains."""
+    return _SILENT_SAMPLES * config.sample_every_steps
+
+
+class CoverageReport:
+    """How the layers of one agent stand, sample by sample. `unwatched` counts attention modules that have no layer;
+    `pause` is for how many steps none may count without a word; `shows`: whether tables are printed."""
+
+    def __init__(
+        self,
+        layers: Sequence[wire.Layer],
+        keeper: Keeper | None,
+        unwatched: int = 0,
+        pause: int | None = None,
+        layouts: Sequence[LayoutProof] = (),
+        *,
+        shows: bool = False,
+    ) -> None:
+        self._layouts: Final = layouts
+        self._shows: Final = shows
+        self._pause: Final = pause
+        self._last_counted, self._silent_samples, self._told_of_silence = 0, 0, False
+        self._layers: Final = tuple(layers)
+        self._keeper: Final = keeper
+        self._unwatched = unwatched
+        self._found: dict[str, str] = {}
+        """Attention that was found after attach and has no layer, and why."""
+        self._last: npt.NDArray[np.int64] = np.full(len(self._layers), -1)
+        """The step of the last sample in which each layer counted; -1 before the first."""
+        self._missed: npt.NDArray[np.int64] = np.zeros(len(self._layers), dtype=np.int64)
+        """Samples since then in which a layer like it counted."""
+        self._first: Final = np.cumsum([0, *(len(layer.heads) for layer in self._layers)])[:-1]
+        """Row of each layer's first head; a layer has one at least."""
+        self._silent: set[int] = set()
+        """Layers that were named and did not count since."""
+        self._returns = 0
+        """Samples in which one of them came back."""
+        self._looked = False
+        self._samples, self._wait, self._next_table = 0, 1, 0
+        self._shown: list[str] = []
+
+    def add_unwatched(self, found: Mapping[str, str]) -> None:
+        """Attention was found that has no layer: by name of its module, and why."""
+        for why, alike in itertools.groupby(sorted(found, key=found.__getitem__), found.__getitem__):
+            logger.warning("foreshock: the attention of %s is not watched: %s", ", ".join(alike), why)
+        self._unwatched += len(found)
+        self._found |= found
+
+    @property
+    def untold(self) -> bool:
+        """Whether the layers stand otherwise than the last table shows."""
+        return self._looked and self._shown != self._states()
+
+    def look(self, words: Words, since_step: int, step: int) -> bool:
+        """Take note of a sample's counts [N]; whether the table is due: the first one, and one after a
+        change, which waits for twice as many samples each time."""
+        counted = self._hits(words)
+        self._samples += 1
+        self._silent_samples = 0 if counted.any() else self._silent_samples + 1
+        if self._silent_samples:
+            self._warn_of_silence(step)
+        else:
+            self._last_counted, self._told_of_silence = step, False
+        self._last[counted] = step
+        if counted.all() and not self._silent and not self._missed.any() and self._looked and not self.untold:
+            return False  # as nearly always: every layer counts, and the table shows it
+        first, self._looked = not self._looked, True
+        if first:
+            self._warn(np.flatnonzero(~counted), step, since_step)
+            if outside.calls:
+                logger.warning(
+                    "foreshock: scaled_dot_product_attention was called %d times outside every watched module; those "
+                    "calls are not watched",
+                    outside.calls,
+                )
+        else:
+            self._warn_of_those_that_stopped(counted, since_step, step)
+        return self._table_is_due(first)
+
+    def _table_is_due(self, first: bool) -> bool:
+        if not first:
+            if not self.untold or self._samples < self._next_table:
+                return False
+            self._wait *= 2
+        self._shown, self._next_table = self._states(), self._samples + self._wait
+        return True
+
+    def _states(self) -> list[str]:
+        """How each layer stands, in a word; and what else was found."""
+        stopped = self._missed >= _STOPPED * self._patience
+        states = np.where(self._last < 0, "never", np.where(stopped, "stopped", "counts")).astype(object)
+        states[[layer.name in self._found for layer in self._layers]] = "replaced"
+        return [*states.tolist(), *self._found]
+
+    @property
+    def _patience(self) -> int:
+        """Samples that a layer may miss before it is named: more each time one came back, as where layers are dropped
+        at random."""
+        return 1 << max(self._returns - 1, 0)
+
+    def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
+        rows = words[:, Slot.ROWS] | words[:, Slot.EMPTY_ROWS] | words[:, Slot.NONFINITE_ROWS]
+        return np.logical_or.reduceat(rows != 0, self._first) if self._layers else np.zeros(0, dtype=bool)
+
+    def _warn_of_silence(self, step: int) -> None:
+        """No layer counts any more; told once, when it has lasted. A training whose steps are few samples is left."""
+        long = self._pause is not None and step - self._last_counted >= self._pause
+        if (self._last >= 0).any() and long and self._silent_samples >= _SILENT_SAMPLES and not self._told_of_silence:
+            self._told_of_silence = True
+            logger.warning(
+                "foreshock: no layer counted anything since step %d: another model trains than the one that is "
+                "watched, or no backward runs through it; attach to the model that trains",
+                self._last_counted,
+            )
+
+    def look_unstepped(self, words: Words) -> None:
+        """The agent closes and was told of no step: whoever trained the model forgot it."""
+        if self._hits(words).any():
+            logger.warning(
+                "foreshock: the model was trained, but agent.step(loss) was never called: nothing was judged, sent or "
+                "warned about; call it after every optimizer.step()"
+            )
+
+    def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
+        layers = [self._watched(number) for number in range(len(self._layers))]
+        sampled = np.array([layer is not None and layer.sampled for layer in layers])
+        for alike in (sampled, ~sampled):
+            if not counted[alike].any():
+                continue  # none of them: nothing was measured in this sample, or there was no backward
+            self._missed[alike & ~counted] += 1
+            self._missed[counted] = 0
+            long = np.flatnonzero(alike & (self._missed >= self._patience) & (self._last >= 0)).tolist()
+            named = [number for number in long if number not in self._silent]
+            since = since_step if self._patience == 1 else int(self._last[named].min(initial=since_step))
+            self._warn(named, step, since)
+        back = self._silent.intersection(np.flatnonzero(counted).tolist())
+        self._silent -= back
+        self._returns += bool(back)
+
+    def _warn(self, numbers: Any, step: int, since_step: int) -> None:
+        """Name the layers that counted nothing, those of one reason together."""
+        groups: dict[str, list[str]] = {}
+        for number in numbers:
+            layer, watched = self._layers[number], self._watched(number)
+            self._silent.add(int(number))
+            if watched is None or self._last[number] >= 0:  # what it met before tells nothing of now
+                why = "; ".join(watched.unserved if watched is not None else ()) or NOT_RUN
+            else:
+                why = watched.silence
+            groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
+        steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
+        for why, names in groups.items():
+            logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
+
+    def _watched(self, number: int) -> Any:
+        return None if self._keeper is None else self._keeper.layers[number]
+
+    def show(self, step: int) -> None:
+        """Print the table, where this process prints any."""
+        if self._shows and (table := self.table(norms=True)):
+            print(f"foreshock, from step {step} on:\n{table}", file=sys.stderr)
+
+    def table(self, *, norms: bool = False) -> str:
+        """A line for each group of layers that stand alike, and how many are watched in all; norms: then those whose
+        weights lie elsewhere than `attach` told."""
+        names = [layer.name for layer in self._layers]
+        of_norms = table_of_norms(names, self._layouts) if norms and self._layouts else ""
+        return "\n".join(filter(None, (self._of_layers(), of_norms)))
+
+    def _of_layers(self) -> str:
+        if self._keeper is None or not self._looked:
+            return ""
+        groups: dict[str, list[str]] = {}
+        states = self._states()
+        for number, layer in enumerate(self._layers):
+            how = self._keeper.how_served(number)
+            if states[number] == "replaced":
+                continue
+            if states[number] == "never":
+                how = f"kept, not measured: {self._watched(number).silence}"
+            elif states[number] == "stopped":
+                how = f"{how}; it counted nothing since step {self._last[number]}"
+            groups.setdefault(how, []).append(layer.name)
+        for name, why in self._found.items():
+            groups.setdefault(f"NOTHING: {why}", []).append(name or "the model")
+        lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
+        every = len(self._layers) - states.count("replaced") + self._unwatched
+        lines += self._keeper.what_a_switch_meets()
+        return "\n".join([*lines, f"watched {states.count('counts')} of {every} attention layers"])

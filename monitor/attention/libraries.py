@@ -1,0 +1,332 @@
+"""Serves or probes the attention of libraries: what stands in the place of the objects that their calls pass through.
+
+An argument that is not known here leaves its call as it is, unmeasured and named.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foreshock.monitor.attention.probed_rows import ScoreMod
+from foreshock.monitor.attention.running import (
+    expect_interception,
+    layer_of_this_call,
+    note_call_outside,
+    note_interception,
+    was_intercepted,
+)
+from foreshock.monitor.attention.watched_layer import Packed
+from foreshock.monitor.model.libraries import ORIGINAL, Entry, Make
+
+
+class _Call(NamedTuple):
+    """What a library was asked for, in the terms of `WatchedLayer.call`."""
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    """Query, key and value as the library takes them."""
+    scores: dict[str, Any]
+    packed: Packed | None = None
+    why: str | None = None
+    """Why our kernels cannot serve it."""
+    axes: tuple[int, int, int, int] = (0, 2, 1, 3)
+    """Where batch, heads, tokens and features are, once `four` has given a tensor its four dimensions."""
+    four: Callable[[Tensor], Tensor] = lambda x: x
+    as_theirs: Callable[[Tensor], Tensor] = lambda x: x
+    """Undoes `four` for the output."""
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        return self.four(x).permute(self.axes)
+
+    def heads_back(self, x: Tensor) -> Tensor:
+        return self.as_theirs(x.permute([self.axes.index(axis) for axis in range(4)]))
+
+
+def stand_in(original: Any, entry: Entry) -> Any:
+    """What calls of the library pass through in the place of `original`, as long as an agent is attached."""
+    names, library, describe = tuple(entry.arguments), original.__module__, _DESCRIBED[entry.make]
+
+    def described(args: Any, kwargs: Any) -> _Call | str:
+        return describe({**entry.arguments, **dict(zip(names, args, strict=False)), **kwargs}, library)
+
+    if isinstance(original, type):
+
+        def apply(*args: Any) -> Any:
+            return _watched(lambda: original.apply(*args), lambda: described(args, {}))  # type: ignore[attr-defined]
+
+        methods = {name: value for name, value in vars(original).items() if isinstance(value, staticmethod)}
+        return type(original.__name__, (), {**methods, "apply": staticmethod(apply), ORIGINAL: original})
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _watched(lambda: original(*args, **kwargs), lambda: described(args, kwargs))
+
+    setattr(function, ORIGINAL, original)
+    return function
+
+
+def _watched(own: Callable[[], Any], describe: Callable[[], _Call | str]) -> Any:
+    """The result of a call, of our kernels or its own with a sample of its rows measured."""
+    layer = layer_of_this_call()
+    if layer is None:
+        note_call_outside()
+        return own()
+    call = describe()
+    if isinstance(call, str):
+        expect_interception()
+        result = own()
+        if not was_intercepted():
+            note_interception()
+            layer.leave_alone(call)
+        return result
+    operands = [call.heads_first(x) for x in call.operands]
+    served = layer.serve(*operands, why=call.why, packed=call.packed, **call.scores)
+    if served is not None:
+        note_interception()
+        return call.heads_back(served).contiguous()
+    expect_interception()
+    result = own()
+    if was_intercepted():  # the library called another, which knows its operands better
+        return result
+    note_interception()
+    out, *more = result if isinstance(result, tuple) else (result,)
+    probed = layer.probed(call.heads_first(out), *operands, packed=call.packed, **call.scores)
+    out = call.heads_back(probed)
+    return (out, *more) if isinstance(result, tuple) else out
+
+
+def _asked(given: dict[str, Any], known: Collection[str]) -> str:
+    """The arguments of a call that say something and are not known, as a list in words."""
+    return ", ".join(
+        name for name, value in given.items() if name not in known and (isinstance(value, Tensor) or bool(value))
+    )
+
+
+_FLASH: Final = frozenset(
+    {
+        *("q", "k", "v", "qkv", "kv", "num_heads_q"),
+        *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k"),
+        *("softmax_scale", "causal", "window_size", "softcap", "dropout_p", "alibi_slopes"),
+        # without a word about which scores are computed
+        *("deterministic", "return_softmax", "return_lse", "is_grad_enabled", "num_splits", "pack_gqa", "sm_margin"),
+        *("min_seqlen_k", "scheduler_metadata", "seqlen_k_per_split", "disable_scheduler_metadata"),
+    }
+)
+
+
+def _of_flash(given: dict[str, Any], library: str) -> _Call | str:
+    """A call of flash_attn 2, 3 or 4: its causality and window are aligned bottom right."""
+    slopes = given.get("alibi_slopes")
+    asked = _asked(given, _FLASH)
+    if slopes is not None and torch.compiler.is_compiling():  # a function is no argument of the probe's operator
+        asked = "alibi_slopes"
+    if asked:
+        return f"it passes {asked} to {library}, which is not probed"
+    if (qkv := given.get("qkv")) is not None:
+        heads = given.get("num_heads_q")
+        rest = None if heads is None else (qkv.shape[-2] - heads) // 2
+        operands = qkv.unbind(-3) if rest is None else qkv.split([heads, rest, rest], -2)
+    else:
+        operands = given["q"], *(given["kv"].unbind(-3) if "kv" in given else (given["k"], given["v"]))
+    ends_q, ends_k = (given.get(name, given.get("cu_seqlens")) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    if (ends_q is None) != (ends_k is None):
+        return f"it packs either its queries or its keys in {library}, which is not probed"
+    longest = (given.get(name, given.get("max_seqlen")) for name in ("max_seqlen_q", "max_seqlen_k"))
+    max_q, max_k = (length if isinstance(length, int) else None for length in longest)
+    packed = None if ends_q is None or ends_k is None else Packed(ends_q, ends_k, max_q, max_k)
+    left, right = (-1 if side is None else side for side in given["window_size"])
+    scores = {
+        "causal": "bottom_right" if given["causal"] else "none",
+        "window": (left, -1 if given["causal"] else right),
+        "scale": given["softmax_scale"],
+        "softcap": max(given.get("softcap") or 0.0, 0.0),
+        "dropout_p": given.get("dropout_p") or 0.0,
+    }
+    several = given.get("return_softmax") or "return_lse" in given
+    why = f"{library} returns more than the output, which our kernels do not" if several else None
+    if slopes is not None:
+        longer = operands[1].shape[-3] - operands[0].shape[-3]
+        scores["score_mod"], why = (
+            _alibi(slopes, packed, longer),
+            "it passes alibi_slopes, which our kernels do not take",
+        )
+    if packed is None:
+        return _Call(operands, scores, None, why)
+    return _Call(operands, scores, packed, why, four=lambda x: x[None], as_theirs=lambda x: x[0])
+
+
+def _alibi(slopes: Tensor, packed: Packed | None, longer: int) -> ScoreMod:
+    """Adds -slope |i + off - j| to the score of query i and key j of a sequence; slopes [H] or [sequences, H]. off is
+    how much longer the keys are than the queries, `longer` where none are packed."""
+
+    def score_mod(scores: Tensor, entry: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if packed is None:
+            sequence, behind = entry, query + longer - key
+        else:
+            starts, key_starts = packed.cu_seqlens_q.long(), packed.cu_seqlens_k.long()
+            last = len(starts) - 2
+            sequence = torch.searchsorted(starts[1:], query.long(), right=True).clamp(max=last)
+            more = key_starts.diff() - starts.diff()
+            behind = query - starts[sequence] + more[sequence] - (key - key_starts[sequence])
+        slope = slopes[head.long()] if slopes.dim() == 1 else slopes[sequence.long(), head.long()]
+        return scores - slope * behind.abs()
+
+    return score_mod
+
+
+_TRIANGULAR: Final = {
+    "LowerTriangularMask": "top_left",
+    "LowerTriangularMaskWithTensorBias": "top_left",
+    "LowerTriangularFromBottomRightMask": "bottom_right",
+    "LowerTriangularFromBottomRightLocalAttentionMask": "bottom_right",
+    "LocalAttentionFromBottomRightMask": "none",
+    "BlockDiagonalMask": "none",
+    "BlockDiagonalCausalMask": "top_left",
+    "BlockDiagonalCausalLocalAttentionMask": "top_left",
+    "BlockDiagonalCausalFromBottomRightMask": "bottom_right",
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": "bottom_right",
+}
+"""xformers' biases by name: where their causal diagonal starts in each sequence."""
+
+
+def _of_xformers(given: dict[str, Any], library: str) -> _Call | str:
+    """A call of xformers' memory_efficient_attention: operands [B, M, K], [B, M, H, K] or [B, M, G, H, K]."""
+    asked = given["inp"]
+    bias, kind, dims = asked.attn_bias, type(asked.attn_bias).__name__, asked.query.dim()
+    mask = bias if isinstance(bias, Tensor) else None
+    if bias is not None and mask is None and kind not in _TRIANGULAR:
+        return f"it passes a {kind} to {library}, which is not probed"
+    if getattr(asked, "is_partial", False) or not 3 <= dims <= 5:
+        return f"it asks {library} for a part of its attention, or with {dims} dimensions, which is not probed"
+    if kind == "LowerTriangularMaskWithTensorBias":
+        mask = bias._bias
+    if mask is not None and dims != 4:
+        mask = mask.unsqueeze(1) if dims == 3 else mask.flatten(1, 2)
+    size = getattr(bias, "_window_size", 0) or 0
+    scores = {
+        "mask": mask,
+        "causal": _TRIANGULAR.get(kind, "none"),
+        "window": (getattr(bias, "window_left", size - 1), getattr(bias, "window_right", -1)),
+        "scale": asked.scale,
+        "dropout_p": asked.p,
+    }
+    packed = None
+    if kind.startswith("BlockDiagonal"):
+        queries, keys = bias.q_seqinfo, bias.k_seqinfo
+        packed = Packed(queries.seqstart, keys.seqstart, queries.max_seqlen, keys.max_seqlen)
+    operands = asked.query, asked.key, asked.value
+    if dims == 4:
+        return _Call(operands, scores, packed)
+    if dims == 3:
+        return _Call(operands, scores, packed, four=lambda x: x.unsqueeze(2), as_theirs=lambda x: x.squeeze(2))
+    groups = asked.query.shape[2:4]
+
+    def four(x: Tensor) -> Tensor:  # keys of a group are one, expanded
+        return x[:, :, :, 0] if x.stride(3) == 0 and x.shape[3] > 1 else x.flatten(2, 3)
+
+    return _Call(operands, scores, packed, four=four, as_theirs=lambda x: x.reshape(*x.shape[:2], *groups, -1))
+
+
+_TRANSFORMER_ENGINE: Final = frozenset(
+    {
+        *("self", "query_layer", "key_layer", "value_layer", "qkv_format", "attn_mask_type", "window_size"),
+        *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal"),
+        # without a word about which scores are computed, or only beside others that are named
+        *("attention_mask", "core_attention_bias_type", "fast_zero_fill", "bf16_backward", "num_splits"),
+        "qkv_interleave_dim",
+    }
+)
+_MASK_TYPES: Final = {"": "none", "causal": "top_left", "causal_bottom_right": "bottom_right"}
+
+
+def _of_transformer_engine(given: dict[str, Any], library: str) -> _Call | str:
+    """A call of TransformerEngine's DotProductAttention: operands [S, B, H, D], [B, S, H, D] or packed [T, H, D], the
+    output with its heads end to end."""
+    module, query = given["self"], given["query_layer"]
+    order = given["qkv_format"] or module.qkv_format
+    packs = order == "thd"
+    kind = (given["attn_mask_type"] or module.attn_mask_type).replace(",", "_")
+    kind = {"no_mask": "", "causal_padding": "padding_causal"}.get(kind, kind)
+    scored = kind.removeprefix("padding").removeprefix("_") if packs else kind
+    asked = _asked(given, _TRANSFORMER_ENGINE)
+    if scored not in _MASK_TYPES or (given["attention_mask"] is not None and kind != scored):
+        asked = f"attn_mask_type={kind}"
+    elif (given["cu_seqlens_q"] is not None) != packs:
+        asked = "cu_seqlens_q"
+    elif getattr(module, "softmax_type", "vanilla") != "vanilla":
+        asked = "softmax_type"
+    elif getattr(module, "cp_group", None) is not None and _processes(module.cp_group) > 1:
+        asked = "cp_group"
+    left, right = given["window_size"] or module.window_size or (-1, -1)
+    if scored or (left, right) == (-1, 0):
+        right = -1
+    elif (left, right) != (-1, -1) and (given["bottom_right_diagonal"], module.bottom_right_diagonal) != (None, None):
+        asked = "bottom_right_diagonal"
+    if asked:
+        return f"it passes {asked} to {library}, which is not probed"
+    scores = {
+        "causal": _MASK_TYPES[scored],
+        "window": (left, right),
+        "scale": module.flash_attention.softmax_scale,
+        "dropout_p": module.attention_dropout if module.training else 0.0,
+    }
+    heads = query.shape[-2]
+
+    def four(x: Tensor) -> Tensor:
+        x = x if x.dim() == query.dim() else x.view(*x.shape[:-1], heads, -1)
+        return x[None] if packs else x
+
+    packed = None
+    if packs:
+        packed = Packed(given["cu_seqlens_q"], given["cu_seqlens_kv"], given["max_seqlen_q"], given["max_seqlen_kv"])
+    why = f"{library} returns more than the output" if getattr(module, "return_max_logit", False) else None
+    operands = query, given["key_layer"], given["value_layer"]
+    axes = (1, 2, 0, 3) if order == "sbhd" else (0, 2, 1, 3)
+    return _Call(operands, scores, packed, why, axes, four, lambda x: (x[0] if packs else x).flatten(-2))
+
+
+def _processes(group: Any) -> int:
+    groups = group if isinstance(group, list) else [group]
+    return max(torch.distributed.get_world_size(each) for each in groups)
+
+
+def _of_megatron(given: dict[str, Any], library: str) -> _Call | str:
+    """A call of Megatron's own DotProductAttention: operands [S, B, H, D], the output [S, B, H D]."""
+    module, query, key, mask = (given[name] for name in ("self", "query", "key", "attention_mask"))
+    softmax = module.scale_mask_softmax
+    asked = _asked(given, {"self", "query", "key", "value", "attention_mask", "attn_mask_type"})
+    if getattr(module, "softmax_offset", None) is not None:
+        asked = "softmax_offset"
+    if asked:
+        return f"it passes {asked} to {library}, which is not probed"
+    length, batch, heads, _ = query.shape
+    causal, window = softmax.attn_mask_type.name == "causal", getattr(softmax, "window_size", None)
+    if softmax.is_kernel_available(mask, batch, heads, length, len(key)):  # fused: by the mask or, if causal, without
+        mask, window = None if causal else mask, None
+    elif window is not None:
+        causal, mask = False, None
+    elif mask is not None:
+        causal = False
+    scores = {
+        "mask": None if mask is None else ~mask,
+        "causal": "top_left" if causal else "none",
+        "window": (-1, -1) if window is None else tuple(window),
+        "scale": module.softmax_scale * (softmax.scale or 1.0),
+        "dropout_p": module.attention_dropout.p if module.training else 0.0,
+    }
+
+    def four(x: Tensor) -> Tensor:
+        return x if x.dim() == 4 else x.view(length, batch, heads, -1)
+
+    operands = query, key, given["value"]
+    return _Call(operands, scores, axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2))
+
+
+_DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], _Call | str]]] = {
+    "flash_attn": _of_flash,
+    "xformers": _of_xformers,
+    "transformer_engine": _of_transformer_engine,
+    "megatron": _of_megatron,
+}

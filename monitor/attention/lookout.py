@@ -1,0 +1,140 @@
+"""Looks out for attention that is not watched: what a backward runs in fact, and modules that are added after attach.
+
+A backward tells it in the first steps, and again after modules changed; neither costs a later step anything.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from foreshock.monitor.attention.interception import sdpa_rebinding
+from foreshock.monitor.attention.layout_proof import LayoutProof
+from foreshock.monitor.attention.watched_layer import logger
+from foreshock.monitor.model.discovery import find_attention
+from foreshock.monitor.model.executed import attention_in
+
+_LOOKS: Final = 2
+"""Backwards through the model that are read; the first may be of a part of it."""
+_TRIES: Final = 8
+"""Backwards at most that are asked whether they run through the model."""
+
+
+class Lookout:
+    """Tells which attention of `model` nobody watches. known: names of the attention modules that attach found;
+    told_heads: as attach was given them; layouts: of each watched module, the proof that is to hear whether it is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        known: Sequence[str],
+        told_heads: dict[str, int],
+        layouts: Sequence[tuple[nn.Module, LayoutProof]] = (),
+    ) -> None:
+        self._model: Final = ref(model)
+        self._known = {name: model.get_submodule(name) for name in known}
+        self._told_heads: Final = told_heads
+        self._layouts: Final = layouts
+        self._modules = {id(module) for module in model.modules()}
+        self._looks, self._tries = _LOOKS, _TRIES
+        self._executed: dict[str, str] = {}
+        self._changed = False
+        self._registration: Final = register_module_module_registration_hook(self._registered)
+        _looking.add(self)
+        _follow_backwards()
+
+    def news(self) -> dict[str, str]:
+        """Attention found since it was asked last that is not watched: by name of its module, and why. Free where
+        nothing happened."""
+        sdpa_rebinding.follow_imports()
+        if not self._changed and not self._executed:
+            return {}
+        found = {
+            name: f"it {why}"
+            for name, why in self._executed.items()
+            if not any(_lies_in(name, other) or _lies_in(other, name) for other in self._known)
+        }
+        self._executed.clear()
+        if self._changed:
+            self._changed = False
+            found |= self._added()
+        if found and (model := self._model()) is not None:
+            self._known |= {name: model.get_submodule(name) for name in found}
+        return found
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._registration.remove()
+        self._done()
+
+    def _added(self) -> dict[str, str]:
+        """Attention modules that were not there before."""
+        if (model := self._model()) is None:
+            return {}
+        now = dict(model.named_modules(remove_duplicate=False))
+        before, self._modules = self._modules, {id(module) for module in now.values()}
+        self._known = {name: module for name, module in self._known.items() if now.get(name) is module}
+        for module, layout in self._layouts:
+            layout.gone = id(module) not in self._modules
+        self._looks, self._tries = _LOOKS, _TRIES
+        _looking.add(self)
+        _follow_backwards()
+        again = "it was added after attach; close the agent and attach again to watch it"
+        return {
+            each.name: again if each.problem is None else each.problem
+            for each in find_attention(model, self._told_heads)
+            if id(each.module) not in before
+        }
+
+    def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._changed |= id(parent) in self._modules and child is not None and id(child) not in self._modules
+
+    def look(self, roots: Sequence[Tensor]) -> None:
+        """Take note of what a backward from `roots` is about to run."""
+        model = self._model()
+        executed = attention_in(roots, model) if model is not None else None
+        self._tries -= 1
+        if executed is not None:
+            self._looks -= 1
+            self._executed |= executed
+        if not self._looks or not self._tries:
+            self._done()
+
+    def _done(self) -> None:
+        _looking.discard(self)
+        if not _looking:
+            _leave_backwards()
+
+
+def _lies_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+_looking: Final[WeakSet[Lookout]] = WeakSet()
+_original: Final[Any] = torch.autograd.backward
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        roots = [each for each in (tensors if isinstance(tensors, Sequence) else [tensors]) if isinstance(each, Tensor)]
+        for each in list(_looking):
+            try:
+                each.look(roots)
+            except Exception as error:  # training goes on
+                logger.debug("foreshock: a backward could not be read: %r", error)
+                each.stop()
+    return _original(tensors, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _follow_backwards() -> None:
+    if torch.autograd.backward is _original:
+        torch.autograd.backward = _backward
+
+
+def _leave_backwards() -> None:
+    if torch.autograd.backward is _backward:
+        torch.autograd.backward = _original

@@ -1,0 +1,114 @@
+"""What the agent says on the training's terminal: a line when an incident opens, grows tenfold, turns worse or ends.
+
+Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from foreshock.contract import wire
+from foreshock.contract.decision import IncidentCause, cause_of
+from foreshock.contract.incident import Incident, Warned, incidents
+from foreshock.monitor.config import AgentConfig
+
+
+@dataclass
+class _Open:
+    """An incident as far as it has been told."""
+
+    warned: dict[str, Warned] = field(default_factory=dict)
+    standing: set[str] = field(default_factory=set)
+    critical: bool = False
+    told: tuple[int, bool] = (0, False)
+    """How many digits its heads had, and whether it was critical."""
+
+
+class ConsoleReporter:
+    """Turns verdicts and switches into lines; what it costs does not grow with the heads, but for the lines it says."""
+
+    def __init__(self, config: AgentConfig, layers: Sequence[wire.Layer]) -> None:
+        self._config = config
+        parts = config.first_layer or config.layers or any(layer.heads[0] for layer in layers if layer.heads)
+        self.first = config.rank == 0 or bool(parts)
+        """Whether this process is the first of those that hold the same heads, as far as the settings tell."""
+        self._speaks = not config.quiet and self.first
+        self._open: dict[IncidentCause, _Open] = {}
+        self._switched = 0
+        self._clip: str | None = None
+
+    def lines_for(
+        self, verdicts: Sequence[wire.Verdict], modes: Callable[[], Mapping[wire.HeadRef, str]], clip: str | None = None
+    ) -> list[str]:
+        """The lines that these verdicts are worth. modes: gives the present mode of every head that is switched; clip:
+        `Started.qk_clip` as it is now."""
+        self._clip = clip
+        for verdict in verdicts:
+            if verdict.severity != "info":
+                self._take(verdict)
+        lines = []
+        for cause, own in list(self._open.items()):
+            now = (len(str(len(own.standing))) if own.standing else 0, own.critical)
+            if not own.standing:
+                del self._open[cause]
+                if own.warned:  # else all of it turned out to be of another cause
+                    lines.append(f"foreshock: {self._of(own, modes).sentence}")
+            elif now > own.told or now[1] > own.told[1]:
+                own.told = max(now, own.told)
+                said = self._of(own, modes)
+                word = "critical" if own.critical else "warning"
+                lines.append(f"foreshock: {word}: {said.sentence} {said.done} To do: {said.to_do}")
+        return lines
+
+    def switched(self, events: Sequence[wire.Switched]) -> list[str]:
+        """A line when the heads that were switched, or proposed to be, have become tenfold."""
+        heads = sum(len(event.heads) for event in events)
+        before, self._switched = self._switched, self._switched + heads
+        if not heads or (before and len(str(self._switched)) == len(str(before))):
+            return []
+        last = events[-1]
+        what = "switched to" if last.outcome == "applied" else "proposed to be switched to"
+        return [f"foreshock: step {last.step}: {self._switched} heads are {what} {last.after[-1]}."]
+
+    def report_switched(self, events: Sequence[wire.Switched]) -> None:
+        """Print what `switched` gives."""
+        self.print_lines(self.switched(events))
+
+    def report(
+        self, verdicts: Sequence[wire.Verdict], modes: Callable[[], Mapping[wire.HeadRef, str]], clip: str | None
+    ) -> None:
+        """Print what `lines_for` gives."""
+        self.print_lines(self.lines_for(verdicts, modes, clip))
+
+    def print_lines(self, lines: Sequence[str]) -> None:
+        """Print them, where this process speaks."""
+        for line in lines if self._speaks else ():
+            print(line, file=sys.stderr)
+
+    def _take(self, verdict: wire.Verdict) -> None:
+        cause = cause_of(verdict)
+        raised = verdict.step
+        for other, own in self._open.items():
+            if (before := own.warned.get(verdict.id)) is not None:
+                raised = before.raised_step
+                if other != cause:  # the detectors know better by now
+                    del own.warned[verdict.id]
+                    own.standing.discard(verdict.id)
+        if verdict.state == "cleared" and cause not in self._open:
+            return
+        own = self._open.setdefault(cause, _Open())
+        own.warned[verdict.id] = Warned(self._config.rank, raised, verdict)
+        (own.standing.discard if verdict.state == "cleared" else own.standing.add)(verdict.id)
+        own.critical |= verdict.severity == "critical" and verdict.state != "cleared"
+
+    def _of(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]]) -> Incident:
+        config = self._config
+        [found] = incidents(
+            own.warned.values(),
+            modes=modes(),
+            policy=config.policy,
+            mitigation=config.mitigation,
+            scope=config.switch_scope,
+            clip=self._clip,
+        )
+        return found

@@ -1,0 +1,398 @@
+"""QK-Clip as an act: when it is on, which layers it may scale, and what it did, in events and in words."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.contract.decision import calls_for_clip
+from foreshock.contract.modes import CLIP_ORDERS, ClipWhen
+from foreshock.contract.orders import clip_order
+from foreshock.contract.slots import Floats, Slot, slot_values
+from foreshock.monitor.attention.watched_layer import WatchedLayer
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.guard import Guard, logger
+from foreshock.monitor.instruments import Instruments
+from foreshock.monitor.model.layers import Projection
+from foreshock.monitor.model.table import listed
+from foreshock.monitor.qk_clip.replicas import alike, group_of_replicas
+from foreshock.monitor.qk_clip.scaling import QKClip
+from foreshock.monitor.qk_clip.targets import projection_of
+from foreshock.monitor.sampling.collector import Counted
+
+_BEGIN_TOGETHER: Final = (
+    "several processes can only begin to clip in the same step: start them with qk_clip='warned' or 'always', or call "
+    "agent.set_qk_clip in all of them at the same step"
+)
+_TELL_EVERY_STEPS: Final = 100
+"""An event tells of all scalings of so many steps: a run may scale in each of a million."""
+_OTHER_HEADS: Final = (
+    "the processes hold different heads or layers, or have other settings; name the processes that hold the same heads "
+    "with agent.qk_clip_with(group=...)"
+)
+
+
+class Clipping:
+    """Switches QK-Clip on and off, and remembers what it did. Its faults end it, and are contained by `guard`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        instruments: Instruments,
+        guard: Guard,
+        new_id: Callable[[], str],
+        emit: Callable[[wire.Event], None],
+    ) -> None:
+        self.on = config.qk_clip == "always"
+        self.when: ClipWhen = config.qk_clip
+        """The setting, or what an order has made of it since."""
+        self._config: Final = config
+        self._instruments: Final = instruments
+        self._guard: Final = guard
+        self._new_id: Final = new_id
+        self._emit: Final = emit
+        self._watched: Final[Sequence[WatchedLayer]] = () if instruments.keeper is None else instruments.keeper.layers
+        self._heads: Final = wire.head_refs(instruments.layers)
+        self._asked = config.qk_clip != "never"
+        self._held = False
+        self._over = ""
+        """Why nothing is scaled any more."""
+        self._clip: QKClip | None = None
+        self._ready = False
+        """Whether the processes that are to agree have found each other."""
+        self._found: list[tuple[object, ...]] = []
+        self._optimizers: Sequence[Any] = ()
+        self._group: torch.distributed.ProcessGroup | None = None
+        self._untold: dict[wire.HeadRef, tuple[int, float]] = {}
+        """As `_done`, since it was last told."""
+        self._told_at: int | None = None
+        self._last_step = 0
+        """Of the newest sample that told of it."""
+        self._done: dict[wire.HeadRef, tuple[int, float]] = {}
+        """Heads that were ever scaled: how often, and by what factor the scores were scaled altogether at most."""
+        self.last_scores: Floats | None = None
+        """The largest score of each head in the last sample, for dry runs."""
+        self._looked: tuple[list[tuple[object, ...]], dict[int, str]] | None = None
+        """How the layers stood when it was last looked which can be scaled, and why others cannot."""
+        self._ask_for_all_rows(1)
+
+    # ---- people and policy ----------------------------------------------------------------------------------------
+
+    def given(self, optimizer: object, group: "torch.distributed.ProcessGroup | None") -> None:
+        """Which optimizer owns the weights, and which processes hold the same heads; None leaves it as it was."""
+        if group is not None and self._ready:
+            raise ValueError("the processes have begun to agree; give group before the first step")
+        if optimizer is not None:
+            several = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+            if not several or not all(hasattr(one, "param_groups") and hasattr(one, "state") for one in several):
+                raise ValueError(
+                    f"optimizer is {optimizer!r:.100}; give the optimizer of the training, or a list of several"
+                )
+            self._optimizers = several
+        self._group = group if group is not None else self._group
+        self._found, self._looked = [], None
+
+    def why_not(self) -> str | None:
+        """Why it cannot be switched on now, in a sentence; None where it can."""
+        if self._over:
+            return f"QK-Clip stays off: {self._over}"
+        if not self._ready and group_of_replicas(self._group) is not None:
+            return _BEGIN_TOGETHER
+        now = self._standing()
+        if self._looked is None or self._looked[0] != now:
+            self._looked = now, self._trial().refused
+        refused = self._looked[1]
+        if len(refused) < len(self._watched):
+            return None
+        return f"QK-Clip can scale none of the layers: {'; '.join(self._refusals(refused))}"
+
+    @property
+    def state(self) -> wire.ClipState | None:
+        """As `Started` tells it."""
+        if self.on:
+            return "on"
+        return None if self.why_not() else "warned" if self.when == "warned" else "never"
+
+    def obey(self, order: wire.Command, active: Iterable[wire.Verdict], *, step: int) -> str:
+        """Carry out an order, and say what became of it. Raises ValueError where it is refused."""
+        when = CLIP_ORDERS.get(order.mode)
+        if when is None:
+            raise ValueError(f"QK-Clip has no order {order.mode!r}; there are {', '.join(CLIP_ORDERS)}")
+        if when != "never" and not self.on and (why := self.why_not()):
+            raise ValueError(why)
+        if order.dry_run:
+            return self._would()
+        self.when, reason = when, f"{order.issued_by}: {order.reason}"
+        if when != "warned":
+            self.set(when == "always", step=step, reason=reason)
+        else:
+            self._held, self._asked = False, True
+            self.follow(active, step=step)
+        return f"QK-Clip is {'on' if self.on else 'off until scores grow' if when == 'warned' else 'off'}"
+
+    def _would(self) -> str:
+        """What the last sample would have it do, in words; of kept attention it holds a sample of the scores."""
+        scaled = {} if self.last_scores is None else self._factors(self.last_scores)
+        named = [f"layer {layer} head {head} by {factor:.3g}" for (layer, head), factor in scaled.items()]
+        kept = any(layer.sampled for layer in self._watched)
+        told = f"QK-Clip would scale the scores of {listed(named)}" if named else "QK-Clip would scale no head now"
+        return told + ", by the sampled rows of kept attention; all its rows may hold a larger score" * kept
+
+    def set(self, on: bool, *, step: int, reason: str) -> wire.Clipped:
+        """Switch it on or off, as a person says. Raises ValueError where it cannot be on."""
+        if on and self._over:
+            raise ValueError(f"QK-Clip stays off: {self._over}")
+        self._held = not on
+        return self._switched(on, step, reason)
+
+    def _switched(self, on: bool, step: int, reason: str) -> wire.Clipped:
+        if on and not self.on:
+            self._clip = self._clip or self._new_clip()
+            self._clip.begin()
+        self.on, self._asked = on, self._asked or on
+        self._ask_for_all_rows(step + 1)
+        after = "" if on else "; weights that were scaled stay so: training has gone on from them"
+        logger.warning("foreshock, step %d: QK-Clip is %s: %s%s", step, "on" if on else "off", reason, after)
+        event = wire.Clipped(id=self._new_id(), step=step, on=on, total=self._total, reason=(reason + after)[:500])
+        self._emit(event)
+        return event
+
+    def follow(self, verdicts: Iterable[wire.Verdict], *, step: int) -> None:
+        """Switch on for a warning of scores that grow where that was agreed to, or propose to ask people."""
+        if self.on or self._over:
+            return
+        for verdict in filter(calls_for_clip, verdicts):
+            new = verdict.state == "raised" or verdict.corrected_step == verdict.step
+            if self.when != "warned":
+                if new and (order := clip_order(self.state, self._config.policy)) is not None:
+                    self._propose(order, verdict, step)
+                    return
+            elif not self._held or new:
+                self._held = False
+                self._switched(True, step, f"qk_clip warned: {verdict.sentence}")
+                return
+
+    def _propose(self, order: str, verdict: wire.Verdict, step: int) -> None:
+        heads = self._heads[:1] if verdict.layer is None or verdict.head is None else [(verdict.layer, verdict.head)]
+        reason = f"policy {self._config.policy}: {verdict.sentence}"[:500]
+        self._emit(
+            wire.Switched(
+                id=self._new_id(),
+                step=step,
+                verdict=verdict.id,
+                outcome="proposed",
+                heads=tuple(heads),
+                before=("qk_clip_never",),
+                after=(order,),
+                reason=reason,
+            )
+        )
+
+    def dry_run(self) -> dict[wire.HeadRef, float]:
+        """What the scores of each head would be scaled by, by the largest of the last sample and since."""
+        trial = self._trial()
+        scores = (trial if self._clip is None else self._clip).largest.cpu().numpy()
+        return self._factors(scores if self.last_scores is None else np.fmax(scores, self.last_scores))
+
+    def _factors(self, scores: Floats) -> dict[wire.HeadRef, float]:
+        refused, tau = self._trial().refused, self._config.qk_clip_threshold
+        return {
+            head: tau / score
+            for head, score in zip(self._heads, scores.tolist(), strict=True)
+            if head[0] not in refused and tau < score < math.inf
+        }
+
+    def _trial(self) -> QKClip:
+        layers, tau = self._instruments.layers, self._config.qk_clip_threshold
+        return QKClip(layers, self._projections(), self._instruments.state, threshold=tau)
+
+    def _projections(self) -> list[Projection | str]:
+        both, keeper = zip(self._watched, self._instruments.layouts, strict=True), self._instruments.keeper
+        return [] if keeper is None else [projection_of(*each, keeper, self._optimizers) for each in both]
+
+    def _standing(self) -> list[tuple[object, ...]]:
+        """What tells that weights are to be looked for anew."""
+        both = zip(self._watched, self._instruments.layouts, strict=True)
+        keeper = self._instruments.keeper
+        return [
+            (layer.sampled, keeper and keeper.why_not_in_full(layer), len(layer.unserved), layout.proved)
+            for layer, layout in both
+        ]
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int) -> None:
+        """Scale what passed the threshold in optimizer step `step`, the one that is done.
+
+        Processes that share heads call it in the same steps: none goes past it alone, whatever fails here.
+        """
+        self._ask_for_all_rows(step + 1)
+        if not self._asked or not self._watched:
+            return
+        if not self._ready:
+            self._guard.run(self._start)
+        clip = self._clip
+        if clip is None or not self._ready or (clip.group is None and (self._over or not self.on)):
+            return
+        if not self._over and self._guard.run(self._look_again, clip) is None:
+            self._end("a fault in finding the weights")
+        if self._guard.run(self._scale, clip) is None and not self._over:
+            self._end("a fault in scaling")
+
+    def _ask_for_all_rows(self, step: int) -> None:
+        """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
+        if self._instruments.keeper is not None:
+            due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
+            self._instruments.keeper.compute_in_full(due)
+
+    def _scale(self, clip: QKClip) -> bool:
+        clip.after_step(on=self.on, broken=bool(self._over))
+        return True
+
+    def _end(self, why: str) -> None:
+        self.on, self._over = False, why
+        logger.warning("foreshock: QK-Clip is off from now on: %s", why)
+
+    def _start(self) -> None:
+        group = group_of_replicas(self._group)
+        layers, state = self._instruments.layers, self._instruments.state
+        own = self._config.qk_clip_threshold, self._config.qk_clip_every_steps
+        what = [(layer.layer, layer.heads) for layer in layers], own
+        if group is not None and not alike(group, state, what):
+            self._asked = False
+            self._end(_OTHER_HEADS)
+            return
+        self._clip = self._clip or self._new_clip()
+        self._clip.group, self._ready = group, True
+
+    def _new_clip(self) -> QKClip:
+        layers, keeper = self._instruments.layers, self._instruments.keeper
+        unknown = ["no call has shown it yet"] * len(layers)
+        largest, tau = None if keeper is None else keeper.largest, self._config.qk_clip_threshold
+        return QKClip(layers, unknown, self._instruments.state, threshold=tau, largest=largest)
+
+    def _look_again(self, clip: QKClip) -> bool:
+        """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
+        layouts, now = self._instruments.layouts, self._standing()
+        if now == self._found and not clip.stale and not any(layout.waits for layout in layouts):
+            return True
+        before = clip.refused
+        clip.find(self._projections(), [layer.sampled for layer in self._watched])
+        self._found = [(*told[:3], layout.proved) for told, layout in zip(now, layouts, strict=True)]
+        if clip.refused and clip.refused != before and (self.on or clip.group is not None):
+            logger.warning("foreshock: QK-Clip leaves out %s", "; ".join(self._refusals(clip.refused)))
+        return True
+
+    # ---- what was done --------------------------------------------------------------------------------------------
+
+    def before_sample(self) -> dict[str, Tensor]:
+        """A sample is taken now: it gets the largest scores of all steps since the last, and what was done in them."""
+        clip = self._clip
+        if clip is None:
+            return {}
+        clip.before_sample()
+        done = {
+            "clip_factor": clip.done[0].clone(),
+            "clipped_steps": clip.done[1].clone(),
+            "wishes": clip.wishes.clone(),
+        }
+        clip.forget()
+        return done
+
+    def arrived(self, counted: Counted) -> None:
+        """Take in what a sample tells, once it is on the host."""
+        self.last_scores = slot_values(counted.words, Slot.SCORE_MAX)
+        wishes = counted.norms.pop("wishes", None)
+        if wishes is None:
+            return
+        self._last_step = counted.step
+        for row in np.flatnonzero(counted.norms["clipped_steps"]).tolist():
+            head, times = self._heads[row], int(counted.norms["clipped_steps"][row])
+            factor = float(counted.norms["clip_factor"][row])
+            for told in (self._done, self._untold):
+                before, smallest = told.get(head, (0, 1.0))
+                told[head] = before + times, min(smallest, factor)
+        if self._untold and (self._told_at is None or counted.step >= self._told_at + _TELL_EVERY_STEPS):
+            self.tell_rest()
+        asked, broken = (wish > 0 for wish in wishes.tolist())
+        if broken and not self._over:
+            self._end("another process cannot take part")
+        elif asked and not self.on and not self._over and not self._held:
+            self._switched(True, counted.step, "another process asked for it")
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process tells what was scaled: of those that scale alike, the first."""
+        group = None if self._clip is None else self._clip.group
+        return group is None or torch.distributed.get_rank(group) == 0
+
+    @property
+    def _total(self) -> int:
+        return sum(times for times, _ in self._done.values()) if self._speaks else 0
+
+    def tell_rest(self) -> None:
+        """Tell what was scaled since it was last told."""
+        untold, self._untold = self._untold, {}
+        if not untold or not self._speaks:
+            return
+        least = min(factor for _, factor in untold.values())
+        if self._told_at is None:
+            named = listed([f"layer {layer} head {head}" for layer, head in untold])
+            logger.warning("foreshock, step %d: QK-Clip scaled %s; smallest factor %.3g", self._last_step, named, least)
+        self._told_at = self._last_step
+        self._emit(
+            wire.Clipped(
+                id=self._new_id(),
+                step=self._last_step,
+                on=True,
+                heads=tuple(untold),
+                factors=tuple(factor for _, factor in untold.values()),
+                times=tuple(times for times, _ in untold.values()),
+                total=self._total,
+                reason=f"{len(untold)} heads passed {self._config.qk_clip_threshold:g}",
+            )
+        )
+
+    def _refusals(self, refused: dict[int, str]) -> list[str]:
+        by_why: dict[str, list[str]] = {}
+        names = {layer.layer: layer.name for layer in self._instruments.layers}
+        for number, why in refused.items():
+            by_why.setdefault(why, []).append(names[number])
+        return [f"{len(each)} layers ({listed(each)}): {why}" for why, each in by_why.items()]
+
+    def report(self) -> str:
+        """Whether it is on and what it did, in a line; "" where it was never asked for."""
+        if not self._asked and not self._over and not self._done:
+            return ""
+        said = f"QK-Clip is {'on' if self.on else 'off'} at {self._config.qk_clip_threshold:g}"
+        if self._over:
+            said += f", {self._over}"
+        if self._done:
+            scalings = sum(times for times, _ in self._done.values())
+            least = min(least for _, least in self._done.values())
+            said += f"; {len(self._done)} heads were scaled, {scalings} times in all, smallest factor {least:.3g}"
+        refused = self._refusals({} if self._clip is None else self._clip.refused)
+        return said + (f"; left out: {'; '.join(refused)}" if refused else "")
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether it is on, and what it did to which head, JSON-able."""
+        done = [[*head, times, least] for head, (times, least) in self._done.items()]
+        agreed = [self._config.qk_clip, self.when]
+        return {"on": self.on, "held": self._held, "done": done, "agreed": agreed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as saved. Raises ValueError and TypeError for what is damaged; then nothing is taken up."""
+        done = {(int(layer), int(head)): (int(times), float(least)) for layer, head, times, least in state["done"]}
+        on, held = bool(state["on"]), bool(state["held"])
+        self._done, self._held = done, held
+        setting, when = state.get("agreed", (None, None))
+        if setting == self._config.qk_clip and when in CLIP_ORDERS.values():  # else the setting is the newer word
+            self.when = when
+        if self._config.qk_clip != "always" or self.when == "never":
+            self.on, self._asked = on, self._asked or on

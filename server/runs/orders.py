@@ -1,0 +1,106 @@
+"""What was ordered of runs, and what ranks made of it: as far as incidents and the machines' own orders need it."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sqlalchemy import desc, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.decision import calls_for_clip, cause_of, curable
+from foreshock.contract.incident import Warned
+from foreshock.contract.modes import CLIP_ORDERS, is_mode, parse_mode
+from foreshock.contract.orders import Ordered
+from foreshock.contract.wire import HeadRef, Switched, Verdict
+from foreshock.server.store.reading import read_back
+from foreshock.server.store.schema import command_ranks, commands, warnings
+
+
+class Given(NamedTuple):
+    """What an order made of a head at a step."""
+
+    step: int
+    taken: bool
+    """Whether it took a mitigation away."""
+    mode: str | None
+    """What the head has since; None while other ranks have not answered."""
+
+
+@dataclass
+class Orders:
+    """Orders and proposals of a run, the newest first, and what the newest that was carried out made of each head."""
+
+    known: list[tuple[frozenset[HeadRef] | None, Ordered]] = field(default_factory=list)
+    given: dict[HeadRef, Given] = field(default_factory=dict)
+
+    def modes(self, sampled: Mapping[HeadRef, str], step: int) -> dict[HeadRef, str]:
+        """The present modes: those of the sample of `step`, and what orders have changed since."""
+        later = {ref: one.mode for ref, one in self.given.items() if one.mode is not None and one.step >= step}
+        return {**sampled, **later}
+
+    def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
+        """Heads that a person took a mitigation from, until a warning of theirs is raised anew, as the agent has it."""
+        anew: dict[tuple[int | None, int | None], int] = {}
+        for one in warned:
+            if one.verdict.state != "cleared":
+                ref = one.verdict.layer, one.verdict.head
+                anew[ref] = max(one.raised_step, anew.get(ref, 0))
+        return {ref for ref, one in self.given.items() if one.taken and anew.get(ref, -1) <= one.step}
+
+
+async def orders_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Orders]:
+    """What was ordered of each of these runs; dry runs, which change nothing, are left out."""
+    found: dict[int, Orders] = defaultdict(Orders)
+    mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run
+    rows = (await connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number)))).all()
+    carried_out = select(commands.c.id, command_ranks.c.switched).join(command_ranks)
+    carried_out = carried_out.where(*mine, command_ranks.c.outcome == "applied", command_ranks.c.switched.is_not(None))
+    answers: dict[str, list[str]] = defaultdict(list)
+    for answer in await connection.execute(carried_out):
+        answers[answer.id].append(answer.switched)
+    for row in rows:
+        own = found[row.run_id]
+        heads = None if row.heads is None else frozenset((layer, head) for layer, head in row.heads)
+        order = Ordered(
+            id=row.id,
+            state=row.state,
+            mode=row.mode,
+            source=row.source,
+            who=row.decided_by or row.issued_by,
+            decided=row.decided_by is not None,
+            unix_seconds=row.decided or row.created,
+            verification=row.verification,
+        )
+        own.known.append((heads, order))
+        for text in answers[row.id]:
+            said = read_back(Switched, text, "answer of command", row.id)
+            if said is not None:
+                _take(own.given, said, heads, everywhere=row.state == "applied", by_hand=row.source != "rank")
+    return found
+
+
+def _take(
+    given: dict[HeadRef, Given], said: Switched, heads: frozenset[HeadRef] | None, *, everywhere: bool, by_hand: bool
+) -> None:
+    for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
+        if (heads is None or ref in heads) and is_mode(before) and is_mode(after):
+            taken = by_hand and bool(parse_mode(before) & ~parse_mode(after))
+            given.setdefault(ref, Given(said.step, taken, after if everywhere else None))
+
+
+def _asks_for_switch(verdict: Verdict) -> bool:
+    return curable(cause_of(verdict))
+
+
+async def reject_evidence(
+    connection: AsyncConnection, run_id: int, heads: Collection[HeadRef] | None, mode: str
+) -> None:
+    """Mark the standing warnings that called for this order for these heads, None for every, as answered by a no."""
+    asks = calls_for_clip if mode in CLIP_ORDERS else _asks_for_switch
+    standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
+    for row in (await connection.execute(standing)).all():
+        said = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
+        if said is not None and asks(said) and (heads is None or (said.layer, said.head) in heads):
+            same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid
+            await connection.execute(update(warnings).where(*same).values(rejected=True))

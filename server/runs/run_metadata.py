@@ -1,0 +1,84 @@
+"""What people say of a run and do with it as a whole: its display name, tags and notes, and its end."""
+
+import json
+import math
+import time
+from typing import Any, Final
+
+from sqlalchemy import Row, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.catalog import SILENT_SECONDS
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.requests import Decision, Description
+from foreshock.server.runs.eventlog import write_events
+from foreshock.server.runs.listing import tags_of
+from foreshock.server.runs.newest import status_of
+from foreshock.server.runs.words import printable
+from foreshock.server.store import audit, process_starts
+from foreshock.server.store.database import Store, lock_runs
+from foreshock.server.store.retention import delete_run
+from foreshock.server.store.schema import runs
+
+_WORDS: Final = {"display_name": "display name", "tags": "tags", "notes": "notes"}
+
+
+async def find_run(connection: AsyncConnection, run: str) -> Row[Any]:
+    """The row of a run. Raises ProblemError when there is none."""
+    row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
+    if row is None:
+        raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
+    return row
+
+
+async def describe(connection: AsyncConnection, run: str, who: str, said: Description) -> None:
+    """Write down what is new, in the audit trail and the log too."""
+    row = await find_run(connection, run)
+    await lock_runs(connection, [row.id])
+    row = await find_run(connection, run)
+    before = {"display_name": row.display_name or "", "tags": tags_of(row), "notes": row.notes or ""}
+    wanted = {
+        "display_name": said.display_name,
+        "tags": None if said.tags is None else sorted(set(said.tags)),
+        "notes": said.notes,
+    }
+    new = {key: value for key, value in wanted.items() if value is not None and value != before[key]}
+    if not new:
+        return
+    stored = {key: (json.dumps(value) if key == "tags" else value) or None for key, value in new.items()}
+    await connection.execute(
+        update(runs)
+        .where(runs.c.id == row.id)
+        .values(**stored, changes=runs.c.changes + 1)  # what was made of it is old
+    )
+    await audit.append(connection, actor=who, action="described", run=run, details=new)
+    sentence = printable(f"{who} changed the run's {' and '.join(_WORDS[key] for key in new)}.")
+    own = {"run_id": row.id, "kind": "described", "unix_seconds": time.time(), "sentence": sentence}
+    await write_events(connection, [own])
+
+
+async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
+    """Delete a run with all that belongs to it, a little at a time; the audit trail keeps who and why.
+
+    Raises ProblemError where there is no such run, and where it still trains: it would come back with its next batch.
+    """
+    async with store.write() as connection:
+        row = await find_run(connection, run)
+        starts = (await process_starts.of_now(connection, [row.id]))[row.id]
+        if status_of(starts) == "active" and time.time() - row.last_seen < SILENT_SECONDS:
+            raise ProblemError(409, _trains(run))
+        details = {"reason": decision.reason}
+        await audit.append(connection, actor=who, action="deletion begun", run=run, details=details)
+
+    async def tell(connection: AsyncConnection) -> None:
+        await audit.append(connection, actor=who, action="deleted", run=run, details=details)
+
+    if not await delete_run(store, row.id, math.nextafter(row.last_seen, math.inf), tell):
+        raise ProblemError(409, _trains(run))
+
+
+def _trains(run: str) -> str:
+    return (
+        f"Run {run} still trains, and would come back with its next batch. Stop it, or wait until nothing has been "
+        f"heard of it for {SILENT_SECONDS:.0f} s."
+    )

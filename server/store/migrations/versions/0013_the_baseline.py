@@ -1,0 +1,10 @@
+"""Where the migrations begin: the schema of the first release. No store before it is read."""
+
+revision = "0013"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Nothing: an empty database is given the newest tables at once (`database._upgrade`)."""

@@ -1,0 +1,112 @@
+"""`foreshock demo` from its first line to its last, against a real service, without PyTorch."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+from foreshock.cli import demo
+from foreshock.lab.shown.story import LEFT_ALONE, NAMES, SWITCHED, recordings
+
+WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "triton", "matplotlib", "transformers"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, NoTorch())
+from foreshock.cli.main import app
+app(sys.argv[1:])
+"""
+
+
+class Looking(io.StringIO):
+    """What is written on, and a look at the page's answers when the switch has been told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, dict[str, object]] = {}
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "Left alone, the loss lay" in text:
+            (page,) = [line for line in self.getvalue().splitlines() if line.startswith("Live page: ")]
+            url = page.removeprefix("Live page: ").partition("/?runs=")[0]
+            self.seen = {name: httpx.get(f"{url}/v1/runs/{name}", timeout=60).json() for name in NAMES}
+        return written
+
+
+@pytest.mark.full
+def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened(tmp_path: Path) -> None:
+    said = Looking()
+    result = demo.play(Console(file=said, width=200), port=0, steps_per_second=None, report=tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text()) == result
+    text = said.getvalue()
+    for name in NAMES:
+        last = recordings()[name].samples[-1].step
+        assert (said.seen[name]["last_step"], said.seen[name]["status"]) == (last, "completed")
+        assert result["runs"][name]["first_warning_step"] is not None
+    assert f"step {result['runs'][SWITCHED]['switch_step']:>6,}  switched" in text
+    assert (
+        f"step {result['runs'][LEFT_ALONE]['dangerous_step']:>6,}  left-alone     its largest score reaches 512."
+        in text
+    )
+
+
+@pytest.mark.full
+def test_the_demo_needs_no_pytorch_and_warns_within_a_minute(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        WITHOUT_TORCH,
+        "demo",
+        "--port",
+        "0",
+        "--report",
+        str(tmp_path / "report.json"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        first, warned = process.stdout.readline(), threading.Event()
+        assert first.startswith("Recorded failures, played back.")
+        late = threading.Timer(60.0, process.kill)
+        late.start()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "left-alone     warning: Layer " in line:
+                warned.set()
+                late.cancel()
+                process.kill()
+    assert warned.is_set(), "".join(lines)
+
+
+def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_TORCH, "demo", "--train"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--seed", "3"], "give --train as well"),
+        (["--picture", "x.png"], "give --train as well"),
+        (["--train", "--steps-per-second", "9"], "leave out --train"),
+    ],
+)
+def test_an_option_of_the_other_half_is_refused(given: list[str], sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock", "demo", *given], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert sentence in done.stderr

@@ -1,0 +1,174 @@
+"""What the demo says of its recorded runs is true of the runs it was made from, read once more and another way."""
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.loading import module_at
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.lab.recording.replay import judged, verdicts
+from foreshock.lab.recording.trace import Trace, read_trace
+from foreshock.lab.shown.story import LEFT_ALONE, NAMES, OF_PYTORCH, SWITCHED, Story, equal_until, opening, recordings
+
+ROOT = Path(__file__).parents[3]
+MADE = module_at(ROOT / "scripts" / "demo_recordings.py")
+RUNS = recordings()
+TOLD = 0.2
+"""Percent: a gap is told to a tenth, a recorded loss has four digits, and 500 steps begin and end inside samples."""
+WHOLE = {name: read_trace(MADE.TRACES / file) for name, file in MADE.SHOWN.items()}
+
+
+def number(pattern: str, text: str) -> float:
+    """The one number that a sentence says there."""
+    (found,) = re.findall(pattern, text)
+    return float(found.replace(",", ""))
+
+
+def largest(trace: Trace) -> dict[int, float]:
+    """The largest |score| of any head, by step."""
+    found = {}
+    for sample in trace.samples:
+        words = sample.words()
+        assert words is not None
+        found[sample.step] = float(slot_values(words, Slot.ROW_MAX_ABS).max())
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> tuple[Story, list[tuple[int, str, str]]]:
+    """The story of all runs, and each thing said with its step and run."""
+    story, said = Story(), []
+    events = sorted(((e, run) for run in NAMES for e in judged(RUNS[run])), key=lambda each: each[0].step)
+    for event, run in events:
+        said += [(event.step, whose, sentence) for whose, sentence in story.hear(run, event)]
+    return story, said
+
+
+def test_the_recordings_are_those_of_lab_traces() -> None:
+    assert set(NAMES) == set(MADE.SHOWN)
+    for name, text in MADE.recordings().items():
+        assert gzip.decompress((ROOT / "lab" / "shown" / f"{name}.jsonl.gz").read_bytes()).decode() == text
+    assert sum(file.stat().st_size for file in (ROOT / "lab" / "shown").glob("*.gz")) < 210_000
+
+
+def test_what_was_left_out_of_a_recording_changes_no_warning() -> None:
+    for name in NAMES:
+        assert verdicts(RUNS[name]) == [v for v in verdicts(WHOLE[name]) if v.step <= MADE.LAST_STEP]
+
+
+def test_the_twins_are_equal_until_the_switch_and_the_opening_says_how_long() -> None:
+    alone, switched = WHOLE[LEFT_ALONE].steps, WHOLE[SWITCHED].steps
+    both = min(len(alone.loss), len(switched.loss))
+    first_other = int(alone.step[:both][alone.loss[:both] != switched.loss[:both]][0])
+    until = equal_until(RUNS[LEFT_ALONE], RUNS[SWITCHED])
+    (at,) = [event.step for event in RUNS[SWITCHED].events if isinstance(event, wire.Switched)]
+    assert until <= at < first_other
+    assert [RUNS[name].header["seed"] for name in (LEFT_ALONE, SWITCHED)] == [RUNS[SWITCHED].header["seed"]] * 2
+    assert number(r"up to step ([\d,]+)", dict(opening(RUNS))[SWITCHED]) == until
+    assert equal_until(RUNS[LEFT_ALONE], RUNS[OF_PYTORCH]) == 0
+
+
+def test_the_opening_says_of_each_run_which_kernel_trained_it() -> None:
+    said = dict(opening(RUNS))
+    assert {layer.served_by for layer in WHOLE[LEFT_ALONE].started.layers} == {"kernel"}
+    assert said[LEFT_ALONE].startswith("foreshock's Triton kernels")
+    assert WHOLE[OF_PYTORCH].header["backend"] == "flash"
+    assert {layer.served_by for layer in WHOLE[OF_PYTORCH].started.layers} == {"probe"}
+    assert said[OF_PYTORCH].startswith("PyTorch's own flash kernel, kept as it is")
+    cudnn = dict(
+        opening(RUNS | {OF_PYTORCH: replace(RUNS[OF_PYTORCH], header=RUNS[OF_PYTORCH].header | {"backend": "cudnn"})})
+    )
+    assert cudnn[OF_PYTORCH].startswith("PyTorch's own cudnn kernel")
+
+
+def test_nobody_acts_where_it_is_said_and_nothing_was_injected() -> None:
+    for name in (LEFT_ALONE, OF_PYTORCH):
+        assert not [event for event in WHOLE[name].events if isinstance(event, wire.Switched)]
+    assert {trace.header["nature"] for trace in WHOLE.values()} == {"natural"}
+    shapes = [
+        {k: v for k, v in trace.header["shows"].items() if k not in ("file", "batch", "recorded_steps")}
+        for trace in RUNS.values()
+    ]
+    assert shapes[0] == shapes[1] == shapes[2], "one sentence is said of all three models"
+
+
+def test_the_warning_comes_before_the_switch_and_the_switch_before_the_score_of_512(
+    told: tuple[Story, list[tuple[int, str, str]]],
+) -> None:
+    story, said = told
+    first = {
+        run: next(step for step, whose, text in said if whose == run and text.startswith("warning: ")) for run in NAMES
+    }
+    (switched,) = [step for step, whose, text in said if whose == SWITCHED and "its agent switches 16 heads" in text]
+    assert first[SWITCHED] == first[LEFT_ALONE] <= switched < story.dangerous[LEFT_ALONE]
+    assert (first[SWITCHED], SWITCHED, "warning: the same as of its twin.") in said
+    assert SWITCHED not in story.dangerous
+    for run in (LEFT_ALONE, OF_PYTORCH):
+        scores = largest(RUNS[run])
+        assert (story.dangerous[run], run, "its largest score reaches 512.") in said
+        assert max(score for step, score in scores.items() if step < story.dangerous[run]) < 512
+
+
+def test_the_gap_that_is_told_is_that_of_the_single_steps(told: tuple[Story, list[tuple[int, str, str]]]) -> None:
+    story, said = told
+
+    def gap(step: int) -> float:
+        means = [
+            WHOLE[name].steps.loss[(WHOLE[name].steps.step > step - 500) & (WHOLE[name].steps.step <= step)].mean()
+            for name in (LEFT_ALONE, SWITCHED)
+        ]
+        return float(100 * (means[0] / means[1] - 1))
+
+    opened = [
+        (int(number(r"up to ([\d,]+)", text)), number(r"lies ([\d.]+)% above", text))
+        for _, _, text in said
+        if "its loss over" in text
+    ]
+    assert len(opened) == 3
+    for step, percent in opened:
+        assert percent == pytest.approx(gap(step), abs=TOLD)
+    end = list(story.ending())[-1]
+    assert number(r"([\d.]+)% above it at worst", end) == pytest.approx(
+        gap(int(number(r"at worst \(step ([\d,]+)\)", end))), abs=TOLD
+    )
+    assert number(r"and ([\d.]+)% at the end", end) == pytest.approx(gap(story.shared_step), abs=TOLD)
+
+
+def test_the_ending_counts_steps_and_scores_as_they_were_recorded(
+    told: tuple[Story, list[tuple[int, str, str]]],
+) -> None:
+    story, _ = told
+    alone, vendor, switched = story.ending()
+    for run, sentence in ((LEFT_ALONE, alone), (OF_PYTORCH, vendor)):
+        first = next(v for v in verdicts(RUNS[run]) if v.state == "raised")
+        assert sentence.startswith(
+            f"{run} was warned about at step {first.step:,}: layer {first.layer} head {first.head}"
+        )
+        assert number(r"([\d,]+) steps later", sentence) == story.dangerous[run] - first.step
+        assert number(r"at the end it is ([\d,]+)", sentence) == round(largest(RUNS[run])[RUNS[run].samples[-1].step])
+    at = number(r"at step ([\d,]+); since", switched)
+    since = max(score for step, score in largest(RUNS[SWITCHED]).items() if step > at)
+    assert number(r"was larger than ([\d,]+)", switched) == pytest.approx(since, abs=1)
+
+
+def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
+    story = Story()
+    for run in NAMES:
+        for event in judged(RUNS[run]):
+            if event.step <= 1000:
+                assert not [text for _, text in story.hear(run, event) if "loss" in text], "twins are equal so far"
+    assert list(story.ending()) == [f"{LEFT_ALONE} was not warned about.", f"{OF_PYTORCH} was not warned about."]
+    assert np.isfinite(story.excess(story.shared_step))
+
+
+def test_the_report_holds_every_number_as_json(told: tuple[Story, list[tuple[int, str, str]]]) -> None:
+    report = json.loads(json.dumps(told[0].report(), allow_nan=False))
+    assert report[SWITCHED]["switch_step"] == told[0].records[SWITCHED].switches[0].step
+    assert report[SWITCHED]["dangerous_step"] is None
+    assert report[LEFT_ALONE]["first_warning_step"] < report[LEFT_ALONE]["dangerous_step"]

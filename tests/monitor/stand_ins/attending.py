@@ -1,0 +1,86 @@
+"""What the stand-ins for attention libraries compute, in plain PyTorch, forward and backward."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seen(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    top_left: bool = False,
+    cu_queries: Tensor | None = None,
+    cu_keys: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Which keys each query sees, bool [queries, keys], and how far each key lies behind the query's diagonal."""
+    ends_q = torch.tensor([0, queries]) if cu_queries is None else cu_queries.long()
+    ends_k = torch.tensor([0, keys]) if cu_keys is None else cu_keys.long()
+    row, column = torch.arange(queries), torch.arange(keys)
+    of_row = torch.searchsorted(ends_q[1:].contiguous(), row, right=True)
+    of_column = torch.searchsorted(ends_k[1:].contiguous(), column, right=True)
+    longer = torch.zeros_like(ends_k.diff()) if top_left else ends_k.diff() - ends_q.diff()
+    diagonal = row - ends_q[of_row] + longer[of_row]
+    distance = (column - ends_k[of_column]) - diagonal.unsqueeze(1)
+    visible = of_row.unsqueeze(1) == of_column
+    left, right = window[0], 0 if causal else window[1]
+    if left >= 0:
+        visible = visible & (distance >= -left)
+    if right >= 0:
+        visible = visible & (distance <= right)
+    return visible, distance
+
+
+def forward(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    bias: Tensor | None = None,
+    **rule: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of q [B, S, H, D] and k, v [B, Sk, Hkv, D], or of packed ones [T, H, D]."""
+    packed = q.dim() == 3
+    q, k, v = (x[None] if packed else x for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    visible, distance = seen(q.shape[1], k.shape[1], **rule)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)).float() * scale
+    capped = softcap * (scores / softcap).tanh() if softcap > 0 else scores
+    slope = torch.ones(()) if softcap <= 0 else 1 - (capped / softcap) ** 2
+    if slopes is not None:
+        capped = capped - slopes.view(-1, q.shape[2], 1, 1) * distance.abs()
+    if bias is not None:
+        capped = capped + bias
+    capped = capped.masked_fill(~visible, -math.inf)
+    kept = torch.nn.functional.dropout(torch.ones_like(capped), dropout_p) if dropout_p else torch.ones(())
+    lse = capped.logsumexp(-1)
+    weights = capped.softmax(-1).nan_to_num()
+    out = torch.einsum("bhqk,bkhd->bqhd", (weights * kept).to(v.dtype), v.repeat_interleave(group, 2))
+    ctx.save_for_backward(q, k, v, weights, kept, slope)
+    ctx.scale, ctx.packed = scale, packed
+    return (out[0], lse[0]) if packed else (out, lse)
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    q, k, v, weights, kept, slope = ctx.saved_tensors
+    group = q.shape[2] // k.shape[2]
+    grad = grad[None] if ctx.packed else grad
+    wide_k, wide_v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    grad_v = torch.einsum("bhqk,bqhd->bkhd", (weights * kept).to(v.dtype), grad)
+    grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad, wide_v).float() * kept
+    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * slope * ctx.scale
+    grad_q = torch.einsum("bhqk,bkhd->bqhd", grad_scores.to(q.dtype), wide_k)
+    grad_k = torch.einsum("bhqk,bqhd->bkhd", grad_scores.to(k.dtype), q)
+    grad_k, grad_v = (x.view(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (grad_k, grad_v))
+    return tuple(x[0] if ctx.packed else x for x in (grad_q, grad_k, grad_v))  # type: ignore[return-value]

@@ -1,0 +1,174 @@
+"""Attaching to models that call F.scaled_dot_product_attention: what is found, counted, refused and given back."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor import tiny_models
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import (
+    CausalSelfAttention,
+    OuterAttention,
+    tiny_gpt,
+)
+from tests.monitor.watching import SilentAttention, rows_of, watch
+from torch import Tensor, nn
+
+from foreshock.contract import wire
+from foreshock.monitor import attach
+
+
+def test_an_inner_module_takes_heads_and_weights_from_the_module_round_it() -> None:
+    agent, listener = watch(tiny_gpt(OuterAttention(16, 2)), steps=1)
+    assert rows_of(listener) == [24] * 2
+    assert "blocks.0.inner" in agent.report()
+    assert "c_attn" in agent.report()
+
+
+def test_torch_transformer_layers_are_watched() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True, dropout=0.0)
+    _, listener = watch(tiny_gpt(layer), steps=1)
+    assert rows_of(listener) == [24] * 2
+
+
+def test_a_copied_model_is_independent_and_brings_no_counts() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        average.head.weight.zero_()
+        average.get_parameter("blocks.0.c_proj.weight").fill_(1.0)
+        assert not torch.equal(average(tiny_models.batch(0)), model(tiny_models.batch(0)))
+    agent.close()
+
+
+def test_a_module_that_does_not_tell_its_heads_is_named_and_can_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_gpt(SilentAttention(), CausalSelfAttention(16, 2))
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent, listener = watch(model, steps=1)
+    assert any('heads={"blocks.0": number of heads}' in r.message for r in caplog.records)
+    assert "NOTHING" in agent.report()
+    assert rows_of(listener) == [24, 24]
+    _, told = watch(model, steps=1, heads={"blocks.0": 2})
+    assert rows_of(told) == [24] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "overrides", "sentence"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no attention was found in Sequential"),
+        (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), {}, "compiled already; attach first, then compile"),
+        (lambda: nn.DataParallel(tiny_gpt()), {}, "use DistributedDataParallel"),
+        (lambda: "gpt2", {}, "attach takes a torch.nn.Module, got str"),
+        (tiny_gpt, {"numerics": "fp8"}, "numerics: Input should be 'auto', 'kernel', 'float32', 'paper' or 'float64'"),
+        (tiny_gpt, {"mitigation": "prayer"}, "mode 'prayer' does not exist; allowed are plain, exact_delta"),
+        (tiny_gpt, {"sample_evry": 3}, "sample_evry is not a setting of the agent"),
+        (tiny_gpt, {"url": "localhost:80"}, "url must start with http:// or https://"),
+        (tiny_gpt, {"url": "http://me:secret@host"}, "url must carry no user name or password"),
+        (tiny_gpt, {"run": "two words"}, "is not an identifier"),
+        (tiny_gpt, {"rank": 3}, "rank 3 needs a world_size of at least 4"),
+        (tiny_gpt, {"world_size": 4}, "4 processes need one name for their run"),
+    ],
+)
+def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
+    make: Any, overrides: dict[str, Any], sentence: str
+) -> None:
+    original = F.scaled_dot_product_attention
+    with pytest.raises(ValueError, match=r".") as caught:
+        attach(make(), **overrides)
+    assert sentence in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert F.scaled_dot_product_attention is original
+
+
+def test_a_second_agent_on_the_same_model_is_refused_and_the_first_goes_on() -> None:
+    model = tiny_gpt()
+    agent = attach(model, **EVERY_STEP)
+    with pytest.raises(ValueError, match="watched by another agent; detach that one first"):
+        attach(model, **EVERY_STEP)
+    agent.detach()
+    attach(model, **EVERY_STEP).close()
+
+
+def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
+    _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
+    layers = listener.of(wire.Started)[0].layers
+    assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]
+
+
+def sageattn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT).softmax(-1) @ value
+
+
+class OfAnotherMake(CausalSelfAttention):
+    """Calls an attention that foreshock cannot see."""
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sageattn(query, key, value)
+
+
+def test_an_attention_of_another_make_is_named_and_the_others_are_watched(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        agent = attach(tiny_gpt(OfAnotherMake(16, 2), CausalSelfAttention(16, 2)), **EVERY_STEP)
+        agent.close()
+    assert list(agent.modes()) == [(0, 0), (0, 1)]
+    told = [r.message for r in caplog.records]
+    assert any("the attention of blocks.0 is not watched: it calls an attention of another" in t for t in told)
+    with pytest.raises(ValueError, match=r"blocks\.0 cannot be watched: it calls an attention of another make"):
+        attach(tiny_gpt(OfAnotherMake(16, 2)), **EVERY_STEP)
+
+
+def test_layers_that_share_one_module_are_named_and_count_together(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    shared = CausalSelfAttention(16, 2)
+    with caplog.at_level(logging.WARNING, "foreshock"):
+        _, listener = watch(tiny_gpt(shared, shared), steps=1)
+    assert rows_of(listener) == [2 * 24] * 2
+    told = [r.message for r in caplog.records]
+    assert "foreshock: blocks.1 is the same module as blocks.0; their rows count into one layer" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"heads": {"blocks.O": 2}}, "heads names 'blocks.O', which is no module of the model; did you mean 'blocks."),
+        ({"layers": {"block.1": 3}}, "layers names 'block.1', which is no module of the model; did you mean 'blocks."),
+    ],
+)
+def test_a_name_of_no_module_is_a_sentence(overrides: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        attach(tiny_gpt(), **EVERY_STEP, **overrides)
+    assert sentence in str(caught.value)
+
+
+def test_a_model_on_the_meta_device_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="lies on the meta device, without numbers; attach when its weights have"):
+        attach(tiny_gpt().to("meta"), **EVERY_STEP)
+
+
+@pytest.mark.promise("A18")
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (5, 8)),
+        ({"FORESHOCK_RANK": "1", "FORESHOCK_WORLD_SIZE": "2"}, (5, 8)),  # of a task of Slurm that spawned its processes
+        ({"RANK": "9", "WORLD_SIZE": "16"}, (9, 16)),  # the group is a part of the run
+    ],
+)
+def test_the_process_group_numbers_those_that_the_launcher_does_not_know_of(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: tuple[int, int]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORESHOCK_RANK", "FORESHOCK_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    with attach(tiny_gpt(), run="r", quiet=True) as agent:
+        assert (agent.config.rank, agent.config.world_size) == place
+    with attach(tiny_gpt(), run="r", quiet=True, rank=1, world_size=20) as agent:
+        assert (agent.config.rank, agent.config.world_size) == (1, 20)

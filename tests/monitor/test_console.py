@@ -1,0 +1,93 @@
+"""What stands on the training's terminal: incidents, never a line for each head."""
+
+from typing import Any
+
+import pytest
+from tests.monitor.doubles import verdict
+from tests.monitor.test_switch import run
+from tests.monitor.tiny_models import tiny_gpt
+
+from foreshock.contract import wire
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.console import ConsoleReporter
+
+
+def told(number: int, **changes: Any) -> wire.Verdict:
+    """About head `number` of a model with twelve heads a layer."""
+    return verdict(number // 12, number % 12).model_copy(update={"id": f"w{number}", **changes})
+
+
+def voice(policy: wire.Policy = "observe") -> ConsoleReporter:
+    return ConsoleReporter(AgentConfig(url=None, policy=policy), [])
+
+
+def test_a_flood_of_144_heads_is_three_lines_and_its_end_is_one() -> None:
+    speaks = voice()
+    lines = [line for number in range(144) for line in speaks.lines_for([told(number)], dict)]
+    assert len(lines) == 3
+    assert lines[0].startswith("foreshock: warning: Scores drift as rounding drives them in layer 0 head 0, since step")
+    assert lines[2].startswith("foreshock: warning: Scores drift as rounding drives them in 100 heads of layers 0 to 8")
+    assert lines[2].endswith("To do: Switch every head to row_corrected.")
+    quiet = [line for n in range(144) for line in speaks.lines_for([told(n, state="cleared", step=9000)], dict)]
+    assert len(quiet) == 1
+    assert quiet[0].endswith("Quiet since step 9,000.")
+
+
+def test_it_speaks_again_when_an_incident_turns_critical_and_when_it_opens_anew() -> None:
+    speaks = voice("auto")
+    assert len(speaks.lines_for([told(0)], dict)) == 1
+    assert speaks.lines_for([told(0, state="updated", step=20)], dict) == []
+    [worse] = speaks.lines_for([told(0, state="updated", step=30, severity="critical")], dict)
+    assert worse.startswith("foreshock: critical: ")
+    assert "Policy auto: the agent switches every head to row_corrected" in worse
+    assert len(speaks.lines_for([told(0, state="cleared", step=40)], dict)) == 1
+    assert len(speaks.lines_for([told(0, step=900)], dict)) == 1
+
+
+def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> None:
+    speaks = voice()
+    [first] = speaks.lines_for([told(5, cause="score growth")], dict)
+    assert "To do: Lower the learning rate" in first
+    corrected = told(5, state="updated", step=30, corrected_from="score growth", corrected_step=30)
+    [line] = speaks.lines_for([corrected], dict)
+    assert "as rounding drives them" in line
+    assert "Corrected: until step 30 this was told as score growth." in line
+    assert speaks.lines_for([corrected.model_copy(update={"step": 31})], dict) == []
+    [quiet] = speaks.lines_for([corrected.model_copy(update={"step": 90, "state": "cleared"})], dict)
+    assert "Quiet since step 90" in quiet
+
+
+def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
+    nan = told(3, cause="other", signal="nonfinite", severity="critical")
+    [line] = voice("auto").lines_for([nan], dict)
+    assert "Nothing is switched: no switch repairs what is not finite. To do: Stop the run" in line
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_agent_prints_what_it_warns_about_and_switches_unless_it_is_quiet(quiet: bool, capsys: Any) -> None:
+    warned = [verdict(0, 1), verdict(1, 0)]
+    agent, _ = run(tiny_gpt(), {3: warned}, 6, policy="auto", switch_scope="model", quiet=quiet)
+    agent.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("foreshock: ")]
+    assert len(said) == (0 if quiet else 2)
+    assert quiet or "heads are switched to row_corrected" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "speaks"),
+    [
+        ({}, (0, 1), True),
+        ({"quiet": True}, (0, 1), False),
+        ({"rank": 1}, (0, 1), False),  # a replica: the first one says the same
+        ({"rank": 1}, (2, 3), True),  # heads that tensor parallelism gave to this rank alone
+        ({"rank": 1, "first_layer": 4}, (0, 1), True),
+        ({"rank": 1, "layers": {"a": 0}}, (0, 1), True),
+    ],
+)
+def test_of_ranks_that_hold_the_same_heads_the_first_speaks(
+    settings: dict[str, Any], heads: tuple[int, ...], speaks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = wire.Layer(layer=0, name="a", heads=heads, kv_heads=2, head_dim=8, served_by="probe")
+    voice = ConsoleReporter(AgentConfig(url=None, run="r", world_size=2, **settings), [layer])
+    voice.print_lines(["a line"])
+    assert capsys.readouterr().err == ("a line\n" if speaks else "")

@@ -1,0 +1,400 @@
+"""FlexAttention, called as people call it, is kept and probed; the truth is computed score by score."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.doubles import Listener
+from tests.monitor.executions import EVERY_STEP
+from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot, slot_values
+from foreshock.monitor import attach
+from foreshock.monitor.attention.probe import _Probed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    # PyTorch's own, where it compiles what is no leaf, and what it calls that is on its way out
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LENGTH, HEADS = 12, 2
+SLOPES = torch.tensor([0.5, 0.1])
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 9 + [2]])
+TABLE = torch.randn(2, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
+LEARNED = nn.Parameter(TABLE.clone())
+
+
+@pytest.fixture(autouse=True)
+def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch refuses to train its FlexAttention on a CPU, where its uncompiled form can be."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
+    with torch.random.fork_rng():
+        yield
+    torch._dynamo.reset()
+
+
+def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score - SLOPES[h] * (q - k).abs()
+
+
+def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.tanh(score / 0.3) * 0.3
+
+
+def learned(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + LEARNED[b, h, q, k]
+
+
+def looked_up(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + TABLE[b][h][q][k]  # one index after the other, as transformers writes it
+
+
+def scored_mask(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q >= k, score, -float("inf"))
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q >= k)
+
+
+def window_of_one_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & ((h == 0) | (q - k < 3))
+
+
+def padded_rows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q >= 2 * b)
+
+
+def blocks(mask_mod: Any, **options: Any) -> BlockMask:
+    wide: dict[str, Any] = {"B": 2, "H": HEADS, "Q_LEN": LENGTH, "KV_LEN": LENGTH, "device": "cpu", "BLOCK_SIZE": 4}
+    return create_block_mask(mask_mod, **{**wide, **options})
+
+
+def listed() -> BlockMask:
+    """Blocks of four by four that somebody listed: some in part, of which a mask shows a part, some in full."""
+    counts, whole = torch.tensor([[[1, 1, 2]]]), torch.tensor([[[0, 1, 1]]])
+    some = torch.tensor([[[[0, 2, 1], [1, 0, 2], [2, 0, 1]]]])
+    full = torch.tensor([[[[0, 1, 2], [2, 1, 0], [1, 2, 0]]]])
+    counts, some, whole, full = (x.int() for x in (counts, some, whole, full))
+    size: dict[str, Any] = {"BLOCK_SIZE": 4, "seq_lengths": (LENGTH, LENGTH)}
+    return BlockMask.from_kv_blocks(counts, some, whole, full, mask_mod=causal, **size)
+
+
+def listed_pairs(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> bool:
+    block = int(q) // 4, int(k) // 4
+    return block in {(1, 2), (2, 1)} or (block in {(0, 0), (1, 1), (2, 2), (2, 0)} and bool(q >= k))
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "nothing": (None, None, None),
+    "alibi": (alibi, lambda: blocks(causal, B=None, H=None, BLOCK_SIZE=128), causal),
+    "softcap": (capped, lambda: blocks(window_of_one_head), window_of_one_head),
+    "learned bias": (learned, None, None),
+    "table": (looked_up, lambda: blocks(causal), causal),
+    "documents": (None, lambda: blocks(document, H=None), document),
+    "mask in the scores": (scored_mask, None, causal),
+    "rows that see nothing": (alibi, lambda: blocks(padded_rows, H=None), padded_rows),
+    "listed blocks": (None, listed, listed_pairs),
+}
+
+
+class Flex(CausalSelfAttention):
+    """Keeps what it last gave to its attention."""
+
+    case = "alibi"
+
+    def __init__(self) -> None:
+        super().__init__(16, HEADS)
+        score_mod, block_mask, _ = CASES[self.case]
+        self.options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask and block_mask()}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flex_attention(query, key, value, **self.options)
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.last = query.detach().double(), key.detach().double()
+        out: Tensor = self.attend(query, key, value)
+        return out
+
+
+def truth(layer: Flex, seen_by: Any) -> dict[Slot, Any]:
+    """What there is to count of each head, one score after the other, in float64."""
+    (query, key), score_mod = layer.last, layer.options["score_mod"]
+    counts: dict[Slot, Any] = {slot: np.zeros(HEADS) for slot in (Slot.ROWS, Slot.EMPTY_ROWS, *SUMS)}
+    counts |= {slot: np.full(HEADS, -math.inf) for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS)}
+    for entry, head, row in itertools.product(range(len(query)), range(HEADS), range(LENGTH)):
+        scores = []
+        for column in range(LENGTH):
+            where = tuple(torch.tensor(x, dtype=torch.int32) for x in (entry, head, row, column))
+            score = (query[entry, head, row] @ key[entry, head, column]) / math.sqrt(query.shape[3])
+            score = score if score_mod is None else score_mod(score, *where)
+            if seen_by is None or seen_by(*where):
+                scores.append(float(score.detach()))
+        if not scores:
+            counts[Slot.EMPTY_ROWS][head] += 1
+            continue
+        offset = float(torch.tensor(scores).double().logsumexp(0)) - math.log(len(scores))
+        counts[Slot.ROWS][head] += 1
+        counts[Slot.SCORE_OFFSET_SUM][head] += offset
+        counts[Slot.SCORE_OFFSET_SUMSQ][head] += offset**2
+        counts[Slot.SCORE_MAX][head] = max(counts[Slot.SCORE_MAX][head], max(scores))
+        counts[Slot.ROW_MAX_ABS][head] = max(counts[Slot.ROW_MAX_ABS][head], abs(max(scores)))
+    return counts
+
+
+def counted(sample: wire.Sample, slot: Slot) -> Any:
+    words = sample.words()
+    assert words is not None
+    return slot_values(words, slot)
+
+
+SUMS = (Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
+
+
+def trained(
+    model: Any, steps: int = 2, watched: bool = True, **overrides: Any
+) -> tuple[list[Tensor], list[wire.Sample]]:
+    """The weights after some steps, and the samples; `model` may be compiled."""
+    listener, optimizer = Listener(), torch.optim.SGD(model.parameters(), lr=0.1)
+    if not watched:
+        for step in range(steps):
+            train_step(model, optimizer, step)
+    else:
+        inner = getattr(model, "_orig_mod", model)
+        options = {**EVERY_STEP, "attention": "keep", "probe_rows": 10**6, **overrides}
+        with attach(inner, **options) as agent:
+            agent.subscribe(listener)
+            for step in range(steps):
+                agent.step(train_step(model, optimizer, step))
+    return [p.detach().clone() for p in model.parameters()], listener.of(wire.Sample)
+
+
+def gpt(kind: type[Flex], case: str) -> nn.Module:
+    kind.case = case
+    torch.manual_seed(4)
+    return tiny_gpt(kind(), kind(), seed=4)
+
+
+def assert_true(model: Any, sample: wire.Sample) -> None:
+    for number, layer in enumerate(model.blocks):
+        expected = truth(layer, CASES[layer.case][2])
+        heads = slice(number * HEADS, (number + 1) * HEADS)
+        for slot, value in expected.items():
+            np.testing.assert_allclose(
+                counted(sample, slot)[heads], value, rtol=1e-5, atol=2e-5, err_msg=f"{slot.name} {number}"
+            )
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.execution("FlexAttention", "keep")
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_of_flex_attention_counts_as_the_truth_and_no_bit_changes(case: str) -> None:
+    unwatched, _ = trained(gpt(Flex, case), watched=False)
+    weights, samples = trained(model := gpt(Flex, case))
+    assert same_bits(weights, unwatched)
+    assert_true(model, samples[-1])
+
+
+compiled: dict[str, Any] = {}
+
+
+def compiled_flex(**options: Any) -> CompileCounterWithBackend:
+    """torch.compile(flex_attention), held where people hold it; returns what counts its graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    held = torch.compile(flex_attention, backend=counter, **options)
+    compiled["flex"] = InAClass.held = held
+    InAPartial.held = partial(held, kernel_options={"BLOCK_M": 32})
+    return counter
+
+
+class ByName(Flex):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return compiled["flex"](query, key, value, **self.options)
+
+
+class InAClass(Flex):
+    held: ClassVar[Any]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return InAClass.held(query, key, value, **self.options)
+
+
+class InAPartial(Flex):
+    held: ClassVar[Any]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return self.held(query, key, value, **self.options)
+
+
+@pytest.mark.parametrize("kind", [ByName, InAClass, InAPartial])
+def test_a_compiled_flex_attention_is_watched_wherever_it_is_held_and_compiled_no_second_time(kind: type[Flex]) -> None:
+    counter = compiled_flex(fullgraph=True)
+    unwatched, _ = trained(gpt(kind, "alibi"), watched=False)
+    graphs = counter.frame_count
+    _, samples = trained(model := gpt(kind, "alibi"), 3, sample_every_steps=2)
+    assert_true(model, samples[-1])
+    again, _ = trained(gpt(kind, "alibi"), watched=False)
+    assert counter.frame_count == graphs == 1
+    assert same_bits(unwatched, again)
+    compiled_flex(fullgraph=True)
+    assert same_bits(trained(gpt(kind, "alibi"))[0], unwatched)  # compiled for the first time while it is watched
+
+
+@pytest.mark.execution("FlexAttention", "torch.compile")
+@pytest.mark.parametrize("case", ["table", *[pytest.param(c, marks=pytest.mark.full) for c in ("alibi", "documents")]])
+def test_a_compiled_model_keeps_one_graph_and_its_bits_and_makes_one_more_for_steps_that_are_sampled(case: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    unwatched, _ = trained(torch.compile(gpt(Flex, case), backend=counter, fullgraph=True), 4, watched=False)
+    assert counter.frame_count == 1
+    eager = trained(gpt(Flex, case), 4, sample_every_steps=2)[1]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = torch.compile(gpt(Flex, case), backend=counter, fullgraph=True)
+    weights, samples = trained(model, 4, sample_every_steps=2)
+    assert counter.frame_count == 2
+    assert same_bits(weights, unwatched)
+    for one, other in zip(samples, eager, strict=True):
+        for slot in Slot:
+            np.testing.assert_allclose(
+                counted(one, slot), counted(other, slot), rtol=1e-4, atol=2e-5, err_msg=slot.name
+            )
+    assert counted(samples[-1], Slot.ROWS).tolist() == [2 * LENGTH] * 4
+
+
+@pytest.mark.parametrize(
+    "reentrant",
+    [
+        pytest.param(True, marks=pytest.mark.execution("FlexAttention", "checkpointing (reentrant)")),
+        pytest.param(False, marks=pytest.mark.execution("FlexAttention", "checkpointing (non-reentrant)")),
+    ],
+)
+def test_a_recomputed_flex_attention_counts_once(reentrant: bool) -> None:
+    class Recomputed(Flex):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return checkpoint(super().attend, query, key, value, use_reentrant=reentrant)
+
+    unwatched, _ = trained(gpt(Recomputed, "alibi"), watched=False)
+    weights, samples = trained(model := gpt(Recomputed, "alibi"))
+    assert same_bits(weights, unwatched)
+    assert_true(model, samples[-1])
+
+
+class WithLse(Flex):
+    """Takes the log-sum-exp too, and lets it into the loss, as an attention with sinks does."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        out, aux = flex_attention(query, key, value, **self.options, return_aux=flex.AuxRequest(lse=True))
+        assert isinstance(aux, flex.AuxOutput)
+        assert aux.lse is not None
+        assert aux.max_scores is None
+        return out * torch.sigmoid(aux.lse).unsqueeze(-1)
+
+
+def test_what_a_call_gives_beside_its_output_is_handed_on() -> None:
+    unwatched, _ = trained(gpt(WithLse, "alibi"), watched=False)
+    weights, samples = trained(model := gpt(WithLse, "alibi"))
+    assert same_bits(weights, unwatched)
+    assert_true(model, samples[-1])
+
+
+def test_grouped_heads_are_measured_each_with_its_key_head() -> None:
+    query = torch.randn(2, 4, LENGTH, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    pair = torch.randn(2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+    class Grouped(nn.Module):
+        n_head = 4
+
+        def forward(self, key: Tensor) -> Any:
+            return flex_attention(query, key, key, score_mod=capped, enable_gqa=True, scale=0.7)
+
+    listener = Listener()
+    model = Grouped()
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "probe_rows": 10**6}) as agent:
+        agent.subscribe(listener)
+        (loss := model(pair).square().sum()).backward()
+        agent.step(loss)
+    scores = capped((query @ pair.repeat_interleave(2, 1).mT).double() * 0.7, *[torch.zeros(())] * 4)
+    offsets = (scores.logsumexp(-1) - math.log(LENGTH)).sum((0, 2)).detach()
+    (sample,) = listener.of(wire.Sample)
+    np.testing.assert_allclose(counted(sample, Slot.SCORE_OFFSET_SUM), offsets, rtol=1e-5)
+    np.testing.assert_allclose(counted(sample, Slot.SCORE_MAX), scores.detach().amax((0, 2, 3)), rtol=1e-5)
+
+
+def compiled_alone(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        raise ValueError("not in here")
+    return score
+
+
+def test_scores_that_cannot_be_computed_again_leave_the_call_unmeasured_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    CASES["failing"] = (compiled_alone, None, None)
+    try:
+        unwatched, _ = trained(gpt(Flex, "failing"), watched=False)
+        weights, samples = trained(gpt(Flex, "failing"))
+    finally:
+        del CASES["failing"]
+    assert same_bits(weights, unwatched)
+    assert not counted(samples[-1], Slot.ROWS).any()
+    assert (
+        "blocks.0 is not watched in this call: its score_mod or mask_mod cannot be computed on single rows"
+        in caplog.text
+    )
+    assert "ValueError: not in here" in caplog.text
+
+
+def test_what_a_score_mod_holds_is_let_go_in_steps_that_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    forward = _Probed.forward
+
+    def noted(ctx: Any, *arguments: Any) -> Tensor:
+        held.append(any(isinstance(argument, partial) for argument in arguments))
+        return forward(ctx, *arguments)
+
+    monkeypatch.setattr(_Probed, "forward", staticmethod(noted))
+    trained(gpt(Flex, "alibi"), 5, sample_every_steps=4)
+    assert held == [True] * 4  # two layers in the first step and in the fifth
+
+
+def test_pytorchs_function_looks_as_ever_while_it_is_watched_and_is_itself_afterwards() -> None:
+    code, signature = flex_attention.__code__, inspect.signature(flex_attention)
+    with attach(gpt(Flex, "alibi"), **EVERY_STEP), attach(gpt(Flex, "alibi"), **EVERY_STEP):
+        assert inspect.signature(flex_attention) == signature
+        assert flex_attention.__code__ is not code
+        ones = torch.ones(1, 1, 3, 8)
+        torch.testing.assert_close(flex_attention(ones, ones, ones), ones)
+    assert flex_attention.__code__ is code
+    assert not [name for name in vars(flex) if "foreshock" in name]
+
+
+def test_a_switch_is_refused_with_the_reason_that_our_kernels_have_for_it() -> None:
+    model = gpt(Flex, "alibi")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, **{**EVERY_STEP, "attention": "keep", "quiet": True}) as agent:
+        for step in range(2):
+            agent.step(train_step(model, optimizer, step))
+        report = agent.report()
+    assert "it passes a score_mod or a block_mask to flex_attention; a switch would change nothing" in report

@@ -1,0 +1,347 @@
+"""Norms are of the right rows or unknown: what attention is given tells where each head's weights lie."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor.test_adapters import PeftLinear
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from foreshock.contract import wire
+from foreshock.monitor import attach
+
+HEADS, KEYS, DIM, WIDTH = 4, 2, 8, 32
+EVERY: dict[str, Any] = {
+    "run": "x",
+    "url": None,
+    "quiet": True,
+    "strict": True,
+    "sample_every_steps": 1,
+    "sample_every_seconds": 0.0,
+    "norms_every_steps": 1,
+}
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """One layer of attention, whose `split` takes its heads [B, H, S, D] out of what its projections give."""
+
+    num_heads, head_dim = HEADS, DIM
+
+    def __init__(self, split: Callable[..., Heads], **widths: int) -> None:
+        super().__init__()
+        self.split = split
+        for name, width in widths.items():
+            self.add_module(name, nn.Linear(WIDTH, width))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.split(*(projection(x) for projection in self.children()))
+        out = F.scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+        return x + out.transpose(1, 2).flatten(2)
+
+
+def axes(order: str) -> Callable[[Tensor], Heads]:
+    """Outputs in this order of k (which of the three), h and d; "v" for k, of values, keys and queries."""
+    sizes = {"k": 3, "v": 3, "h": HEADS, "d": DIM}
+
+    def split(fused: Tensor) -> Heads:
+        parts = torch.unflatten(fused, -1, [sizes[axis] for axis in order])
+        query, key, value = torch.einsum(f"bs{order}->{order[order.index('k')] if 'k' in order else 'v'}bhsd", parts)
+        return (value, key, query) if "v" in order else (query, key, value)
+
+    return split
+
+
+def per_key_head(fused: Tensor) -> Heads:
+    """InternLM2: each key head with its queries before it and its value behind."""
+    parts = torch.unflatten(fused, -1, (KEYS, HEADS // KEYS + 2, DIM))
+    query, key, value = (parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :])
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def heads_of(x: Tensor, count: int = HEADS) -> Tensor:
+    return torch.unflatten(x, -1, (count, DIM)).transpose(1, 2)
+
+
+def separate(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    return heads_of(query), heads_of(key), heads_of(value)
+
+
+def features_first(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    return tuple(torch.unflatten(x, -1, (DIM, HEADS)).permute(0, 3, 1, 2) for x in (query, key, value))  # type: ignore[return-value]
+
+
+def in_turn(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """Head h reads key head h % KEYS."""
+    return heads_of(query), *(heads_of(x, KEYS).repeat(1, HEADS // KEYS, 1, 1) for x in (key, value))  # type: ignore[return-value]
+
+
+def rotary(x: Tensor) -> Tensor:
+    angle = torch.arange(x.shape[2])[:, None] * 10.0 ** -torch.arange(DIM // 2)
+    one, other = x.chunk(2, -1)
+    return torch.cat([one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()], -1)
+
+
+def turned(split: Callable[..., Heads]) -> Callable[..., Heads]:
+    def of(*outputs: Tensor) -> Heads:
+        query, key, value = split(*outputs)
+        return rotary(query), rotary(key), value
+
+    return of
+
+
+THREE = {"q_proj": WIDTH, "k_proj": WIDTH, "v_proj": WIDTH}
+LAYOUTS: dict[str, Callable[[], Attention]] = {
+    "Q, K, V": lambda: Attention(axes("khd"), qkv=3 * WIDTH),
+    "V, K, Q": lambda: Attention(axes("vhd"), qkv=3 * WIDTH),
+    "each head its Q, K, V": lambda: Attention(axes("hkd"), qkv_proj=3 * WIDTH),
+    "each feature its Q, K, V": lambda: Attention(axes("hdk"), Wqkv=3 * WIDTH),
+    "features, Q K V, heads": lambda: Attention(axes("dkh"), to_qkv=3 * WIDTH),
+    "Q, K, V, each with features before heads": lambda: Attention(axes("kdh"), qkv=3 * WIDTH),
+    "each key head its Q, K, V": lambda: Attention(per_key_head, wqkv=(HEADS + 2 * KEYS) * DIM),
+    "separate": lambda: Attention(separate, **THREE),
+    "separate, features before heads": lambda: Attention(features_first, **THREE),
+    "key heads read in turn": lambda: Attention(in_turn, q_proj=WIDTH, k_proj=KEYS * DIM, v_proj=KEYS * DIM),
+}
+
+
+def true_norms(module: Attention, split: Callable[..., Heads]) -> dict[str, Tensor]:
+    """By name, [H]: the heads of every unit input, less those of none."""
+    with torch.no_grad():
+        units = torch.cat([torch.zeros(1, WIDTH), torch.eye(WIDTH)])[None]
+        query, key, _ = (x[0] - x[0, :, :1] for x in split(*(projection(units) for projection in module.children())))
+    key = key.repeat_interleave(HEADS // len(key), 0)
+    pairs = (("query_norm", query), ("key_norm", key), ("query_key_norm", query @ key.mT))
+    return {name: torch.linalg.matrix_norm(x, 2) for name, x in pairs}
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    running: Any = None,
+    change: Callable[[], None] | None = None,
+    optimizer: Any = None,
+    **settings: Any,
+) -> tuple[list[Any], list[str], list[float]]:
+    """Samples, the layouts that were told at the end, and losses."""
+    torch.manual_seed(5)
+    events: list[Any] = []
+    losses = []
+    with attach(model, **{**EVERY, **settings}) as agent:
+        agent.subscribe(events.append)
+        if change is not None:
+            change()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(steps):
+            loss = (model if running is None else running)(torch.randn(2, 7, WIDTH)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            agent.step(loss.detach())
+            losses.append(float(loss.detach()))
+        told = [layout.describe() for layout in agent._instruments.layouts]
+        assert all(layout in agent.report() for layout in told)
+    return [event for event in events if isinstance(event, wire.Sample)], told, losses
+
+
+@pytest.mark.promise("A23")
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_norms_of_each_layout_are_the_true_ones_from_the_first_sample_on(name: str, positions: bool) -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS[name]()
+    split = module.split
+    module.split = turned(split) if positions else split
+    for projection in module.children():
+        projection.get_parameter("weight").data[:5] *= 9
+    (sample, *_), _, _ = train(module, 1)
+    for norm, true in true_norms(module, split).items():
+        measured = torch.from_numpy(getattr(sample, norm).numpy().copy())
+        torch.testing.assert_close(measured, true, rtol=0.03, atol=0, msg=f"{norm}: {measured} for {true}")
+
+
+def convolved(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    query = query + 0.5 * F.pad(query, (0, 0, 1, 0))[:, :-1]
+    return separate(query, key, value)
+
+
+def halves(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """Differential attention: only half of each head's features at a time."""
+    query, key, value = separate(query, key, value)
+    return query[..., : DIM // 2], key[..., : DIM // 2], value
+
+
+@pytest.mark.promise("A23")
+@pytest.mark.parametrize("split", [convolved, halves])
+def test_heads_that_are_no_rows_of_the_weight_have_unknown_norms_and_the_table_says_so(split: Any) -> None:
+    torch.manual_seed(1)
+    samples, (told,), _ = train(Attention(split, **THREE), 4)
+    assert [sample.query_norm for sample in samples] == [None] * 4
+    assert told.startswith("norms unknown: in no known order do its outputs give the 4 heads of")
+
+
+@pytest.mark.promise("A23")
+def test_heads_that_a_function_normalises_say_that_the_norms_are_of_the_weights_alone() -> None:
+    def normed(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+        query, key, value = separate(query, key, value)
+        return F.rms_norm(query, (DIM,)), F.normalize(key, dim=-1), value
+
+    torch.manual_seed(1)
+    samples, (told,), _ = train(Attention(turned(normed), **THREE), 1)
+    assert told == "separate (q_proj, k_proj), norms of the weights alone: heads are normalised"
+    assert samples[0].query_norm is not None
+
+
+@pytest.mark.promise("A23")
+def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["each head its Q, K, V"]()
+    nn.init.zeros_(module.get_parameter("qkv_proj.bias"))
+    with attach(module, **EVERY) as agent:
+        (layout,) = agent._instruments.layouts
+        for x, known in ((torch.zeros(2, 7, WIDTH), False), (torch.randn(2, 7, WIDTH), True)):
+            with torch.no_grad():
+                module(x)
+            assert (layout.current() is not None) == known
+
+
+def blocks(*, again: bool = False) -> nn.Module:
+    """Three layers of two layouts, recomputed in the backward where asked."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            names = ("each head its Q, K, V", "each head its Q, K, V", "separate")
+            self.layers = nn.ModuleList(LAYOUTS[name]() for name in names)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            return x
+
+    torch.manual_seed(1)
+    return Model()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it compiles
+@pytest.mark.promise("A14")
+@pytest.mark.promise("A23")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_graph_more(
+    compiled: bool, again: bool
+) -> None:
+    def around(model: nn.Module) -> Any:
+        torch._dynamo.reset()
+        counters.clear()
+        return torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+
+    alone = blocks(again=again)
+    torch.manual_seed(5)
+    running, optimizer, expected = around(alone), torch.optim.SGD(alone.parameters(), 0.01), []
+    for _ in range(3):
+        loss = running(torch.randn(2, 7, WIDTH)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    graphs = counters["stats"]["unique_graphs"]
+    model = blocks(again=again)
+    samples, told, losses = train(model, 3, around(model))
+    assert losses == expected
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert told == [
+        *["fused Q, K, V (qkv_proj, Linear), in an order that a call showed"] * 2,
+        "separate (q_proj, k_proj)",
+    ]
+    assert samples[0].query_norm is not None
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.promise("A23")
+def test_code_that_was_compiled_with_our_kernels_shows_no_layout_and_only_separate_projections_are_believed() -> None:
+    torch._dynamo.reset()
+    model = blocks()
+    _, told, _ = train(model, 2, torch.compile(model, backend="aot_eager"), attention="kernels")
+    unknown = "norms unknown: code that was compiled with foreshock's kernels does not show which rows are which head's"
+    assert told == [unknown, unknown, "separate (q_proj, k_proj), heads assumed one after the other"]
+
+
+@pytest.mark.promise("A23")
+def test_a_projection_that_is_given_adapters_after_attach_has_unknown_norms_from_then_on() -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["separate"]()
+
+    def adapt() -> None:
+        for name in ("q_proj", "k_proj"):
+            module.set_submodule(name, PeftLinear(module.get_submodule(name), WIDTH, WIDTH))
+
+    samples, (told,), _ = train(module, 3, change=adapt)
+    assert [sample.query_norm for sample in samples] == [None, None, None]
+    assert told == "norms unknown: q_proj is tests's PeftLinear, which has adapters"
+
+
+@pytest.mark.promise("A23")
+def test_a_projection_that_is_replaced_after_attach_is_found_again() -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["separate"]()
+
+    def replace() -> None:
+        for name in ("q_proj", "k_proj"):
+            module.set_submodule(name, nn.Linear(WIDTH, WIDTH))
+
+    samples, (told,), _ = train(module, 3, change=replace)
+    assert samples[0].query_norm is None  # what it was at attach is gone, and no call of the new one was seen
+    assert told == "separate (q_proj, k_proj)"
+    measured = torch.from_numpy(samples[-1].query_norm.numpy().copy())
+    torch.testing.assert_close(measured, true_norms(module, separate)["query_norm"], rtol=0.03, atol=0)
+
+
+class OfItsOwn(nn.Linear):
+    """A projection with a forward that is not PyTorch's, which rounds its weight to a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.steps = steps
+
+    def forward(self, input: Tensor) -> Tensor:
+        step = self.weight.abs().amax() / self.steps
+        return F.linear(input, (self.weight / step).round() * step, self.bias)
+
+
+@pytest.mark.promise("A23")
+@pytest.mark.parametrize(
+    ("steps", "note"), [(2**10, ""), (7, ", norms of the weights alone: {} has a forward of its own")]
+)
+def test_a_projection_that_computes_otherwise_than_its_weight_tells_says_that_the_norms_are_of_the_weight_alone(
+    steps: int, note: str
+) -> None:
+    torch.manual_seed(1)
+    module = Attention(separate, q_proj=WIDTH, k_proj=WIDTH, v_proj=WIDTH)
+    module.q_proj = OfItsOwn(steps)
+    samples, (told,), _ = train(module, 2)
+    assert told == f"separate (q_proj, k_proj){note.format('OfItsOwn')}"
+    assert samples[-1].query_norm is not None
+
+
+def test_copies_and_pickles_of_a_projection_are_clean_and_nothing_is_left_after_close() -> None:
+    torch.manual_seed(1)
+    projection = nn.Linear(WIDTH, 3 * WIDTH)
+    module = Attention(axes("khd"), qkv=1)
+    module.qkv = projection
+    before = set(vars(projection))
+    with attach(module, **EVERY):
+        for other in (copy.deepcopy(projection), copy.copy(projection), pickle.loads(pickle.dumps(projection))):
+            assert set(vars(other)) == before
+            assert not other._forward_hooks
+    assert set(vars(projection)) == before
+    assert not projection._forward_hooks

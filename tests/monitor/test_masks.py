@@ -1,0 +1,219 @@
+"""A key is hidden by what its bias does to it, whatever number the mask was written with."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.monitor.probing import EVERY_ROW, probed, tensors
+from torch import Tensor, nn
+
+from foreshock.contract import wire
+from foreshock.contract.slots import MAX_SLOTS, Slot, Words, slot_values
+from foreshock.kernels.flash_attention.visibility import seen_keys
+from foreshock.monitor import attach
+from foreshock.monitor.attention.probe import Sampling
+from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.readings import Readings
+
+FORMS: dict[str, Any] = {
+    "bool": None,
+    "-inf": -math.inf,
+    "finfo.min": None,
+    "-1e9": -1e9,
+    "-65504": -65504.0,
+    "-1e4": -1e4,
+}
+promise = pytest.mark.promise("A20")
+
+
+def written(seen: Tensor, form: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The mask of what is seen as people write it."""
+    if form == "bool":
+        return seen
+    low = torch.finfo(dtype).min if form == "finfo.min" else FORMS[form]
+    return torch.zeros(seen.shape).masked_fill(~seen, low).to(dtype)
+
+
+def twice(causal: Tensor, real: Tensor, form: str) -> Tensor:
+    """Causality and padding as two masks, added."""
+    if form == "bool":
+        return causal & real
+    return written(causal, form) + written(real, form)
+
+
+def padded(length: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Causality [S, S], and which keys are real [B, 1, 1, S]: padding on the left, on the right or in between."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    real = torch.rand(batch, 1, 1, length, generator=generator) < 0.6
+    real[0, ..., :3] = False
+    real[-1, ..., -3:] = False
+    return causal, real
+
+
+def truth(query: Tensor, key: Tensor, seen: Tensor) -> dict[Slot, Tensor]:
+    """What there is to count of each head where `seen` [B, 1, Sq, Sk] says which keys a row sees, in float64."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = (query.double() @ key.double().mT / 4).masked_fill(~seen, -math.inf)
+    visible = seen.sum(-1).expand(scores.shape[:3])
+    some = visible > 0
+    offset = torch.where(some, scores.logsumexp(-1) - visible.double().log(), 0.0)
+    row_max = scores.amax(-1)
+    tied = (scores.bfloat16() == row_max.bfloat16().unsqueeze(-1)).sum(-1) > 1
+    return {
+        Slot.ROWS: some.sum((0, 2)),
+        Slot.EMPTY_ROWS: (~some).sum((0, 2)),
+        Slot.TIED_ROWS_BF16: (tied & some).sum((0, 2)),
+        Slot.SCORE_MAX: row_max.amax((0, 2)),
+        Slot.ROW_MAX_ABS: row_max.abs().masked_fill(~some, -math.inf).amax((0, 2)),
+        Slot.SCORE_OFFSET_SUM: offset.sum((0, 2)),
+        Slot.SCORE_OFFSET_SUMSQ: offset.square().sum((0, 2)),
+    }
+
+
+def assert_counts(words: Words, expected: dict[Slot, Tensor], tolerance: float) -> None:
+    for slot, value in expected.items():
+        np.testing.assert_allclose(slot_values(words, slot), value, rtol=tolerance, atol=tolerance, err_msg=slot.name)
+
+
+@promise
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("added_twice", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_in_any_form_hides_what_a_bool_hides(form: str, added_twice: bool, seed: int) -> None:
+    query, key, value, grad = tensors(torch.float32, seed=seed)
+    causal, real = padded(24, 3, torch.Generator().manual_seed(seed))
+    mask = twice(causal, real, form) if added_twice else written(causal & real, form)
+    out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask, numerics="float32")
+    expected = truth(query, key, causal & real)
+    assert expected[Slot.EMPTY_ROWS].min() >= 3  # padding on the left leaves rows that see nothing
+    assert_counts(words, expected, 2e-6)
+
+
+@promise
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_in_16_bits_hides_what_a_bool_hides(form: str, dtype: torch.dtype) -> None:
+    query, key, value, grad = tensors(dtype)
+    causal, real = padded(24, 3, torch.Generator().manual_seed(1))
+    mask = written(causal & real, form, dtype)  # -1e9 is -inf in fp16
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask)
+    assert_counts(words, truth(query, key, causal & real), 2e-6)
+
+
+@promise
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_see_nothing_leave_the_delta_bias_alone(form: str) -> None:
+    query, key, value, grad = tensors(torch.bfloat16, kv_heads=4)
+    seen = torch.ones(3, 1, 24, 24, dtype=torch.bool).tril()
+    seen[1] = False  # one entry of the batch is padding throughout
+    mask = written(seen, form)
+    out = F.scaled_dot_product_attention(query, key, value, seen).nan_to_num()
+    words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=mask)
+    query, key, value, grad, out, seen = (x[[0, 2]] for x in (query, key, value, grad, out, seen))
+    alone = probed(query, key, value, grad, out, Sampling(EVERY_ROW), mask=seen)
+    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [24] * 4
+    for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS, Slot.DELTA_BIAS_SUMSQ, *MAX_SLOTS):
+        np.testing.assert_allclose(slot_values(words, slot), slot_values(alone, slot), rtol=1e-6, err_msg=slot.name)
+
+
+def alibi(slope: float, length: int = 24) -> Tensor:
+    """Distances times a slope, [S, S], of which the future is hidden."""
+    distance = torch.arange(length).view(-1, 1) - torch.arange(length)
+    return (-slope * distance).masked_fill(distance < 0, -math.inf).double()
+
+
+def offset_under(bias: Tensor) -> float:
+    """Mean offset of the first head, in float64."""
+    query, key, value, grad = tensors(torch.float64, kv_heads=4)
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=bias, numerics="float64")
+    offset = slot_values(words, Slot.SCORE_OFFSET_SUM) / slot_values(words, Slot.ROWS)
+    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [0] * 4
+    return float(offset[0])
+
+
+@promise
+def test_the_far_keys_of_an_alibi_are_seen_and_the_offset_never_jumps() -> None:
+    query, key, _, _ = tensors(torch.float64, kv_heads=4)
+    gentle = alibi(2.0)  # up to -46: far, and no mask
+    scores = (query @ key.mT / 4)[:, 0] + gentle
+    expected = (scores.logsumexp(-1) - torch.arange(1, 25).double().log()).mean()
+    assert offset_under(gentle) == pytest.approx(float(expected), rel=1e-12)
+    slopes = np.arange(70.0, 110.0, 0.02)  # where the neighbour goes out of sight in every row
+    offsets = np.array([offset_under(alibi(float(slope))) for slope in slopes])
+    assert np.ptp(offsets) > 0.5
+    assert np.abs(np.diff(offsets)).max() < 2 * 0.02
+
+
+@promise
+def test_a_bias_that_all_keys_share_moves_the_offset_by_itself() -> None:
+    bias = alibi(0.5)
+    before = offset_under(bias)
+    for drift in (-300.0, -2.0, 7.0, 400.0):
+        assert offset_under(bias + drift) - before == pytest.approx(drift, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bias_that_is_not_finite_makes_rows_that_are_not_finite(bad: float) -> None:
+    query, key, value, grad = tensors(torch.float32, kv_heads=4)
+    mask = torch.zeros(24, 24)
+    mask[3, 5] = bad
+    words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float32")
+    assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [3] * 4
+    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [0] * 4
+
+
+def test_windows_of_a_swin_that_are_masked_by_minus_a_hundred_are_hidden() -> None:
+    bias = torch.zeros(2, 8).masked_fill(torch.arange(8) > 4, -100.0)
+    assert seen_keys(bias).tolist() == pytest.approx([5.0, 5.0], rel=1e-5)
+
+
+@promise
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_whose_scores_grow_is_warned_about_under_a_mask_in_any_form(form: str) -> None:
+    query, key, value, grad = tensors(torch.float32, kv_heads=4, offset=0.0)
+    causal, real = padded(24, 3, torch.Generator().manual_seed(0))
+    mask = written(causal & real, form)
+    detectors = Detectors([(0, head) for head in range(4)])
+    warned: list[wire.Verdict] = []
+    for step in range(25, 1501, 25):
+        query[:, 0] *= 2 ** (25 / 150)
+        words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float32")
+        seen = Readings.from_words(step=step, since_step=step - 25, words=words, modes=np.zeros(4, dtype=np.int32))
+        warned += [verdict for verdict in detectors.update(seen) if verdict.state == "raised"]
+    assert [(verdict.layer, verdict.head, verdict.step) for verdict in warned] == [(0, 0, 550)]
+
+
+class Masked(nn.Module):
+    """One layer whose mask, of causality and padding on the left, is written with -1e9."""
+
+    num_heads = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        causal, real = torch.ones(12, 12, dtype=torch.bool).tril(), torch.arange(12) >= torch.tensor([[0], [3]])
+        mask = (1.0 - (causal & real[:, None, None]).float()) * -1e9
+        query, key, value = (
+            project(x).unflatten(-1, (4, 8)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(-2)
+
+
+@promise
+def test_a_model_that_masks_by_hand_counts_its_empty_rows_as_empty() -> None:
+    model = Masked()
+    taken: list[Any] = []
+    agent = attach(model, run="masked", attention="keep", probe_rows=EVERY_ROW, quiet=True, strict=True)
+    agent.subscribe(taken.append)
+    model(torch.randn(2, 12, 32)).square().mean().backward()
+    agent.step()
+    agent.close()
+    words = next(event for event in taken if event.kind == "sample").words()
+    assert slot_values(words, Slot.EMPTY_ROWS).tolist() == [3] * 4
+    assert slot_values(words, Slot.ROW_MAX_ABS).max() < 10

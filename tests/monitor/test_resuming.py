@@ -1,0 +1,138 @@
+"""A saved state that cannot be used stops no training: one line says why, and nothing of it is taken up by half."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.monitor.doubles import Listener
+from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt
+
+from foreshock.contract import wire
+from foreshock.monitor import Agent, AgentConfig, attach
+from foreshock.monitor.callbacks.saved_state import read_state, take_up
+from foreshock.monitor.detect.detectors import DetectorConfig
+
+QUICK: dict[str, Any] = {
+    "sample_every_steps": 1, "sample_every_seconds": 0.0, "quiet": True, "url": None, "policy": "auto",
+}  # fmt: skip
+pytestmark = pytest.mark.promise("A15")
+
+
+def saved_state() -> dict[str, Any]:
+    with attach(tiny_gpt(), **QUICK) as agent:
+        for _ in range(5):
+            agent.step(1.0)
+        agent.set_mode([(0, 1)], "exact_delta", "a person")
+        saved: dict[str, Any] = json.loads(json.dumps(agent.state_dict()))
+    return saved
+
+
+def with_changes(*path: str, value: Any) -> dict[str, Any]:
+    saved = saved_state()
+    place = saved
+    for key in path[:-1]:
+        place = place[key]
+    if value is KeyError:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return saved
+
+
+def goes_on(agent: Agent) -> wire.Sample:
+    """The first sample of a training that goes on at step 5."""
+    listener = Listener()
+    agent.subscribe(listener)
+    for step in (6, 7):
+        agent.step(1.0, step=step)
+    agent.close()
+    assert agent.faults == {}
+    first: wire.Sample = listener.of(wire.Sample)[0]
+    return first
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for record in caplog.records if "the saved state" in (line := record.getMessage())]
+
+
+WRONG = [
+    (("version",), 2, "version 2; this agent reads version 1"),
+    (("step",), KeyError, "it is damaged: step"),
+    (("step",), -1, "it is damaged: step"),
+    (("run",), 7, "it is damaged: run"),
+    (("switch",), None, "it is damaged: switch"),
+    (("switch", "modes"), KeyError, "modes"),
+    (("switch", "modes"), [[0, 1, "no_such_mode"]], "no_such_mode"),
+    (("switch", "modes"), [[0, 1, "exact_delta"], 3], "unpack"),
+    (("switch", "held"), [[0]], "unpack"),
+    (("detectors", "heads"), [[0, 0]], "it is of 1 heads, this process watches 4 or others"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "why"), WRONG)
+def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was(
+    path: tuple[str, ...], value: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = with_changes(*path, value=value)
+    agent = attach(tiny_gpt(), **QUICK)
+    take_up(agent, state, 5)
+    lines = refusals(caplog)
+    if path != ("step",):  # which is of no checkpoint of this step, and is not looked at
+        assert [why in line and "training goes on" in line for line in lines] == [True]
+    assert set(agent.modes().values()) == {"plain"}
+    sample = goes_on(agent)
+    assert (sample.since_step, sample.step) == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(("past",), KeyError), (("alarms",), [1]), (("past",), "?"), (("_rate",), None), (("_bias",), {})],
+)
+def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are_back(
+    path: tuple[str, ...], value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = with_changes("detectors", *path, value=value)
+    agent = attach(tiny_gpt(), **QUICK)
+    take_up(agent, state, 5)
+    [line] = refusals(caplog)
+    assert "the detectors begin anew; the modes of the heads are as saved" in line
+    assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]  # it waits for the first step
+    with attach(tiny_gpt(), **QUICK) as fresh:
+        assert agent.detectors.state_dict() == fresh.detectors.state_dict()
+    assert goes_on(agent).since_step == 5
+
+
+def test_another_window_and_another_model_resume_too(caplog: pytest.LogCaptureFixture) -> None:
+    state = saved_state()
+    for model, config in (
+        (tiny_gpt(), AgentConfig(detectors=DetectorConfig(window_steps=9000))),
+        (tiny_gpt(*(CausalSelfAttention(16, 4) for _ in range(2))), None),
+    ):
+        agent = attach(model, config, **QUICK)
+        agent.load_state_dict(state)
+        assert goes_on(agent).since_step == 5
+    assert len(refusals(caplog)) == 2
+
+
+def test_a_state_that_comes_after_a_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    state = saved_state()
+    agent = attach(tiny_gpt(), **QUICK)
+    agent.step(1.0)
+    agent.load_state_dict(state)
+    assert "it came after step 1; call it before the first step" in caplog.text
+    assert (agent.current_step, agent.modes()[0, 1]) == (1, "plain")
+    agent.close()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"\xff\xfe", b"[1]", b"[" * 100_000, None])
+def test_a_damaged_file_is_named_and_the_next_one_is_read(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, first = tmp_path / "foreshock_1.json", tmp_path / "foreshock_0.json"
+    if content is not None:
+        own.write_bytes(content)
+    first.write_text('{"version": 1}')
+    assert read_state(own, first) == {"version": 1}
+    assert read_state(own) is None
+    assert (str(own) in caplog.text) == (content not in (None, b"[1]"))

@@ -1,0 +1,95 @@
+"""One state of a run, with its severity, for page, API and command line."""
+
+import math
+from typing import Any
+
+import pytest
+from tests.cli.typed import foreshock
+
+from foreshock.contract.wire import Finished, Severity
+from foreshock.server.models import IncidentChange
+from foreshock.server.runs.newest import condition_of
+from foreshock.server.testing import FakeRank, LiveService
+
+NOW = 10_000.0
+
+pytestmark = pytest.mark.promise("S23")
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "status": "active",
+        "last_seen_unix_seconds": NOW - 10,
+        "last_step_unix_seconds": NOW - 10,
+        "hung_after_seconds": 300.0,
+        "loss": 2.5,
+        "incidents": [],
+    }
+    return condition_of({**fields, **changes}, NOW)
+
+
+def incident(severity: Severity) -> IncidentChange:
+    return IncidentChange.model_validate(
+        {
+            "id": "rounding",
+            "cause": "rounding",
+            "state": "open",
+            "severity": severity,
+            "opened_step": 1,
+            "step": 1,
+            "times": 1,
+            "standing": 1,
+            "steps_left": None,
+            "sentence": "x",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "condition", "severity"),
+    [
+        ({}, "active", None),
+        ({"last_seen_unix_seconds": NOW - 960}, "silent", "warning"),
+        ({"last_step_unix_seconds": NOW - 960}, "hung", "warning"),
+        ({"incidents": [incident("warning"), incident("critical")]}, "active", "critical"),
+        ({"loss": math.nan}, "active", "critical"),
+        ({"status": "completed", "last_seen_unix_seconds": 0.0}, "completed", None),
+        ({"status": "failed", "incidents": [incident("critical")]}, "failed", "critical"),
+        ({"last_step_unix_seconds": None}, "active", None),
+    ],
+)
+def test_a_run_is_what_its_status_and_its_silence_and_its_numbers_make_it(
+    changes: dict[str, Any], condition: str, severity: str | None
+) -> None:
+    found = run(**changes)
+    assert (found["condition"], found["severity"]) == (condition, severity)
+
+
+def test_what_needs_a_person_comes_first_and_what_has_ended_last() -> None:
+    order = [
+        run(incidents=[incident("critical")]),
+        run(last_seen_unix_seconds=0.0),
+        run(),
+        run(status="failed", incidents=[incident("critical")]),
+        run(status="completed"),
+    ]
+    assert [one["urgency"] for one in order] == sorted({one["urgency"] for one in order}, reverse=True)
+
+
+def test_list_and_detail_and_command_line_say_the_same_of_a_run_whose_loss_is_not_finite(
+    live_service: LiveService,
+) -> None:
+    calm, failing, ended = (FakeRank(run=name) for name in ("calm", "failing", "ended"))
+    for rank, loss in ((failing, math.nan), (calm, 3.0), (ended, 3.0)):
+        live_service.post(rank.batch(rank.started(), rank.sample(1, loss=loss)))
+    live_service.post(ended.batch(Finished(step=1, unix_seconds=1.0, status="completed")))
+    with live_service.client() as client:
+        listed = {one["run"]: one for one in client.get("/v1/runs").json()["runs"]}
+        one = client.get("/v1/runs/failing").json()
+    assert [listed["failing"][key] for key in ("condition", "severity")] == ["active", "critical"]
+    assert {key: one[key] for key in ("condition", "severity", "urgency")} == {
+        key: listed["failing"][key] for key in ("condition", "severity", "urgency")
+    }
+    said = foreshock("runs", "--url", live_service.url).output.splitlines()
+    assert [line.split()[0] for line in said[1:4]] == ["failing", "calm", "ended"]
+    assert said[1].split()[1:3] == ["active", "critical"]

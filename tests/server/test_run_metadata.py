@@ -1,0 +1,229 @@
+"""What people say of a run, and its end: by scope and prefix, told to others, in the audit trail, on both stores."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from tests.server.postgresql import new_database
+
+from foreshock.contract.wire import Finished
+from foreshock.server.settings import Token
+from foreshock.server.store.schema import metadata, runs
+from foreshock.server.testing import FakeRank
+
+STORES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.servers))
+SECRETS = {name: f"the-secret-of-{name}-0001" for name in ("ann", "bob", "cleo", "dan")}
+TOKENS = (
+    Token.of("ann", SECRETS["ann"], ("ingest", "read", "act", "delete")),
+    Token.of("bob", SECRETS["bob"], ("read", "act"), "team-b/"),
+    Token.of("cleo", SECRETS["cleo"], ("read", "delete"), "team-b/"),
+    Token.of("dan", SECRETS["dan"], ("read",)),
+)
+
+
+@pytest.fixture(params=STORES)
+def live(request: pytest.FixtureRequest, tmp_path: Path, player: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Lets a story happen in a service on a new store of either kind."""
+
+    def run(story: Callable[[Any], Awaitable[None]], **settings: Any) -> None:
+        async def whole() -> None:
+            url = f"sqlite:///{tmp_path / 'store.db'}"
+            if request.param == "postgresql":
+                postgres = request.getfixturevalue("postgres")
+                url = await new_database(postgres, f"about_{uuid.uuid4().hex[:8]}")
+            await player(url, story, migrate=True, **settings)
+
+        if request.param == "postgresql":
+            request.getfixturevalue("postgres")  # it starts outside of the event loop
+        asyncio.run(whole())
+
+    return run
+
+
+def says(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {SECRETS[name]}"}
+
+
+async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
+    """A run with two samples, a warning, and perhaps an end."""
+    rank = FakeRank(run=run)
+    events = [rank.started(), rank.sample(1), rank.sample(2), rank.verdict(2)]
+    if ended:
+        events.append(Finished(step=2, unix_seconds=2.0, status="completed"))
+    await service.store(rank, *events)
+    return rank
+
+
+async def everything(service: Any) -> dict[str, int]:
+    """How many rows each table has that belongs to runs."""
+    found = {}
+    async with service.app.state.store.read() as connection:
+        for table in metadata.sorted_tables:
+            if table is runs or "run_id" in table.c or "boot_id" in table.c:
+                query = select(func.count()).select_from(table)
+                found[table.name] = (await connection.execute(query)).scalar_one()
+    return found
+
+
+def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(live: Callable[..., None]) -> None:
+    async def story(service: Any) -> None:
+        rank = await trained(service, "sweep/lr-6e-4/seed-11")
+        await trained(service, "sweep/lr-3e-4/seed-12")
+        listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
+        assert {run["display_name"] for run in listed["runs"]} == {None}
+        said = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
+        answer = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **said})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["notes"] == "two lines\nof it"
+
+        [named] = [run for run in (await service.get("/v1/runs"))["runs"] if run["display_name"]]
+        assert (named["run"], named["tags"]) == ("sweep/lr-6e-4/seed-11", ["baseline", "keep"])
+        for search in ("Hoffnung", "baseline", "lr-6e"):
+            found = await service.get("/v1/runs", search=search)
+            assert [run["run"] for run in found["runs"]] == ["sweep/lr-6e-4/seed-11"], search
+
+        answer = await service.client.patch(
+            "/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Grace", "tags": [], "display_name": ""}
+        )
+        assert (answer.json()["tags"], answer.json()["display_name"]) == ([], None)
+        assert answer.json()["notes"] == "two lines\nof it", "what is left out stays"
+        events = (await service.get(f"/v1/runs/{rank.run}/events", kind="described"))["events"]
+        assert [event["sentence"] for event in events] == [
+            "Grace (local) changed the run's display name and tags.",
+            "Ada (local) changed the run's display name and tags and notes.",
+        ]
+        trail = await service.get("/v1/audit")
+        assert trail["intact"]
+        assert [(row["actor"], row["action"], row["run"]) for row in trail["rows"]] == [
+            ("Grace (local)", "described", rank.run),
+            ("Ada (local)", "described", rank.run),
+        ]
+        assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
+        await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
+        assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
+        await service.store(rank, rank.sample(3))  # and the run goes on under its name
+        assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
+
+    live(story)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"tags": ["a=b"]},
+        {"tags": ["a,b"]},
+        {"tags": [""]},
+        {"tags": ["x" * 65]},
+        {"tags": [f"t{i}" for i in range(33)]},
+        {"tags": [" blank"]},
+        {"display_name": "two\nlines"},
+        {"display_name": "x" * 129},
+        {"notes": "a\x00b"},
+        {"notes": "x" * 4001},
+        {"name": "other"},
+    ],
+)
+def test_what_cannot_be_kept_is_refused_in_words(play: Any, said: dict[str, Any]) -> None:
+    async def story(service: Any) -> None:
+        await trained(service, "plain")
+        answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
+        assert answer.status_code == 422
+        assert answer.json()["errors"][0]["message"]
+        assert (await service.get("/v1/audit"))["rows"] == []
+
+    play(story)
+
+
+def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_others_stay(live: Callable[..., None]) -> None:
+    async def story(service: Any) -> None:
+        await trained(service, "stays")
+        alone = await everything(service)
+        await trained(service, "a/deleted", ended=True)
+        order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
+        for run in ("stays", "a/deleted"):
+            await service.client.post(f"/v1/runs/{run}/commands", json=order)
+        alone |= {"commands": 1, "events": alone["events"] + 1}
+        assert (await everything(service))["samples"] == 4
+        deleted = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "a typing error"})
+        assert deleted.status_code == 204, deleted.text
+        assert await everything(service) == alone
+        assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
+        assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
+        assert 'run="a/deleted"' not in (await service.client.get("/metrics")).text
+        rows = (await service.get("/v1/audit"))["rows"]
+        assert [(row["action"], row["run"], row["details"]) for row in rows[:2]] == [
+            ("deleted", "a/deleted", {"reason": "a typing error"}),
+            ("deletion begun", "a/deleted", {"reason": "a typing error"}),
+        ]
+        again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
+        assert again.status_code == 404
+
+    live(story)
+
+
+def test_a_run_that_comes_after_a_deleted_one_is_never_taken_for_it(live: Callable[..., None]) -> None:
+    """SQLite gives a new run the number of the newest one that was deleted."""
+
+    async def story(service: Any) -> None:
+        for name in ("first", "second", "third"):
+            await trained(service, name, ended=True)
+            assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == [name]
+            shown = (await service.client.get("/metrics")).text
+            assert all((f'run="{other}"' in shown) == (other == name) for other in ("first", "second", "third"))
+            order = {"who": "Ada", "reason": "a typing error"}
+            assert (await service.client.delete(f"/v1/runs/{name}", params=order)).status_code == 204
+
+    live(story)
+
+
+def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Callable[..., None]) -> None:
+    async def story(service: Any) -> None:
+        rank = await trained(service, "trains")
+        order = {"who": "Ada", "reason": "by mistake"}
+        refused = await service.client.delete("/v1/runs/trains", params=order)
+        assert refused.status_code == 409
+        assert "still trains" in refused.json()["detail"]
+        assert (await service.get("/v1/audit"))["rows"] == []
+        async with service.app.state.store.write() as connection:
+            await connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
+        assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
+        await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
+        assert (await service.get("/v1/runs/trains"))["last_step"] == 9
+
+    live(story)
+
+
+def test_notes_need_the_scope_act_and_deletion_its_own_within_the_tokens_reach(play: Any) -> None:
+    async def story(service: Any) -> None:
+        for run in ("team-a/one", "team-b/one"):
+            rank = FakeRank(run=run)
+            batch = rank.batch(rank.started(), Finished(step=0, unix_seconds=2.0, status="completed"))
+            headers = {**says("ann"), "content-type": "application/json"}
+            await service.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
+
+        async def status(name: str, run: str, method: str, **said: Any) -> int:
+            answer = await service.client.request(method, f"/v1/runs/{run}", headers=says(name), **said)
+            return int(answer.status_code)
+
+        note, end = {"who": "x", "notes": "seen"}, {"who": "x", "reason": "old"}
+        for name, run, described, deleted in (
+            ("dan", "team-a/one", 403, 403),  # reads
+            ("bob", "team-a/one", 403, 403),  # acts, elsewhere
+            ("bob", "team-b/one", 200, 403),
+            ("cleo", "team-a/one", 403, 403),  # deletes, elsewhere
+            ("cleo", "team-b/one", 403, 204),
+            ("ann", "team-a/one", 200, 204),
+        ):
+            assert await status(name, run, "PATCH", json=note) == described, (name, run)
+            assert await status(name, run, "DELETE", params=end) == deleted, (name, run)
+        trail = (await service.client.get("/v1/audit", headers=says("ann"))).json()["rows"]
+        assert [(row["actor"], row["action"]) for row in trail[:2]] == [
+            ("x (ann)", "deleted"),
+            ("x (ann)", "deletion begun"),
+        ]
+
+    play(story, tokens=TOKENS)
