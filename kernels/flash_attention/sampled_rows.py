@@ -53,6 +53,8 @@ _ENTROPY: tl.constexpr = tl.constexpr(7)
 PLANES = 8
 _UNSEEN: tl.constexpr = tl.constexpr(UNSEEN)
 _BLIND: tl.constexpr = tl.constexpr(BLIND)
+_NO_WEIGHT: tl.constexpr = tl.constexpr(-256.0)
+"""An exponent of two whose power is 0 in float32: what a hidden key's is raised to, since 0 times infinity is NaN."""
 _BOOL: tl.constexpr = tl.constexpr(1)
 _ADDED: tl.constexpr = tl.constexpr(2)
 
@@ -166,12 +168,10 @@ def row_statistics_kernel(
     begin = tl.min(tl.where(low < high, low, stop), 0) // KEYS * KEYS
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     most_added = tl.full((ROWS,), float("-inf"), tl.float32)
-    broken = tl.zeros((ROWS,), tl.int32)
     for start in range(begin, stop, KEYS):
         scores, seen, added = scores_of(
             asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
         )
-        broken += tl.sum((scores != scores).to(tl.int32), 1)
         largest = tl.maximum(largest, tl.max(scores, 1))
         if MASK == _ADDED:
             most_added = tl.maximum(most_added, tl.max(added, 1))
@@ -179,26 +179,30 @@ def row_statistics_kernel(
     rounded_largest = to_operand(largest, tl.bfloat16).to(tl.float32)
     ties_bf16 = tl.zeros((ROWS,), tl.int32)
     ties_one = tl.zeros((ROWS,), tl.int32)
-    visible = tl.zeros((ROWS,), tl.float32)
+    visible = (high - low).to(tl.float32) if MASK == 0 else tl.zeros((ROWS,), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    depth = tl.zeros((ROWS,), tl.float32)  # sum of weights times how far their scores lie below the maximum
+    depth = tl.zeros((ROWS,), tl.float32)  # sum of weights times their exponent of two
     product = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for start in range(begin, stop, KEYS):
         scores, seen, added = scores_of(
             asked, key, mask, row, start, low, high, stride_k[2], stride_m, sizes, score_numbers, MASK, KEYS, SPEC
         )
-        shares = seen.to(tl.float32)
-        if MASK == _ADDED:
-            near = tl.minimum(added - most_added[:, None] + _UNSEEN, 0.0)
-            shares = tl.where(seen, tl.exp2(near * LOG2E), 0.0)
-        visible += tl.sum(shares, 1)
-        there = scores != float("-inf")
+        if MASK != 0:
+            shares = seen.to(tl.float32)
+            if MASK == _ADDED:
+                near = tl.minimum(added - most_added[:, None] + _UNSEEN, 0.0)
+                shares = tl.where(seen, tl.exp2(near * LOG2E), 0.0)
+            visible += tl.sum(shares, 1)
+        below = scores - floor[:, None]
         tied = to_operand(scores, tl.bfloat16).to(tl.float32) == rounded_largest[:, None]
-        ties_bf16 += tl.sum((there & tied).to(tl.int32), 1)
-        ties_one += tl.sum((there & (scores - floor[:, None] >= -margin)).to(tl.int32), 1)
-        weights = tl.exp2((scores - floor[:, None]) * LOG2E)
+        # Both counts in one sum: a reduction over the keys costs as much as an exponential.
+        counts = tl.sum(tied.to(tl.int32) + ((below >= -margin).to(tl.int32) << 16), 1)
+        ties_bf16 += counts & 0xFFFF
+        ties_one += counts >> 16
+        exponent = below * LOG2E
+        weights = tl.exp2(exponent)
         row_sum += tl.sum(weights, 1)
-        depth += tl.sum(tl.where(there, weights * (floor[:, None] - scores), 0.0), 1)
+        depth += tl.sum(weights * tl.maximum(exponent, _NO_WEIGHT), 1)
         if not SPEC.DROPOUT:
             keys = start + tl.arange(0, KEYS)
             values = load_rows(value, keys, stride_v[2], keys < length_k, dim_v, BLOCK_DV)
@@ -217,14 +221,15 @@ def row_statistics_kernel(
         bias = tl.sum(grad * (given - product / known_sum[:, None]), 1)
     plane = entries * count * tl.num_programs(2)
     kept += (head * entries + place) * count + local
-    tl.store(kept + _ROW_MAX * plane, tl.where(broken > 0, float("nan"), largest), mask=inside)
+    tl.store(kept + _ROW_MAX * plane, largest, mask=inside)  # a NaN among the scores is one in their sum
     tl.store(kept + _LSE * plane, floor + tl.log2(row_sum) * LN2, mask=inside)
+    ties_bf16 = tl.where(largest == float("-inf"), 0, ties_bf16)  # hidden keys are no maxima
     tl.store(kept + _TIES_BF16 * plane, ties_bf16.to(tl.float32), mask=inside)
     tl.store(kept + _TIES_ONE * plane, ties_one.to(tl.float32), mask=inside)
     tl.store(kept + _KEYS * plane, visible, mask=inside)
     tl.store(kept + _DELTA * plane, delta - bias, mask=inside)
     tl.store(kept + _BIAS * plane, bias, mask=inside)
-    tl.store(kept + _ENTROPY * plane, tl.log2(known_sum) * LN2 + depth / known_sum, mask=inside)
+    tl.store(kept + _ENTROPY * plane, (tl.log2(known_sum) - depth / known_sum) * LN2, mask=inside)
 
 
 @triton.jit
@@ -283,6 +288,13 @@ def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: Attenti
     )
 
 
+def tiles_for(width: int, count: int) -> dict[str, int]:
+    """Rows and keys of a tile and warps of a program, for head dims up to `width` and `count` rows of an entry."""
+    narrow = width <= 128
+    rows = min(64 if narrow else 32, max(16, 1 << (count - 1).bit_length()))
+    return {"ROWS": rows, "KEYS": 64 if narrow else 32, "num_warps": 4}
+
+
 def count_sampled_rows(
     grad_out: Tensor,
     out: Tensor,
@@ -314,9 +326,8 @@ def count_sampled_rows(
     kept = torch.empty(PLANES, heads, entries * count, dtype=torch.float32, device=query.device)
     compiled = compiled_for(spec, dim, packed=packed)
     block_v = max(16, 1 << (dim_v - 1).bit_length())
-    narrow = max(compiled.BLOCK_D, block_v) <= 128
-    row_block = min(64 if narrow else 32, max(16, 1 << (count - 1).bit_length()))
-    row_statistics_kernel[(triton.cdiv(count, row_block), entries, heads)](
+    tiles = tiles_for(max(compiled.BLOCK_D, block_v), count)
+    row_statistics_kernel[(triton.cdiv(count, tiles["ROWS"]), entries, heads)](
         grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept,
         (
             *(grad_out.stride(), out.stride(), query.stride(), key.stride(), value.stride()),
@@ -329,6 +340,6 @@ def count_sampled_rows(
         (float(spec.scale), float(spec.softcap)), one_margin(query.dtype),
         DRAWN=(entries, count) != (batch, length_q),
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
-        ROWS=row_block, KEYS=64 if narrow else 32, BLOCK_DV=block_v, SPEC=compiled, num_warps=8,
+        BLOCK_DV=block_v, SPEC=compiled, **tiles,
     )  # fmt: skip
     sum_kernel[(heads + 1,)](state, tick, kept, *state.stride(), entries * count, heads, BLOCK=256)

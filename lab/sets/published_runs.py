@@ -14,7 +14,7 @@ def _runs(recipe: str, arms: tuple[str, ...], seeds: tuple[int, ...]) -> list[En
 
 
 def published() -> dict[str, list[Entry]]:
-    """The sets by name: those of `real_text_sets`, and `vendor` (PyTorch's own attention)."""
+    """The sets by name: those of `real_text_sets`, and on PyTorch's own attention `vendor` and `vendor-healthy`."""
     return {
         **real_text_sets(),
         "vendor": [
@@ -22,5 +22,11 @@ def published() -> dict[str, list[Entry]]:
             *_runs("kb256", _RESCUED, _FRESH),
             *_runs("kb256", ("control",), _FRESH[:3]),
             *_runs("kb256b64", (*_OBSERVED, *_RESCUED), _FRESH),
+        ],
+        "vendor-healthy": [
+            run
+            for backend, seeds in (("cudnn", _FRESH[:2]), ("flash", _FRESH[2:3]))
+            for recipe in ("gpt2-small", "llama-small")
+            for run in _runs(recipe, (f"{backend}-untreated",), seeds)
         ],
     }
