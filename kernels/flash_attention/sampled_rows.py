@@ -39,6 +39,7 @@ from foreshock.kernels.flash_attention.triton_kernels.counting import (
     raise_maximum,
 )
 from foreshock.kernels.flash_attention.triton_kernels.places import diagonal
+from foreshock.kernels.flash_attention.triton_kernels.ties import bf16_tie_threshold, one_tie_threshold
 from foreshock.kernels.flash_attention.visibility import BLIND, UNSEEN
 
 # What is kept of a row between the launches, one plane [h, r] each.
@@ -122,7 +123,9 @@ def scores_of(
     scores = tl.dot(asked, tl.trans(tile)) * scale
     if SPEC.SOFTCAP:
         scores = softcap * tanh(scores / softcap)
-    seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+    seen = keys[None, :] < high[:, None]
+    if SPEC.PACKED or SPEC.HAS_LEFT:
+        seen = seen & (keys[None, :] >= low[:, None])
     added = scores * 0.0
     if MASK != 0:
         pointers = mask + row[:, None].to(tl.int64) * stride_m[2] + keys[None, :].to(tl.int64) * stride_m[3]
@@ -137,9 +140,9 @@ def scores_of(
 
 @triton.jit
 def row_statistics_kernel(
-    grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers, margin,
-    DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPEC: tl.constexpr,
+    grad_out, out, query, key, value, mask, cu_queries, cu_keys, tick, kept, strides, sizes, score_numbers,
+    MARGIN: tl.constexpr, DRAWN: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Everything about ROWS rows of one head in one entry of the batch, into the planes of `kept`."""
     stride_g, stride_o, stride_q, stride_k, stride_v, stride_m = strides
@@ -176,7 +179,8 @@ def row_statistics_kernel(
         if MASK == _ADDED:
             most_added = tl.maximum(most_added, tl.max(added, 1))
     floor = tl.where(largest == float("-inf"), 0.0, largest)
-    rounded_largest = to_operand(largest, tl.bfloat16).to(tl.float32)
+    tie_bf16 = bf16_tie_threshold(largest)
+    tie_one = one_tie_threshold(largest, MARGIN)
     ties_bf16 = tl.zeros((ROWS,), tl.int32)
     ties_one = tl.zeros((ROWS,), tl.int32)
     visible = (high - low).to(tl.float32) if MASK == 0 else tl.zeros((ROWS,), tl.float32)
@@ -193,13 +197,12 @@ def row_statistics_kernel(
                 near = tl.minimum(added - most_added[:, None] + _UNSEEN, 0.0)
                 shares = tl.where(seen, tl.exp2(near * LOG2E), 0.0)
             visible += tl.sum(shares, 1)
-        below = scores - floor[:, None]
-        tied = to_operand(scores, tl.bfloat16).to(tl.float32) == rounded_largest[:, None]
         # Both counts in one sum: a reduction over the keys costs as much as an exponential.
-        counts = tl.sum(tied.to(tl.int32) + ((below >= -margin).to(tl.int32) << 16), 1)
+        tied = tl.where(scores >= tie_bf16[:, None], 1, 0) + tl.where(scores >= tie_one[:, None], 1 << 16, 0)
+        counts = tl.sum(tied, 1)
         ties_bf16 += counts & 0xFFFF
         ties_one += counts >> 16
-        exponent = below * LOG2E
+        exponent = (scores - floor[:, None]) * LOG2E
         weights = tl.exp2(exponent)
         row_sum += tl.sum(weights, 1)
         depth += tl.sum(weights * tl.maximum(exponent, _NO_WEIGHT), 1)
@@ -223,7 +226,6 @@ def row_statistics_kernel(
     kept += (head * entries + place) * count + local
     tl.store(kept + _ROW_MAX * plane, largest, mask=inside)  # a NaN among the scores is one in their sum
     tl.store(kept + _LSE * plane, floor + tl.log2(row_sum) * LN2, mask=inside)
-    ties_bf16 = tl.where(largest == float("-inf"), 0, ties_bf16)  # hidden keys are no maxima
     tl.store(kept + _TIES_BF16 * plane, ties_bf16.to(tl.float32), mask=inside)
     tl.store(kept + _TIES_ONE * plane, ties_one.to(tl.float32), mask=inside)
     tl.store(kept + _KEYS * plane, visible, mask=inside)
@@ -242,6 +244,20 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
         plane = count * heads
         kept += head * count
         state += head.to(tl.int64) * stride_head
+        # In registers up to the end: the state's words are atomic, and each block would wait for the one before.
+        counted_rows = tl.full((), 0, tl.int64)
+        tied_bf16 = counted_rows
+        tied_one = counted_rows
+        empty = counted_rows
+        nonfinite = counted_rows
+        score_max = tl.full((), float("-inf"), tl.float64)
+        row_max_abs = score_max
+        offset_sum = tl.full((), 0.0, tl.float64)
+        offset_sumsq = offset_sum
+        bias_sum = offset_sum
+        bias_abs = offset_sum
+        bias_sumsq = offset_sum
+        entropy_sum = offset_sum
         for start in range(0, count, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             inside = rows < count
@@ -259,23 +275,34 @@ def sum_kernel(state, tick, kept, stride_head, stride_slot, count, heads, BLOCK:
             offset = tl.where(counted, lse - tl.log2(tl.where(counted, keys, 1.0)) * LN2, 0.0).to(tl.float64)
             bias = tl.where(counted, bias, 0.0).to(tl.float64)
             lowest = float("-inf")
-            add_count(state + ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
-            add_count(state + TIED_BF16_SLOT * stride_slot, tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0))
-            add_count(state + TIED_ONE_SLOT * stride_slot, tl.sum((counted & (ties_one > 1)).to(tl.int64), 0))
-            add_count(state + EMPTY_SLOT * stride_slot, tl.sum((inside & (keys == 0)).to(tl.int64), 0))
-            add_count(state + NONFINITE_SLOT * stride_slot, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
-            raise_maximum(
-                state + SCORE_MAX_SLOT * stride_slot, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64)
-            )
+            counted_rows += tl.sum(counted.to(tl.int64), 0)
+            tied_bf16 += tl.sum((counted & (ties_bf16 > 1)).to(tl.int64), 0)
+            tied_one += tl.sum((counted & (ties_one > 1)).to(tl.int64), 0)
+            empty += tl.sum((inside & (keys == 0)).to(tl.int64), 0)
+            nonfinite += tl.sum((seen & (whole == 0)).to(tl.int64), 0)
+            score_max = tl.maximum(score_max, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
             size = tl.where(counted, tl.abs(largest), lowest)
-            raise_maximum(state + ROW_MAX_ABS_SLOT * stride_slot, tl.max(size, 0).to(tl.float64))
-            add_sum(state + SCORE_OFFSET_SUM_SLOT * stride_slot, tl.sum(offset, 0))
-            add_sum(state + SCORE_OFFSET_SUMSQ_SLOT * stride_slot, tl.sum(offset * offset, 0))
-            add_sum(state + DELTA_BIAS_SUM_SLOT * stride_slot, tl.sum(bias, 0))
-            add_sum(state + DELTA_BIAS_ABS_SLOT * stride_slot, tl.sum(tl.abs(bias), 0))
-            add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, tl.sum(bias * bias, 0))
-            add_count(state + ENTROPY_ROWS_SLOT * stride_slot, tl.sum(counted.to(tl.int64), 0))
-            add_sum(state + ENTROPY_SUM_SLOT * stride_slot, tl.sum(tl.where(counted, entropy, 0.0).to(tl.float64), 0))
+            row_max_abs = tl.maximum(row_max_abs, tl.max(size, 0).to(tl.float64))
+            offset_sum += tl.sum(offset, 0)
+            offset_sumsq += tl.sum(offset * offset, 0)
+            bias_sum += tl.sum(bias, 0)
+            bias_abs += tl.sum(tl.abs(bias), 0)
+            bias_sumsq += tl.sum(bias * bias, 0)
+            entropy_sum += tl.sum(tl.where(counted, entropy, 0.0).to(tl.float64), 0)
+        add_count(state + ROWS_SLOT * stride_slot, counted_rows)
+        add_count(state + TIED_BF16_SLOT * stride_slot, tied_bf16)
+        add_count(state + TIED_ONE_SLOT * stride_slot, tied_one)
+        add_count(state + EMPTY_SLOT * stride_slot, empty)
+        add_count(state + NONFINITE_SLOT * stride_slot, nonfinite)
+        raise_maximum(state + SCORE_MAX_SLOT * stride_slot, score_max)
+        raise_maximum(state + ROW_MAX_ABS_SLOT * stride_slot, row_max_abs)
+        add_sum(state + SCORE_OFFSET_SUM_SLOT * stride_slot, offset_sum)
+        add_sum(state + SCORE_OFFSET_SUMSQ_SLOT * stride_slot, offset_sumsq)
+        add_sum(state + DELTA_BIAS_SUM_SLOT * stride_slot, bias_sum)
+        add_sum(state + DELTA_BIAS_ABS_SLOT * stride_slot, bias_abs)
+        add_sum(state + DELTA_BIAS_SUMSQ_SLOT * stride_slot, bias_sumsq)
+        add_count(state + ENTROPY_ROWS_SLOT * stride_slot, counted_rows)
+        add_sum(state + ENTROPY_SUM_SLOT * stride_slot, entropy_sum)
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, out: Tensor, spec: AttentionSpec) -> bool:
@@ -337,9 +364,9 @@ def count_sampled_rows(
             *(batch, heads // key.shape[1], entries, count, length_q, length_k),
             *(0 if cu_queries is None else len(cu_queries) - 1, dim, dim_v, spec.window_left, spec.right),
         ),
-        (float(spec.scale), float(spec.softcap)), one_margin(query.dtype),
+        (float(spec.scale), float(spec.softcap)), MARGIN=one_margin(query.dtype),
         DRAWN=(entries, count) != (batch, length_q),
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
         BLOCK_DV=block_v, SPEC=compiled, **tiles,
     )  # fmt: skip
-    sum_kernel[(heads + 1,)](state, tick, kept, *state.stride(), entries * count, heads, BLOCK=256)
+    sum_kernel[(heads + 1,)](state, tick, kept, *state.stride(), entries * count, heads, BLOCK=1024, num_warps=8)
