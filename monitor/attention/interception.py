@@ -46,9 +46,18 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     leave()
 
 
+def _references() -> int:
+    return sys.getrefcount(_enter)
+
+
+_REFERENCES: Final = _references()
+"""Where no module holds the hook."""
+
+
 def leave_no_copies() -> None:
     """Take hooks and layers out of copies of watched modules; after their undoing."""
-    clean_copies(_enter)
+    if _references() > _REFERENCES:  # to look for who holds it walks the whole heap, twice
+        clean_copies(_enter)
 
 
 def scaled_dot_product_attention(
@@ -178,9 +187,8 @@ class SdpaRebinding:
             # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
             # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
             torch._dynamo.trace_rules.lookup(SDPA)
-            for original, ours in _REBOUND[:2]:
-                for space, name in places_of(original):
-                    self._bind(space, name, ours)
+            for space, name, original in places_of(SDPA, VARLEN):
+                self._bind(space, name, scaled_dot_product_attention if original is SDPA else varlen_attn)
             self._bind(vars(F), "multi_head_attention_forward", _mha_copy)
             if _original_padding_check is not None:
                 self._bind(vars(F), "_check_key_padding_mask", _check_padding)
@@ -215,9 +223,10 @@ class SdpaRebinding:
             self._leave_flex()
             # who imported a name in the meantime got ours
             libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
-            for original, ours in (*_REBOUND, *libraries):
-                for space, name in places_of(ours):
-                    space[name] = original
+            rebound = (*_REBOUND, *libraries)
+            originals = {id(ours): original for original, ours in rebound}
+            for space, name, ours in places_of(*(ours for _, ours in rebound)):
+                space[name] = originals[id(ours)]
             self._places.clear()
             self._modules = 0
             forget()

@@ -268,16 +268,18 @@ def _attribute(holder: Any, name: str) -> Any:
         return None
 
 
-def places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """Every (module globals, name) that is bound to one of PyTorch's functions, its own included; [] for None."""
+def places_of(*functions: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Every (module globals, name, function) where a module is bound to one of these functions of PyTorch or of ours,
+    PyTorch's own modules included; a function that is None is nowhere."""
     # What a compiled graph calls, it calls by its name in torch._C: that has to stay PyTorch's.
     left_alone = ("foreshock.", "torch._C")
-    places: list[tuple[dict[str, Any], str]] = []
-    for module in list(sys.modules.values()) if function is not None else ():
+    wanted = {id(function) for function in functions if function is not None}
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
         # nearly every module has none: what says so must not look at half a million names one by one
-        if not isinstance(space, dict) or id(function) not in set(map(id, list(space.values()))):
+        if not isinstance(space, dict) or wanted.isdisjoint(map(id, list(space.values()))):
             continue
         if not str(getattr(module, "__name__", "")).startswith(left_alone):
-            places.extend((space, name) for name, value in list(space.items()) if value is function)
+            places.extend((space, name, value) for name, value in list(space.items()) if id(value) in wanted)
     return places
