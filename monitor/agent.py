@@ -64,13 +64,13 @@ class Agent:
         boot, ids = self.boot, itertools.count(1)
         new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
         self._switchboard = Switchboard(self._heads, instruments.modes, new_id)
-        if instruments.keeper is not None:
-            self._switchboard.on_change = instruments.keeper.follow
-            self._switchboard.refuses = instruments.keeper.refusal
-            self._switchboard.serves = instruments.keeper.serves
-            instruments.keeper.faults = self.faults
+        if instruments.selector is not None:
+            self._switchboard.on_change = instruments.selector.follow
+            self._switchboard.refuses = instruments.selector.refusal
+            self._switchboard.serves = instruments.selector.serves
+            instruments.selector.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
-        watched = instruments.layers, instruments.keeper, instruments.unwatched
+        watched = instruments.layers, instruments.selector, instruments.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), instruments.layouts, shows=config.shows)
         self._detector_thread = DetectorThread(self._judge)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
@@ -144,8 +144,8 @@ class Agent:
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        if self._instruments.keeper is not None:
-            self._instruments.keeper.plan(self.current_step, self._cadence.watch_until)
+        if self._instruments.selector is not None:
+            self._instruments.selector.plan(self.current_step, self._cadence.watch_until)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample, and have it judged; False where that takes too long."""
@@ -179,8 +179,8 @@ class Agent:
     def _tell(self, judged: DetectorResult) -> None:
         counted, verdicts, risk = judged
         self._guards["sample"].run(self._look, counted)
-        if verdicts and (keeper := self._instruments.keeper) is not None:
-            told = self._guards["detectors"].run(keeper.with_errors, verdicts, counted.words, self._heads)
+        if verdicts and (selector := self._instruments.selector) is not None:
+            told = self._guards["detectors"].run(selector.with_errors, verdicts, counted.words, self._heads)
             verdicts = verdicts if told is None else told
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
         for verdict in verdicts:
@@ -271,9 +271,9 @@ class Agent:
 
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
-        keeper = self._instruments.keeper
+        selector = self._instruments.selector
         parts = (self._instruments.report, self._coverage.table(norms=self._started), self._clipping.report())
-        return "\n".join(filter(None, parts)) + (keeper.errors if keeper else "")
+        return "\n".join(filter(None, parts)) + (selector.errors if selector else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

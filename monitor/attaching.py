@@ -18,9 +18,9 @@ from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.assessment import openness, rounding
+from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.copies import is_watched
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
-from foreshock.monitor.attention.keep_attention import Keeper
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
@@ -67,18 +67,18 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     state = torch.from_numpy(identity_row()).repeat(sum(f.heads for f in watched), 1).to(device)
     modes = torch.zeros(len(state), dtype=torch.int32, device=device)
     layers = _layers_of(watched, state, modes, settings)
-    keeper = Keeper(layers, state, settings)
+    selector = BackendSelector(layers, state, settings)
     of_modules = [(f.module, layer.layout) for f, layer in zip(watched, layers, strict=True) if layer.layout]
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
-    undo = _install(model, watched, layers, keeper, lookout)
+    undo = _install(model, watched, layers, selector, lookout)
     try:
         instruments = Instruments(
             state=state,
             modes=modes,
             layers=_described(watched, settings, served_by(state, settings.numerics)),
             layouts=tuple(layout for _, layout in of_modules),
-            report=_report(model, settings, found, keeper, served_by(state, settings.numerics)),
-            keeper=keeper,
+            report=_report(model, settings, found, selector, served_by(state, settings.numerics)),
+            selector=selector,
             lookout=lookout,
             unwatched=len(found) - len(watched),
         )
@@ -166,11 +166,11 @@ def _install(
     model: nn.Module,
     watched: list[Found],
     layers: list[WatchedLayer],
-    keeper: Keeper,
+    selector: BackendSelector,
     lookout: Lookout,
 ) -> Callable[[], None]:
     with _installing, ExitStack() as undo:  # each undoing is done, whatever becomes of the others
-        for one in (keeper.stop, lookout.stop, leave_no_copies):
+        for one in (selector.stop, lookout.stop, leave_no_copies):
             undo.callback(one)
         for found, layer in zip(watched, layers, strict=True):
             undo.callback(watch_module(found.module, layer))
@@ -182,7 +182,7 @@ def _install(
             from foreshock.monitor.attention.transformers_positions import watch_positions
 
             undo.callback(watch_dispatch())
-            keeper.masks_can_be_left_out(functools.partial(watch_positions, model))
+            selector.masks_can_be_left_out(functools.partial(watch_positions, model))
         sdpa_rebinding.acquire()
         undo.callback(sdpa_rebinding.release)
         installed = undo.pop_all()
@@ -212,7 +212,7 @@ def _described(watched: list[Found], settings: AgentConfig, ours: str) -> tuple[
     )
 
 
-def _report(model: nn.Module, settings: AgentConfig, found: list[Found], keeper: Keeper, ours: str) -> str:
+def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selector: BackendSelector, ours: str) -> str:
     """The table of what was found, printed where this process prints; what is not watched is warned of."""
     for names, why in _problems(found):
         logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
@@ -223,7 +223,7 @@ def _report(model: nn.Module, settings: AgentConfig, found: list[Found], keeper:
     now = "kept, sampled" if settings.attention != "kernels" else ours
     numerics = _NUMERICS.get(settings.numerics, settings.numerics)
     danger = rounding(*openness(model, [f for f in found if f.problem is None]))[0]
-    report = f"{danger}\n{table_of(found, now)}\nnumerics: {numerics}\n{keeper.describe()}"
+    report = f"{danger}\n{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
     if settings.shows:
         print(report, file=sys.stderr)
     return report

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foreshock.contract import wire
-from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.config import AgentConfig, versions
@@ -26,7 +26,7 @@ class Instruments:
     layouts: tuple[LayoutProof, ...]
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
     report: str
-    keeper: Keeper | None = None
+    selector: BackendSelector | None = None
     """Who serves each layer; None in tests without a model."""
     lookout: Lookout | None = None
     """Who looks out for attention that is not watched; None in tests without a model."""
@@ -35,9 +35,9 @@ class Instruments:
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: who serves each, and the head dim that calls told where nothing else did."""
-        if self.keeper is None:
+        if self.selector is None:
             return self.layers
-        ours = served_by(self.state, self.keeper.layers[0].numerics)
+        ours = served_by(self.state, self.selector.layers[0].numerics)
         return tuple(
             layer.model_copy(
                 update={
@@ -46,7 +46,7 @@ class Instruments:
                     "served_by": "probe" if watched.sampled else ours,
                 }
             )
-            for layer, watched in zip(self.layers, self.keeper.layers, strict=True)
+            for layer, watched in zip(self.layers, self.selector.layers, strict=True)
         )
 
     def started(self, config: AgentConfig, *, step: int, qk_clip: wire.ClipState | None) -> wire.Started:
@@ -67,7 +67,7 @@ class Instruments:
 
     def stand_as(self, layers: Sequence[wire.Layer]) -> bool:
         """Whether each is served now as `announced` said."""
-        serving = () if self.keeper is None else zip(layers, self.keeper.layers, strict=True)
+        serving = () if self.selector is None else zip(layers, self.selector.layers, strict=True)
         return all(layer.sampled == watched.sampled for layer, watched in serving)
 
     def readings(self, counted: Counted) -> Readings:
@@ -81,7 +81,7 @@ class Instruments:
             grad_norm=collecting.largest(counted.grad_norms),
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
-            rounds=self.keeper is not None and any(layer.rounds for layer in self.keeper.layers),
+            rounds=self.selector is not None and any(layer.rounds for layer in self.selector.layers),
         )
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words
-from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_proof import LayoutProof, table_of_norms
 from foreshock.monitor.attention.running import outside
 from foreshock.monitor.attention.watched_layer import NOT_RUN, logger
@@ -34,7 +34,7 @@ class CoverageReport:
     def __init__(
         self,
         layers: Sequence[wire.Layer],
-        keeper: Keeper | None,
+        selector: BackendSelector | None,
         unwatched: int = 0,
         pause: int | None = None,
         layouts: Sequence[LayoutProof] = (),
@@ -46,7 +46,7 @@ class CoverageReport:
         self._pause: Final = pause
         self._last_counted, self._silent_samples, self._told_of_silence = 0, 0, False
         self._layers: Final = tuple(layers)
-        self._keeper: Final = keeper
+        self._selector: Final = selector
         self._unwatched = unwatched
         self._found: dict[str, str] = {}
         """Attention that was found after attach and has no layer, and why."""
@@ -178,7 +178,7 @@ class CoverageReport:
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
     def _watched(self, number: int) -> Any:
-        return None if self._keeper is None else self._keeper.layers[number]
+        return None if self._selector is None else self._selector.layers[number]
 
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
@@ -193,12 +193,12 @@ class CoverageReport:
         return "\n".join(filter(None, (self._of_layers(), of_norms)))
 
     def _of_layers(self) -> str:
-        if self._keeper is None or not self._looked:
+        if self._selector is None or not self._looked:
             return ""
         groups: dict[str, list[str]] = {}
         states = self._states()
         for number, layer in enumerate(self._layers):
-            how = self._keeper.how_served(number)
+            how = self._selector.how_served(number)
             if states[number] == "replaced":
                 continue
             if states[number] == "never":
@@ -210,5 +210,5 @@ class CoverageReport:
             groups.setdefault(f"NOTHING: {why}", []).append(name or "the model")
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
         every = len(self._layers) - states.count("replaced") + self._unwatched
-        lines += self._keeper.what_a_switch_meets()
+        lines += self._selector.what_a_switch_meets()
         return "\n".join([*lines, f"watched {states.count('counts')} of {every} attention layers"])

@@ -3,7 +3,7 @@
 Its models make their masks from position numbers, which may say that a row holds several sequences. In eager mode they
 read the numbers back from the device to find out, as they do without us; under torch.compile they cannot, and make a
 mask of the general kind, which no kernel serves. But packing is told by giving `position_ids`: numbers that the model
-makes itself count straight up from 0. This is so only while our kernels are to serve a layer (keep_attention.py).
+makes itself count straight up from 0. This is so only while our kernels are to serve a layer (backend_selector.py).
 """
 
 import functools

@@ -96,7 +96,7 @@ class WatchedLayer:
         self.rounds = numerics not in _EXACT
         """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
         self.tick: Tensor | None = None
-        """The probe's counter, int64 [1]; None before and after a Keeper looks after the layer."""
+        """The probe's counter, int64 [1]; None before and after a BackendSelector looks after the layer."""
         self.largest: Tensor | None = None
         """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
         self.bent = False

@@ -55,7 +55,9 @@ class Clipping:
         self._guard: Final = guard
         self._new_id: Final = new_id
         self._emit: Final = emit
-        self._watched: Final[Sequence[WatchedLayer]] = () if instruments.keeper is None else instruments.keeper.layers
+        self._watched: Final[Sequence[WatchedLayer]] = (
+            () if instruments.selector is None else instruments.selector.layers
+        )
         self._heads: Final = wire.head_refs(instruments.layers)
         self._asked = config.qk_clip != "never"
         self._held = False
@@ -211,15 +213,15 @@ class Clipping:
         return QKClip(layers, self._projections(), self._instruments.state, threshold=tau)
 
     def _projections(self) -> list[Projection | str]:
-        both, keeper = zip(self._watched, self._instruments.layouts, strict=True), self._instruments.keeper
-        return [] if keeper is None else [projection_of(*each, keeper, self._optimizers) for each in both]
+        both, selector = zip(self._watched, self._instruments.layouts, strict=True), self._instruments.selector
+        return [] if selector is None else [projection_of(*each, selector, self._optimizers) for each in both]
 
     def _standing(self) -> list[tuple[object, ...]]:
         """What tells that weights are to be looked for anew."""
         both = zip(self._watched, self._instruments.layouts, strict=True)
-        keeper = self._instruments.keeper
+        selector = self._instruments.selector
         return [
-            (layer.sampled, keeper and keeper.why_not_in_full(layer), len(layer.unserved), layout.proved)
+            (layer.sampled, selector and selector.why_not_in_full(layer), len(layer.unserved), layout.proved)
             for layer, layout in both
         ]
 
@@ -245,9 +247,9 @@ class Clipping:
 
     def _ask_for_all_rows(self, step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
-        if self._instruments.keeper is not None:
+        if self._instruments.selector is not None:
             due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
-            self._instruments.keeper.compute_in_full(due)
+            self._instruments.selector.compute_in_full(due)
 
     def _scale(self, clip: QKClip) -> bool:
         clip.after_step(on=self.on, broken=bool(self._over))
@@ -270,9 +272,9 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _new_clip(self) -> QKClip:
-        layers, keeper = self._instruments.layers, self._instruments.keeper
+        layers, selector = self._instruments.layers, self._instruments.selector
         unknown = ["no call has shown it yet"] * len(layers)
-        largest, tau = None if keeper is None else keeper.largest, self._config.qk_clip_threshold
+        largest, tau = None if selector is None else selector.largest, self._config.qk_clip_threshold
         return QKClip(layers, unknown, self._instruments.state, threshold=tau, largest=largest)
 
     def _look_again(self, clip: QKClip) -> bool:

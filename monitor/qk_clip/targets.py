@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from foreshock.monitor.attention.keep_attention import Keeper
+from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.model.layers import Projection
@@ -16,10 +16,10 @@ _COPIED: Final = ("main_param", "_hp_mapping", "ds_id")
 
 
 def projection_of(
-    layer: WatchedLayer, layout: LayoutProof, keeper: Keeper, optimizers: Sequence[Any]
+    layer: WatchedLayer, layout: LayoutProof, selector: BackendSelector, optimizers: Sequence[Any]
 ) -> Projection | str:
     """Where the weights of a layer lie, or why it is not scaled."""
-    if layer.sampled and (why := keeper.why_not_in_full(layer)) is not None:
+    if layer.sampled and (why := selector.why_not_in_full(layer)) is not None:
         return why
     if layer.unserved:
         return f"some of its calls are not watched ({next(iter(layer.unserved))})"

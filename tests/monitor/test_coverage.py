@@ -38,7 +38,7 @@ def words(*counted: bool, slot: Slot = Slot.ROWS) -> Words:
     return found
 
 
-def keeper(*keeps: bool) -> Any:
+def selector(*keeps: bool) -> Any:
     watched = [SimpleNamespace(sampled=k, unserved={}, silence="no backward ran through it") for k in keeps]
     return SimpleNamespace(
         layers=watched, how_served=lambda n: "kept, sampled" if keeps[n] else "kernels",
@@ -54,7 +54,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("slot", [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS])
 def test_a_layer_counts_where_one_of_its_heads_met_a_row_of_any_kind(slot: Slot) -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     report.look(words(True, False, True, slot=slot), 0, 10)
     lines = report.table().splitlines()
     assert lines[-1] == "watched 2 of 3 attention layers"
@@ -64,7 +64,7 @@ def test_a_layer_counts_where_one_of_its_heads_met_a_row_of_any_kind(slot: Slot)
 def test_the_first_sample_names_those_that_counted_nothing_those_of_one_reason_together(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     report.look(words(False, True, False), 5, 10)
     [line] = said(caplog)
     assert line == (
@@ -75,7 +75,7 @@ def test_the_first_sample_names_those_that_counted_nothing_those_of_one_reason_t
 def test_a_layer_that_stops_is_told_once_and_again_only_when_it_counted_in_between(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     report.look(words(True, True, True), 0, 1)
     lost = words(True, False, True)
     told = []
@@ -88,7 +88,7 @@ def test_a_layer_that_stops_is_told_once_and_again_only_when_it_counted_in_betwe
 def test_layers_that_are_sampled_are_not_missed_in_a_step_that_measured_none_of_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = CoverageReport(layers(), keeper(True, True, False))
+    report = CoverageReport(layers(), selector(True, True, False))
     report.look(words(True, True, True), 0, 1)
     report.look(words(False, False, True), 1, 2)  # kernels count in every step, what is kept in one of ten
     assert said(caplog) == []
@@ -100,7 +100,7 @@ def test_layers_that_are_sampled_are_not_missed_in_a_step_that_measured_none_of_
 def test_a_long_silence_of_all_is_told_once_and_anew_after_it_ended(
     pause: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = CoverageReport(layers(), keeper(True, True, True), pause=pause)
+    report = CoverageReport(layers(), selector(True, True, True), pause=pause)
     report.look(words(True, True, True), 0, 10)
     told = []
     for step in (20, 30, 40, 50, 60):
@@ -120,7 +120,7 @@ def test_a_pause_is_as_long_as_three_samples() -> None:
 
 
 def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
-    report = CoverageReport(layers(), keeper(True, True, True), unwatched=2)
+    report = CoverageReport(layers(), selector(True, True, True), unwatched=2)
     assert report.table() == ""
     assert [report.look(words(True, True, True), step, step + 1) for step in range(3)] == [True, False, False]
     assert report.table().splitlines() == [
@@ -144,7 +144,7 @@ def test_layers_dropped_at_random_are_named_a_few_times_and_the_table_becomes_ri
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     drawn = np.random.default_rng(0)
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     tables = [
         report.table()
         for step in range(1, 400)
@@ -159,7 +159,7 @@ def test_layers_dropped_at_random_are_named_a_few_times_and_the_table_becomes_ri
 @pytest.mark.promise("A24")
 @pytest.mark.parametrize("quiet_samples", [1, 50])
 def test_a_layer_that_is_trained_later_stands_in_a_table_at_once(quiet_samples: int) -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     for step in range(quiet_samples):
         assert report.look(words(True, False, True), step, step + 1) == (step == 0)
     assert report.look(words(True, True, True), quiet_samples, quiet_samples + 1)
@@ -167,7 +167,7 @@ def test_a_layer_that_is_trained_later_stands_in_a_table_at_once(quiet_samples: 
 
 
 def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     due = [report.look(words(True, step < 3, True), step - 1, step) for step in range(1, 12)]
     assert due.count(True) == 2
     assert report.table().splitlines() == [
@@ -178,7 +178,7 @@ def test_a_layer_that_stopped_for_good_leaves_the_count_of_those_watched() -> No
 
 
 def test_what_no_table_showed_yet_is_known_at_the_end() -> None:
-    report = CoverageReport(layers(), keeper(True, True, True))
+    report = CoverageReport(layers(), selector(True, True, True))
     for step, counts in enumerate([(True, False, False), (True, True, False), (True, True, True)], start=1):
         report.look(words(*counts), step - 1, step)
     assert report.untold

@@ -14,7 +14,7 @@ from tests.monitor.probing import tensors
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import flash_attention, new_state
-from foreshock.monitor.attention.keep_attention import Keeper, sampling_errors
+from foreshock.monitor.attention.backend_selector import BackendSelector, sampling_errors
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
@@ -51,16 +51,16 @@ def layers_of(heads: list[int]) -> tuple[list[WatchedLayer], torch.Tensor]:
 
 
 @pytest.fixture
-def keep() -> Iterator[Callable[..., Keeper]]:
-    """`keep([2, 3], attention="kernels")`: a Keeper of layers of so many heads; stopped after the test."""
-    made: list[Keeper] = []
+def keep() -> Iterator[Callable[..., BackendSelector]]:
+    """`keep([2, 3], attention="kernels")`: a BackendSelector of layers of so many heads; stopped after the test."""
+    made: list[BackendSelector] = []
 
-    def keeper(heads: list[int], **settings: Any) -> Keeper:
+    def selector(heads: list[int], **settings: Any) -> BackendSelector:
         layers, state = layers_of(heads)
-        made.append(Keeper(layers, state, AgentConfig(**settings)))
+        made.append(BackendSelector(layers, state, AgentConfig(**settings)))
         return made[-1]
 
-    yield keeper
+    yield selector
     for each in made:
         each.stop()
 
@@ -75,33 +75,33 @@ def test_a_layer_keeps_its_attention_unless_one_of_its_heads_is_switched_or_kern
 ) -> None:
     """By each layer alone: what its peers do, and how many heads they have, changes nothing."""
     layers, state = layers_of(heads)
-    keeper = Keeper(layers, state, AgentConfig(attention=attention))
+    selector = BackendSelector(layers, state, AgentConfig(attention=attention))
     try:
         modes = np.zeros(sum(heads), dtype=np.int32)
         modes[[row for row in switched if row < len(modes)]] = int(Mode.ROW_CORRECTED)
-        keeper.follow(modes)
+        selector.follow(modes)
         first = 0
         for layer, count in zip(layers, heads, strict=True):
             assert layer.keeps == (attention == "keep" and not modes[first : first + count].any())
-            assert [keeper.serves(row) for row in range(first, first + count)] == [attention == "kernels"] * count
+            assert [selector.serves(row) for row in range(first, first + count)] == [attention == "kernels"] * count
             layer.served = True  # as a step shows
-            assert all(keeper.serves(row) for row in range(first, first + count))
+            assert all(selector.serves(row) for row in range(first, first + count))
             first += count
-        keeper.follow(np.zeros_like(modes))
+        selector.follow(np.zeros_like(modes))
         assert [layer.keeps for layer in layers] == [attention == "keep"] * len(heads)
     finally:
-        keeper.stop()
+        selector.stop()
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
 def test_one_step_in_so_many_is_measured_and_every_one_while_a_warning_is_fresh(
-    keep: Callable[..., Keeper], every: int
+    keep: Callable[..., BackendSelector], every: int
 ) -> None:
-    keeper = keep([2], attention="keep", sample_every_steps=every)
+    selector = keep([2], attention="keep", sample_every_steps=every)
     due = []
     for step in range(1, 61):  # what runs now is `step`; after it the next one is planned
-        due.append(keeper._sampling.due)
-        keeper.plan(step, watch_until=40 if 30 <= step < 40 else -1)
+        due.append(selector._sampling.due)
+        selector.plan(step, watch_until=40 if 30 <= step < 40 else -1)
     quiet = [step for step in range(1, 31) if due[step - 1]]
     assert quiet == list(range(1, 31, every))
     assert all(due[30:40])
@@ -110,27 +110,29 @@ def test_one_step_in_so_many_is_measured_and_every_one_while_a_warning_is_fresh(
 
 
 def test_what_ran_before_a_layer_went_back_to_its_own_attention_says_nothing_of_the_next_switch(
-    keep: Callable[..., Keeper],
+    keep: Callable[..., BackendSelector],
 ) -> None:
-    keeper = keep([1])
+    selector = keep([1])
     for _ in range(2):
-        keeper.follow(np.array([int(Mode.ROW_CORRECTED)], dtype=np.int32))
-        assert not keeper.serves(0)
-        keeper.layers[0].served = True
-        keeper.follow(np.array([int(Mode.EXACT_DELTA)], dtype=np.int32))
-        assert keeper.serves(0)
-        keeper.follow(np.zeros(1, dtype=np.int32))
+        selector.follow(np.array([int(Mode.ROW_CORRECTED)], dtype=np.int32))
+        assert not selector.serves(0)
+        selector.layers[0].served = True
+        selector.follow(np.array([int(Mode.EXACT_DELTA)], dtype=np.int32))
+        assert selector.serves(0)
+        selector.follow(np.zeros(1, dtype=np.int32))
 
 
-def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_other(keep: Callable[..., Keeper]) -> None:
+def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_other(
+    keep: Callable[..., BackendSelector],
+) -> None:
     words = new_state(3).numpy().copy()
     words[1, Slot.ROWS] = 16
     words.view(np.float64)[1, Slot.SCORE_OFFSET_SUM] = 32.0
     words.view(np.float64)[1, Slot.SCORE_OFFSET_SUMSQ] = 16 * (4.0 + 9.0)  # mean 2, variance 9
     heads = [(7, 0), (7, 1), (8, 0)]
     about = [verdict(*head) for head in heads] + [verdict(9, 9)]
-    keeper = keep([2, 1])
-    told = keeper.with_errors(about, words, heads)
+    selector = keep([2, 1])
+    told = selector.with_errors(about, words, heads)
     assert [set(each.evidence) - set(was.evidence) for each, was in zip(told, about, strict=True)] == [
         set(),
         {"offset_error", "tied_bf16_error"},
@@ -138,25 +140,27 @@ def test_evidence_tells_the_error_of_the_heads_that_were_measured_and_of_no_othe
         set(),
     ]
     assert told[1].evidence["offset_error"] == pytest.approx(3 / 4)
-    assert "offset 0.75 nats" in keeper.errors
+    assert "offset 0.75 nats" in selector.errors
 
 
-def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Callable[..., Keeper]) -> None:
-    keeper = keep([2, 1])
-    keeper.layers[1].dropout_p = 0.1
-    assert keeper.what_a_switch_meets() == [
+def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Callable[..., BackendSelector]) -> None:
+    selector = keep([2, 1])
+    selector.layers[1].dropout_p = 0.1
+    assert selector.what_a_switch_meets() == [
         "1 of 2 layers use dropout. Their masks stay the model's own until a switch. A switched layer draws other "
         "masks, with the same probability."
     ]
     assert keep([2], attention="kernels").what_a_switch_meets() == []
 
 
-def test_a_mitigation_that_a_layer_cannot_have_is_told_with_the_number_of_layers(keep: Callable[..., Keeper]) -> None:
-    keeper = keep([2, 1, 1], mitigation="centred_keys")
-    assert keeper.what_a_switch_meets() == []
-    keeper.layers[0].softcap = keeper.layers[2].softcap = 30.0
-    [line] = keeper.what_a_switch_meets()
+def test_a_mitigation_that_a_layer_cannot_have_is_told_with_the_number_of_layers(
+    keep: Callable[..., BackendSelector],
+) -> None:
+    selector = keep([2, 1, 1], mitigation="centred_keys")
+    assert selector.what_a_switch_meets() == []
+    selector.layers[0].softcap = selector.layers[2].softcap = 30.0
+    [line] = selector.what_a_switch_meets()
     assert line.startswith("mitigation centred_keys will be refused in 2 of 3 layers: ")
-    refused = [keeper.refusal(row, int(Mode.CENTRED_KEYS)) is not None for row in range(4)]
+    refused = [selector.refusal(row, int(Mode.CENTRED_KEYS)) is not None for row in range(4)]
     assert refused == [True, True, False, True]
-    assert keeper.refusal(4, int(Mode.CENTRED_KEYS)) is None
+    assert selector.refusal(4, int(Mode.CENTRED_KEYS)) is None

@@ -38,10 +38,10 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
     }
 
 
-class Keeper:
-    """Says which step is measured, and which layers keep their own attention.
+class BackendSelector:
+    """Selects what serves each layer, its own attention or our kernels, and plans which steps are measured.
 
-    Under "keep" those do whose heads are all plain; under "kernels" none does. A layer with a switched head is served
+    Under "keep" those layers keep their own whose heads are all plain; under "kernels" none does. A layer with a switched head is served
     by our kernels, which count every row; its peers stay where they are. Under torch.compile the graphs that hold a
     layer that moves are compiled once more.
     """
