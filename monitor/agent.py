@@ -21,13 +21,13 @@ from foreshock.contract import wire
 from foreshock.contract.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
+from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.detect.detectors import Detecting, Detectors
 from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger
-from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip.clipping import Clipping
 from foreshock.monitor.resuming import UNREADABLE, SavedState, read_saved, step_in
@@ -48,7 +48,7 @@ class Agent:
     counted (`faults`), unless the configuration says strict. In a forked child every method does nothing.
     """
 
-    def __init__(self, config: AgentConfig, instruments: Instruments, undo: Callable[[], None]) -> None:
+    def __init__(self, config: AgentConfig, attached: AttachedModel, undo: Callable[[], None]) -> None:
         self.config: Final = config
         """The settings, complete."""
         self.run = config.run or new_run_name(config.world_size)
@@ -57,29 +57,29 @@ class Agent:
         """This process start. A later one of the same rank sorts after it."""
         self.faults: Counter[str] = Counter()
         """Contained faults by component, since this agent's start."""
-        self._instruments = instruments
+        self._attached = attached
         self._undo: Callable[[], None] | None = undo
-        self._heads = wire.head_refs(instruments.layers)
+        self._heads = wire.head_refs(attached.layers)
         self._pid = os.getpid()
         boot, ids = self.boot, itertools.count(1)
         new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
-        self._switchboard = Switchboard(self._heads, instruments.modes, new_id)
-        if instruments.selector is not None:
-            self._switchboard.on_change = instruments.selector.follow
-            self._switchboard.refuses = instruments.selector.refusal
-            self._switchboard.serves = instruments.selector.serves
-            instruments.selector.faults = self.faults
+        self._switchboard = Switchboard(self._heads, attached.modes, new_id)
+        if attached.selector is not None:
+            self._switchboard.on_change = attached.selector.follow
+            self._switchboard.refuses = attached.selector.refusal
+            self._switchboard.serves = attached.selector.serves
+            attached.selector.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
-        watched = instruments.layers, instruments.selector, instruments.unwatched
-        self._coverage = CoverageReport(*watched, pause_steps(config), instruments.layouts, shows=config.shows)
+        watched = attached.layers, attached.selector, attached.unwatched
+        self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
         self._detector_thread = DetectorThread(self._judge)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._outbox = Outbox(self._guards)
-        self._console = ConsoleReporter(config, instruments.layers)
+        self._console = ConsoleReporter(config, attached.layers)
         self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
         self._notes = Notes(self._heads)
-        self._clipping = Clipping(config, instruments, self._guards["qk_clip"], new_id, self._outbox.emit)
-        self._sampler = Sampler(config, instruments, self._guards, self._clipping.before_sample)
+        self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
+        self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
         self._cadence = self._sampler.cadence
         self._switchboard.acts["qk_clip"] = lambda order: self._clipping.obey(
             order, self.detectors.active, step=self.current_step
@@ -116,7 +116,7 @@ class Agent:
         began = time.perf_counter()
         self._busy = True
         try:
-            with apart(self._instruments.state.device):
+            with apart(self._attached.state.device):
                 self._clipping.after_step(self.current_step + 1)  # by itself: other processes may wait for it
                 self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
         finally:
@@ -131,7 +131,7 @@ class Agent:
         health = lambda: (cadence.step, dict(faults))  # noqa: E731
         self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
-        self._outbox.begin(self._instruments.started(self.config, step=self.current_step, qk_clip=clip))
+        self._outbox.begin(self._attached.started(self.config, step=self.current_step, qk_clip=clip))
 
     def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
         self._begin()
@@ -139,17 +139,17 @@ class Agent:
         since_step = self.current_step
         self._cadence.step = since_step + 1 if step is None else max(int(step), since_step)
         self._sampler.note(loss, grad_norm, learning_rate)
-        if self._instruments.lookout is not None and (found := self._instruments.lookout.news()):
+        if self._attached.lookout is not None and (found := self._attached.lookout.news()):
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        if self._instruments.selector is not None:
-            self._instruments.selector.plan(self.current_step, self._cadence.watch_until)
+        if self._attached.selector is not None:
+            self._attached.selector.plan(self.current_step, self._cadence.watch_until)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample, and have it judged; False where that takes too long."""
-        with apart(self._instruments.state.device):
+        with apart(self._attached.state.device):
             behind = self.current_step > self._sampler.collector.since_step
             rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
         self._settle(rest)
@@ -171,7 +171,7 @@ class Agent:
         """What the detectors say; in their thread."""
 
         def judge() -> DetectorResult:
-            verdicts = self.detectors.update(self._instruments.readings(counted))
+            verdicts = self.detectors.update(self._attached.readings(counted))
             return DetectorResult(counted, verdicts, self.detectors.risk)
 
         return self._guards["detectors"].run(judge) or DetectorResult(counted, [], None)
@@ -179,7 +179,7 @@ class Agent:
     def _tell(self, judged: DetectorResult) -> None:
         counted, verdicts, risk = judged
         self._guards["sample"].run(self._look, counted)
-        if verdicts and (selector := self._instruments.selector) is not None:
+        if verdicts and (selector := self._attached.selector) is not None:
             told = self._guards["detectors"].run(selector.with_errors, verdicts, counted.words, self._heads)
             verdicts = verdicts if told is None else told
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
@@ -206,8 +206,8 @@ class Agent:
             self._coverage.show(counted.step)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
         told = self._outbox.started
-        if told is not None and not (told.qk_clip == clip and self._instruments.stand_as(told.layers)):
-            self._outbox.correct(told.model_copy(update={"layers": self._instruments.announced(), "qk_clip": clip}))
+        if told is not None and not (told.qk_clip == clip and self._attached.is_served_as(told.layers)):
+            self._outbox.correct(told.model_copy(update={"layers": self._attached.announced(), "qk_clip": clip}))
 
     # ---- people ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Agent:
         Of attention that is kept these are a sample of the scores: then the largest of all, by which it would go, may
         be larger.
         """
-        with apart(self._instruments.state.device):
+        with apart(self._attached.state.device):
             self._settle(self._sampler.collect(self._switchboard.host, sample=False, wait=True))
             return self._clipping.dry_run()
 
@@ -271,8 +271,8 @@ class Agent:
 
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
-        selector = self._instruments.selector
-        parts = (self._instruments.report, self._coverage.table(norms=self._started), self._clipping.report())
+        selector = self._attached.selector
+        parts = (self._attached.report, self._coverage.table(norms=self._started), self._clipping.report())
         return "\n".join(filter(None, parts)) + (selector.errors if selector else "")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Agent:
                         self._coverage.show(self.current_step)
                     self._outbox.emit(wire.Finished(step=self.current_step, unix_seconds=time.time(), status=status))
                 elif status != "failed" and not self.config.quiet:
-                    self._coverage.look_unstepped(self._instruments.state.cpu().numpy())
+                    self._coverage.look_unstepped(self._attached.state.cpu().numpy())
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid

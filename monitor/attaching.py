@@ -18,6 +18,7 @@ from foreshock.contract.wire import MAX_LAYERS, Layer
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.agent_settings import AgentSettings
 from foreshock.monitor.assessment import openness, rounding
+from foreshock.monitor.attached_model import AttachedModel, served_by
 from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.copies import is_watched
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
@@ -25,7 +26,6 @@ from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLayer, logger
 from foreshock.monitor.config import AgentConfig, make_config
-from foreshock.monitor.instruments import Instruments, served_by
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.table import table_of
 from foreshock.monitor.model.weights import device_of
@@ -72,7 +72,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
     lookout = Lookout(model, [f.name for f in found], settings.heads, of_modules)
     undo = _install(model, watched, layers, selector, lookout)
     try:
-        instruments = Instruments(
+        attached = AttachedModel(
             state=state,
             modes=modes,
             layers=_described(watched, settings, served_by(state, settings.numerics)),
@@ -82,7 +82,7 @@ def attach(model: nn.Module, config: AgentConfig | None = None, **overrides: Unp
             lookout=lookout,
             unwatched=len(found) - len(watched),
         )
-        agent = Agent(settings, instruments, undo)
+        agent = Agent(settings, attached, undo)
     except BaseException:
         undo()
         raise

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.cadence import Cadence
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.sampling.collector import Collector, Counted
 from foreshock.monitor.sampling.norms import ModelNorms
 
@@ -21,13 +21,13 @@ class Sampler:
     def __init__(
         self,
         config: AgentConfig,
-        instruments: Instruments,
+        attached: AttachedModel,
         guards: Mapping[str, Guard],
         before_sample: Callable[[], dict[str, Tensor]],
     ) -> None:
         self.cadence: Final = Cadence(config)
-        self.collector: Final = Collector(instruments.state)
-        self.norms: Final = ModelNorms(instruments.layers, [layout.current for layout in instruments.layouts])
+        self.collector: Final = Collector(attached.state)
+        self.norms: Final = ModelNorms(attached.layers, [layout.current for layout in attached.layouts])
         self._guards: Final = guards
         self._before_sample: Final = before_sample
 

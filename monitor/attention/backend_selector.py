@@ -1,4 +1,4 @@
-"""Who serves each layer: its own attention, of which a sample is measured, or our kernels, and why."""
+"""Selects who serves each layer: its own attention, of which a sample is measured, or our kernels, and why."""
 
 import itertools
 import math
@@ -41,9 +41,9 @@ def sampling_errors(words: Words) -> dict[str, Floats]:
 class BackendSelector:
     """Selects what serves each layer, its own attention or our kernels, and plans which steps are measured.
 
-    Under "keep" those layers keep their own whose heads are all plain; under "kernels" none does. A layer with a switched head is served
-    by our kernels, which count every row; its peers stay where they are. Under torch.compile the graphs that hold a
-    layer that moves are compiled once more.
+    Under "keep" a layer whose heads are all plain keeps its own, under "kernels" none does. A layer with a switched
+    head is served by our kernels, which count every row; its peers stay where they are. Under torch.compile the graphs
+    that hold a layer that moves are compiled once more.
     """
 
     def __init__(self, layers: Sequence[WatchedLayer], state: Tensor, settings: AgentConfig) -> None:

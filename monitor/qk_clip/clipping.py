@@ -13,10 +13,10 @@ from foreshock.contract.decision import calls_for_clip
 from foreshock.contract.modes import CLIP_ORDERS, ClipWhen
 from foreshock.contract.orders import clip_order
 from foreshock.contract.slots import Floats, Slot, slot_values
+from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard, logger
-from foreshock.monitor.instruments import Instruments
 from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.model.table import listed
 from foreshock.monitor.qk_clip.replicas import alike, group_of_replicas
@@ -42,7 +42,7 @@ class Clipping:
     def __init__(
         self,
         config: AgentConfig,
-        instruments: Instruments,
+        attached: AttachedModel,
         guard: Guard,
         new_id: Callable[[], str],
         emit: Callable[[wire.Event], None],
@@ -51,14 +51,12 @@ class Clipping:
         self.when: ClipWhen = config.qk_clip
         """The setting, or what an order has made of it since."""
         self._config: Final = config
-        self._instruments: Final = instruments
+        self._attached: Final = attached
         self._guard: Final = guard
         self._new_id: Final = new_id
         self._emit: Final = emit
-        self._watched: Final[Sequence[WatchedLayer]] = (
-            () if instruments.selector is None else instruments.selector.layers
-        )
-        self._heads: Final = wire.head_refs(instruments.layers)
+        self._watched: Final[Sequence[WatchedLayer]] = () if attached.selector is None else attached.selector.layers
+        self._heads: Final = wire.head_refs(attached.layers)
         self._asked = config.qk_clip != "never"
         self._held = False
         self._over = ""
@@ -209,17 +207,17 @@ class Clipping:
         }
 
     def _trial(self) -> QKClip:
-        layers, tau = self._instruments.layers, self._config.qk_clip_threshold
-        return QKClip(layers, self._projections(), self._instruments.state, threshold=tau)
+        layers, tau = self._attached.layers, self._config.qk_clip_threshold
+        return QKClip(layers, self._projections(), self._attached.state, threshold=tau)
 
     def _projections(self) -> list[Projection | str]:
-        both, selector = zip(self._watched, self._instruments.layouts, strict=True), self._instruments.selector
+        both, selector = zip(self._watched, self._attached.layouts, strict=True), self._attached.selector
         return [] if selector is None else [projection_of(*each, selector, self._optimizers) for each in both]
 
     def _standing(self) -> list[tuple[object, ...]]:
         """What tells that weights are to be looked for anew."""
-        both = zip(self._watched, self._instruments.layouts, strict=True)
-        selector = self._instruments.selector
+        both = zip(self._watched, self._attached.layouts, strict=True)
+        selector = self._attached.selector
         return [
             (layer.sampled, selector and selector.why_not_in_full(layer), len(layer.unserved), layout.proved)
             for layer, layout in both
@@ -247,9 +245,9 @@ class Clipping:
 
     def _ask_for_all_rows(self, step: int) -> None:
         """While it is on, some steps look at every row of what is kept; at the same numbers on every process."""
-        if self._instruments.selector is not None:
+        if self._attached.selector is not None:
             due = self.on and not self._over and step % self._config.qk_clip_every_steps == 0
-            self._instruments.selector.compute_in_full(due)
+            self._attached.selector.compute_in_full(due)
 
     def _scale(self, clip: QKClip) -> bool:
         clip.after_step(on=self.on, broken=bool(self._over))
@@ -261,7 +259,7 @@ class Clipping:
 
     def _start(self) -> None:
         group = group_of_replicas(self._group)
-        layers, state = self._instruments.layers, self._instruments.state
+        layers, state = self._attached.layers, self._attached.state
         own = self._config.qk_clip_threshold, self._config.qk_clip_every_steps
         what = [(layer.layer, layer.heads) for layer in layers], own
         if group is not None and not alike(group, state, what):
@@ -272,14 +270,14 @@ class Clipping:
         self._clip.group, self._ready = group, True
 
     def _new_clip(self) -> QKClip:
-        layers, selector = self._instruments.layers, self._instruments.selector
+        layers, selector = self._attached.layers, self._attached.selector
         unknown = ["no call has shown it yet"] * len(layers)
         largest, tau = None if selector is None else selector.largest, self._config.qk_clip_threshold
-        return QKClip(layers, unknown, self._instruments.state, threshold=tau, largest=largest)
+        return QKClip(layers, unknown, self._attached.state, threshold=tau, largest=largest)
 
     def _look_again(self, clip: QKClip) -> bool:
         """Find the weights anew where a call has shown them, or they or those who serve them have changed."""
-        layouts, now = self._instruments.layouts, self._standing()
+        layouts, now = self._attached.layouts, self._standing()
         if now == self._found and not clip.stale and not any(layout.waits for layout in layouts):
             return True
         before = clip.refused
@@ -361,7 +359,7 @@ class Clipping:
 
     def _refusals(self, refused: dict[int, str]) -> list[str]:
         by_why: dict[str, list[str]] = {}
-        names = {layer.layer: layer.name for layer in self._instruments.layers}
+        names = {layer.layer: layer.name for layer in self._attached.layers}
         for number, why in refused.items():
             by_why.setdefault(why, []).append(names[number])
         return [f"{len(each)} layers ({listed(each)}): {why}" for why, each in by_why.items()]

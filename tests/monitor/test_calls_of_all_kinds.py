@@ -86,8 +86,8 @@ def gradients(model: nn.Module, run: Any = None) -> list[Tensor]:
 
 
 def rows(agent: Any) -> list[int]:
-    instruments = agent._instruments
-    return [int(n) for n in slot_values(instruments.state.numpy(), Slot.ROWS)]
+    attached = agent._attached
+    return [int(n) for n in slot_values(attached.state.numpy(), Slot.ROWS)]
 
 
 def through_the_compiler(model: nn.Module) -> list[Tensor]:

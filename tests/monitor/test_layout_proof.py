@@ -147,7 +147,7 @@ def train(
             optimizer.step()
             agent.step(loss.detach())
             losses.append(float(loss.detach()))
-        told = [layout.describe() for layout in agent._instruments.layouts]
+        told = [layout.describe() for layout in agent._attached.layouts]
         assert all(layout in agent.report() for layout in told)
     return [event for event in events if isinstance(event, wire.Sample)], told, losses
 
@@ -206,7 +206,7 @@ def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> 
     module = LAYOUTS["each head its Q, K, V"]()
     nn.init.zeros_(module.get_parameter("qkv_proj.bias"))
     with attach(module, **EVERY) as agent:
-        (layout,) = agent._instruments.layouts
+        (layout,) = agent._attached.layouts
         for x, known in ((torch.zeros(2, 7, WIDTH), False), (torch.randn(2, 7, WIDTH), True)):
             with torch.no_grad():
                 module(x)

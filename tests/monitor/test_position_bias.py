@@ -99,7 +99,7 @@ def test_a_position_bias_is_part_of_the_scores_that_are_measured(
         agent.subscribe(listener)
         torch.autograd.backward(model(**given).last_hidden_state.square().mean())
         agent.step(1.0)
-        names = [layer.name for layer in agent._instruments.layers]
+        names = [layer.name for layer in agent._attached.layers]
     assert len(scores) == len(names) > 1
     words = listener.of(wire.Sample)[0].words().reshape(len(names), 3, -1)
     for name, measured, true in zip(names, words, scores, strict=True):

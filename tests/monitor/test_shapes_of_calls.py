@@ -57,7 +57,7 @@ def counted(module: nn.Module, run: Callable[[nn.Module], Tensor], attention: An
     module = copy.deepcopy(module)
     with attach(module, attention=attention, **QUIET) as agent:
         torch.autograd.backward(run(module).square().sum())
-        return agent._instruments.state.clone(), module.to_k.weight.grad  # type: ignore[union-attr,return-value]
+        return agent._attached.state.clone(), module.to_k.weight.grad  # type: ignore[union-attr,return-value]
 
 
 def rows(state: Tensor) -> int:

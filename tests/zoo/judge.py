@@ -159,9 +159,9 @@ def _quietly_watched(model: nn.Module, case: Case, *, way: Served) -> Course:
 
 
 def _states(agent: Any) -> Iterator[tuple[str, int]]:
-    instruments = agent._instruments
-    sizes = [len(layer.heads) for layer in instruments.layers]
-    for layer, state in zip(instruments.layers, torch.split(instruments.state, sizes), strict=True):
+    attached = agent._attached
+    sizes = [len(layer.heads) for layer in attached.layers]
+    for layer, state in zip(attached.layers, torch.split(attached.state, sizes), strict=True):
         words = state.numpy()
         yield layer.name, int(sum(slot_values(words, slot).sum() for slot in (Slot.ROWS, Slot.NONFINITE_ROWS)))
 

@@ -179,11 +179,11 @@ def _no_rotation(module: nn.Module, args: Any, output: Any) -> Any:
 
 def reported_norms(model: nn.Module, agent: Any) -> Iterator[tuple[str, nn.Module, list[nn.Module], dict[str, Tensor]]]:
     """Name, module, weight holders and norms [H] of every layer of which foreshock reports norms."""
-    instruments = agent._instruments
+    attached = agent._attached
     for _ in range(40):  # the iterations start from the last result
         measured = agent._sampler.norms.measure()
     start = 0
-    for layer, watched in zip(instruments.layers, instruments.selector.layers, strict=True):
+    for layer, watched in zip(attached.layers, attached.selector.layers, strict=True):
         heads, module = len(layer.heads), watched.home()
         if (projection := watched.layout.current()) is not None:
             norms = {name: values[start : start + heads] for name, values in measured.items()}

@@ -1,4 +1,4 @@
-"""What stands in a watched model."""
+"""A model that an agent watches: its state on the device, its layers, and who serves and measures each."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from foreshock.monitor.sampling.collector import Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
+class AttachedModel:
     """What `attach` put into the model. `state` int64 [N, SLOT_COUNT] and `modes` int32 [N] lie on its device."""
 
     state: Tensor
@@ -65,7 +65,7 @@ class Instruments:
             versions=versions(),
         )
 
-    def stand_as(self, layers: Sequence[wire.Layer]) -> bool:
+    def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
         """Whether each is served now as `announced` said."""
         serving = () if self.selector is None else zip(layers, self.selector.layers, strict=True)
         return all(layer.sampled == watched.sampled for layer, watched in serving)
