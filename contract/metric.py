@@ -186,7 +186,7 @@ GUARDED: Final = (
     "sample",
     "detectors",
     "policy",
-    "voice",
+    "console",
     "switch",
     "answers",
     "norms",

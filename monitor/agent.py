@@ -72,7 +72,7 @@ class Agent:
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
-        self._detector_thread = DetectorThread(self._judge)
+        self._detector_thread = DetectorThread(self._detect)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
         self._outbox = Outbox(self._guards)
         self._console = ConsoleReporter(config, attached.layers)
@@ -148,36 +148,36 @@ class Agent:
             self._attached.selector.plan(self.current_step, self._cadence.watch_until)
 
     def _collect_the_rest(self) -> bool:
-        """Sample what was counted since the last sample, and have it judged; False where that takes too long."""
+        """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
         with apart(self._attached.state.device):
             behind = self.current_step > self._sampler.collector.since_step
             rest = self._sampler.collect(self._switchboard.host, sample=behind, wait=True)
         self._settle(rest)
         self._guards["qk_clip"].run(self._clipping.tell_rest)
-        for judged in self._detector_thread.take(last=True):
-            self._tell(judged)
+        for result in self._detector_thread.take(last=True):
+            self._tell(result)
         return self._detector_thread.idle
 
     def _settle(self, counted: list[Counted]) -> None:
-        """Tell of the samples that have been judged, hand those over that have arrived, obey commands that came in."""
-        for judged in self._detector_thread.take():
-            self._tell(judged)
+        """Report samples that were read, hand over those that have arrived, obey commands that came in."""
+        for result in self._detector_thread.take():
+            self._tell(result)
         for sample in counted:
             self._guards["qk_clip"].run(self._clipping.arrived, sample)
             self._detector_thread.put(sample)
         self._guards["switch"].run(lambda: self._switching.obey(self._outbox.commands(), self.current_step))
 
-    def _judge(self, counted: Counted) -> DetectorResult:
+    def _detect(self, counted: Counted) -> DetectorResult:
         """What the detectors say; in their thread."""
 
-        def judge() -> DetectorResult:
+        def detect() -> DetectorResult:
             verdicts = self.detectors.update(self._attached.readings(counted))
             return DetectorResult(counted, verdicts, self.detectors.risk)
 
-        return self._guards["detectors"].run(judge) or DetectorResult(counted, [], None)
+        return self._guards["detectors"].run(detect) or DetectorResult(counted, [], None)
 
-    def _tell(self, judged: DetectorResult) -> None:
-        counted, verdicts, risk = judged
+    def _tell(self, result: DetectorResult) -> None:
+        counted, verdicts, risk = result
         self._guards["sample"].run(self._look, counted)
         if verdicts and (selector := self._attached.selector) is not None:
             told = self._guards["detectors"].run(selector.with_errors, verdicts, counted.words, self._heads)
@@ -185,12 +185,12 @@ class Agent:
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
         for verdict in verdicts:
             self._outbox.emit(verdict)
-        self._guards["voice"].run(self._note, counted)
+        self._guards["console"].run(self._note, counted)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
             self._cadence.watch_closely(self.current_step)
         if verdicts:
             report, modes = self._console.report, self._switchboard.named
-            self._guards["voice"].run(lambda: report(verdicts, modes, self._clipping.state))
+            self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state))
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)

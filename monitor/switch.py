@@ -234,14 +234,14 @@ class Switchboard:
         heads = list(self._rows) if command.heads is None else list(command.heads)
         # ranks hold different heads; a command for a layer speaks to those who have it
         mine = [head for head in heads if head in self._rows]
-        judged = self._judge(command, mine, step, unix_seconds)
-        if judged.outcome == "applied" and judged.mode is not None:
-            return self._carry_out(_Order(tuple(judged.heads), judged.mode, judged.reason, command), step)
+        decided = self._decide(command, mine, step, unix_seconds)
+        if decided.outcome == "applied" and decided.mode is not None:
+            return self._carry_out(_Order(tuple(decided.heads), decided.mode, decided.reason, command), step)
         return self._done(
-            judged.outcome, judged.heads, judged.mode, step=step, reason=judged.reason, command=command.id
+            decided.outcome, decided.heads, decided.mode, step=step, reason=decided.reason, command=command.id
         )
 
-    def _judge(
+    def _decide(
         self, command: wire.Command, mine: list[tuple[int, int]], step: int, unix_seconds: float
     ) -> _CommandOutcome:
         def no(outcome: wire.Outcome, why: str) -> _CommandOutcome:

@@ -1,8 +1,8 @@
-"""The detectors' thread: a sample is judged beside the step that follows it, so that the training thread need not.
+"""The detectors' thread: a sample is read beside the step that follows it, so that the training thread need not.
 
-What was handed over at one step boundary is taken at the next, judged; where the thread has fallen behind a whole step,
-the boundary waits for it, but no longer than a second, and once that was in vain not again before the thread has caught
-up. So the same samples give the same verdicts at the same steps.
+What was handed over at one step boundary is taken at the next, with its verdicts. Where the thread has fallen behind a
+whole step, the boundary waits for it, but no longer than a second, and once that was in vain not again before the
+thread has caught up. So the same samples give the same verdicts at the same steps.
 """
 
 import functools
@@ -28,12 +28,12 @@ class DetectorResult(NamedTuple):
 
 
 class DetectorThread:
-    """Calls `judge` for one sample after the other, in a daemon thread that starts with the first one."""
+    """Calls `detect` for one sample after the other, in a daemon thread that starts with the first one."""
 
-    def __init__(self, judge: Callable[[Counted], DetectorResult]) -> None:
-        self._judge = judge
+    def __init__(self, detect: Callable[[Counted], DetectorResult]) -> None:
+        self._detect = detect
         self._waiting: queue.SimpleQueue[Callable[[], DetectorResult] | None] = queue.SimpleQueue()
-        self._judged: queue.SimpleQueue[DetectorResult | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[DetectorResult | BaseException] = queue.SimpleQueue()
         self._under_way = 0
         self._late = False
         self._thread: threading.Thread | None = None
@@ -41,9 +41,9 @@ class DetectorThread:
     def put(self, counted: Counted) -> None:
         """Hand a sample over; its verdicts come with a later `take`."""
         self._under_way += 1
-        self._waiting.put(functools.partial(self._judge, counted))
+        self._waiting.put(functools.partial(self._detect, counted))
         if self._thread is None:
-            queues = self._waiting, self._judged
+            queues = self._waiting, self._results
             thread = threading.Thread(target=_work, args=queues, name="foreshock-detectors", daemon=True)
             try:
                 thread.start()
@@ -54,7 +54,7 @@ class DetectorThread:
                 self._thread = thread
 
     def take(self, *, last: bool = False) -> list[DetectorResult]:
-        """Every sample handed over before, judged, oldest first. Raises what `judge` raised (the strict mode).
+        """Every sample handed over before, with its verdicts, oldest first. Raises what `detect` raised (strict mode).
 
         last: wait longer, for a checkpoint or the end of the training.
         """
@@ -62,14 +62,14 @@ class DetectorThread:
         while self._under_way:
             seconds = LONGEST_LAST_WAIT_SECONDS if last else 0.0 if self._late else LONGEST_WAIT_SECONDS
             try:
-                judged = self._judged.get(timeout=seconds)
+                result = self._results.get(timeout=seconds)
             except queue.Empty:  # a stalled machine; they are taken at a later boundary
                 self._late = True
                 return taken
             self._under_way -= 1
-            if isinstance(judged, BaseException):
-                raise judged
-            taken.append(judged)
+            if isinstance(result, BaseException):
+                raise result
+            taken.append(result)
         self._late = False
         return taken
 
@@ -79,18 +79,18 @@ class DetectorThread:
         return not self._under_way
 
     def close(self) -> None:
-        """End the thread once it has judged what waits."""
+        """End the thread once it has read what waits."""
         self._waiting.put(None)
 
 
 def _work(
     waiting: "queue.SimpleQueue[Callable[[], DetectorResult] | None]",
-    judged: "queue.SimpleQueue[DetectorResult | BaseException]",
+    results: "queue.SimpleQueue[DetectorResult | BaseException]",
 ) -> None:
     """The thread, which between two samples holds nothing that would keep a dropped agent alive."""
-    while (judge := waiting.get()) is not None:
+    while (detect := waiting.get()) is not None:
         try:
-            judged.put(judge())
+            results.put(detect())
         except BaseException as fault:  # nothing may end this thread while a boundary counts on it
-            judged.put(fault)
-        del judge
+            results.put(fault)
+        del detect

@@ -17,12 +17,12 @@ def told(number: int, **changes: Any) -> wire.Verdict:
     return verdict(number // 12, number % 12).model_copy(update={"id": f"w{number}", **changes})
 
 
-def voice(policy: wire.Policy = "observe") -> ConsoleReporter:
+def console(policy: wire.Policy = "observe") -> ConsoleReporter:
     return ConsoleReporter(AgentConfig(url=None, policy=policy), [])
 
 
 def test_a_flood_of_144_heads_is_three_lines_and_its_end_is_one() -> None:
-    speaks = voice()
+    speaks = console()
     lines = [line for number in range(144) for line in speaks.lines_for([told(number)], dict)]
     assert len(lines) == 3
     assert lines[0].startswith("foreshock: warning: Scores drift as rounding drives them in layer 0 head 0, since step")
@@ -34,7 +34,7 @@ def test_a_flood_of_144_heads_is_three_lines_and_its_end_is_one() -> None:
 
 
 def test_it_speaks_again_when_an_incident_turns_critical_and_when_it_opens_anew() -> None:
-    speaks = voice("auto")
+    speaks = console("auto")
     assert len(speaks.lines_for([told(0)], dict)) == 1
     assert speaks.lines_for([told(0, state="updated", step=20)], dict) == []
     [worse] = speaks.lines_for([told(0, state="updated", step=30, severity="critical")], dict)
@@ -45,7 +45,7 @@ def test_it_speaks_again_when_an_incident_turns_critical_and_when_it_opens_anew(
 
 
 def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> None:
-    speaks = voice()
+    speaks = console()
     [first] = speaks.lines_for([told(5, cause="score growth")], dict)
     assert "To do: Lower the learning rate" in first
     corrected = told(5, state="updated", step=30, corrected_from="score growth", corrected_step=30)
@@ -59,7 +59,7 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
 
 def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
     nan = told(3, cause="other", signal="nonfinite", severity="critical")
-    [line] = voice("auto").lines_for([nan], dict)
+    [line] = console("auto").lines_for([nan], dict)
     assert "Nothing is switched: no switch repairs what is not finite. To do: Stop the run" in line
 
 
@@ -88,6 +88,6 @@ def test_of_ranks_that_hold_the_same_heads_the_first_speaks(
     settings: dict[str, Any], heads: tuple[int, ...], speaks: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layer = wire.Layer(layer=0, name="a", heads=heads, kv_heads=2, head_dim=8, served_by="probe")
-    voice = ConsoleReporter(AgentConfig(url=None, run="r", world_size=2, **settings), [layer])
-    voice.print_lines(["a line"])
+    console = ConsoleReporter(AgentConfig(url=None, run="r", world_size=2, **settings), [layer])
+    console.print_lines(["a line"])
     assert capsys.readouterr().err == ("a line\n" if speaks else "")

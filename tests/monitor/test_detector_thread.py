@@ -1,4 +1,4 @@
-"""Samples are judged in one thread of their own, in their order, and no boundary waits for it for long."""
+"""Samples are read in one thread of their own, in their order, and no boundary waits for it for long."""
 
 import threading
 import time
@@ -32,81 +32,81 @@ def counted(step: int) -> Counted:
 
 
 def steps(taken: list[DetectorResult]) -> list[int]:
-    return [judged.counted.step for judged in taken]
+    return [result.counted.step for result in taken]
 
 
-def test_what_was_handed_over_is_taken_judged_and_in_order() -> None:
-    judge = DetectorThread(lambda sample: DetectorResult(sample, [], None))
-    assert judge.take() == []
+def test_what_was_handed_over_is_taken_with_its_verdicts_and_in_order() -> None:
+    detectors = DetectorThread(lambda sample: DetectorResult(sample, [], None))
+    assert detectors.take() == []
     for step in (1, 2, 3):
-        judge.put(counted(step))
-    assert steps(judge.take()) == [1, 2, 3]
-    assert judge.take() == []
-    thread = judge._thread
+        detectors.put(counted(step))
+    assert steps(detectors.take()) == [1, 2, 3]
+    assert detectors.take() == []
+    thread = detectors._thread
     assert thread is not None
-    judge.close()
+    detectors.close()
     thread.join(20)
     assert not thread.is_alive()
 
 
 @pytest.mark.promise("A10")
-def test_a_judge_that_is_stuck_holds_a_boundary_for_a_bounded_time_and_is_heard_later(
+def test_a_detector_that_is_stuck_holds_a_boundary_for_a_bounded_time_and_is_heard_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)
     free = threading.Event()
 
-    def judge_when_free(sample: Counted) -> DetectorResult:
+    def detect_when_free(sample: Counted) -> DetectorResult:
         free.wait(20)
         return DetectorResult(sample, [], None)
 
-    judge = DetectorThread(judge_when_free)
-    judge.put(counted(1))
+    detectors = DetectorThread(detect_when_free)
+    detectors.put(counted(1))
     began = time.monotonic()
-    assert judge.take() == []
+    assert detectors.take() == []
     assert time.monotonic() - began < 5
     monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 20.0)
-    judge.put(counted(2))
+    detectors.put(counted(2))
     began = time.monotonic()
-    assert judge.take() == []
+    assert detectors.take() == []
     assert time.monotonic() - began < 5  # who waited in vain does not wait again
     free.set()
     heard: list[DetectorResult] = []
     while len(heard) < 2:
         time.sleep(0.01)
-        heard += judge.take()
+        heard += detectors.take()
     assert steps(heard) == [1, 2]
-    judge.put(counted(3))
-    assert steps(judge.take()) == [3]
+    detectors.put(counted(3))
+    assert steps(detectors.take()) == [3]
 
 
 @pytest.mark.promise("A15")
 def test_a_fault_that_is_to_be_raised_is_raised_at_the_boundary_and_the_thread_lives_on() -> None:
-    def judge_first_badly(sample: Counted) -> DetectorResult:
+    def detect_first_badly(sample: Counted) -> DetectorResult:
         if sample.step == 1:
             raise ZeroDivisionError
         return DetectorResult(sample, [], None)
 
-    judge = DetectorThread(judge_first_badly)
-    judge.put(counted(1))
-    judge.put(counted(2))
+    detectors = DetectorThread(detect_first_badly)
+    detectors.put(counted(1))
+    detectors.put(counted(2))
     with pytest.raises(ZeroDivisionError):
-        judge.take()
-    assert steps(judge.take()) == [2]
+        detectors.take()
+    assert steps(detectors.take()) == [2]
 
 
-def test_without_a_thread_to_be_had_a_sample_is_judged_where_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_to_be_had_a_sample_is_read_where_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    judge = DetectorThread(lambda sample: DetectorResult(sample, [], None))
+    detectors = DetectorThread(lambda sample: DetectorResult(sample, [], None))
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    judge.put(counted(1))
-    assert (steps(judge.take()), judge.idle) == ([1], True)
+    detectors.put(counted(1))
+    assert (steps(detectors.take()), detectors.idle) == ([1], True)
     monkeypatch.undo()
-    judge.put(counted(2))
-    assert steps(judge.take()) == [2]
-    judge.close()
+    detectors.put(counted(2))
+    assert steps(detectors.take()) == [2]
+    detectors.close()
 
 
 class SlowDetectors(ScriptedDetectors):
@@ -124,7 +124,7 @@ class SlowDetectors(ScriptedDetectors):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_one_thread_alone_updates_the_detectors_also_where_a_checkpoint_meets_a_late_judge(
+def test_one_thread_alone_updates_the_detectors_also_where_a_checkpoint_meets_late_detectors(
     monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)
