@@ -2,7 +2,7 @@
 
 Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
 detectors with their shipped settings, the switch from the agent's own policy. What is not ordinary about the recipe is
-said first (demo_show.py). `foreshock lab demo-seeds` measures on how many seeds it shows what it promises.
+said first (demo_show.py).
 """
 
 import json

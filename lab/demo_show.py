@@ -59,5 +59,3 @@ ON_GPU: Final = Show(
     seed=2,
 )
 """Where there is a GPU."""
-SHOWS: Final = {show.recipe.name: show for show in (ON_CPU, ON_GPU)}
-"""What may be measured, by recipe."""

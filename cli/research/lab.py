@@ -99,26 +99,6 @@ def lab_vendor_table(
     laboratory.vendor_table(traces, console(), json=json)
 
 
-@lab.command("demo-seeds")
-def lab_demo_seeds(
-    seeds: Annotated[str, typer.Option(help="First and last seed, such as 101-120; or one.")],
-    recipe: Annotated[str, typer.Option(help="key-bias-small or shared-values.")] = "key-bias-small",
-    processor: Annotated[
-        list[str] | None,
-        typer.Option(help="own, or plain: without vector instructions. Give it several times; by default both."),
-    ] = None,
-    processes: Annotated[int, typer.Option(help="Seeds side by side, one thread each.", min=1)] = 1,
-    json: Annotated[
-        Path | None, typer.Option(help="Where every seed is kept; those that are there are not trained again.")
-    ] = None,
-) -> None:
-    """Train what the demo trains on many seeds and two kinds of processor, and say on how many its promise holds."""
-    from foreshock.cli.output import console
-    from foreshock.cli.research import laboratory
-
-    laboratory.demo_seeds(seeds, console(), recipe=recipe, processors=processor, processes=processes, json=json)
-
-
 @lab.command("matrix")
 def lab_matrix(
     failure: Annotated[

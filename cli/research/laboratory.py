@@ -170,66 +170,8 @@ def _range(seeds: str) -> range:
     first, dash, last = seeds.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 101-120, or one")
+        raise ValueError(f"seeds {seeds!r} are no range; give the first and the last, such as 1-3, or one")
     return range(int(first), int(last) + 1)
-
-
-def demo_seeds(
-    seeds: str, console: Console, *, recipe: str, processors: Sequence[str] | None, processes: int, json: Path | None
-) -> None:
-    """A row for each seed and kind of processor, and on how many the demo keeps its promise.
-
-    Raises ValueError for seeds that are no range, and for a recipe that the demo does not know.
-    """
-    from foreshock.lab.demo_show import SHOWS
-    from foreshock.lab.sets.demo_seeds import PROCESSORS, Shown
-    from foreshock.lab.sets.demo_seeds import demo_seeds as measure
-
-    chosen = _range(seeds)
-    if recipe not in SHOWS:
-        raise ValueError(f"the demo has no recipe {recipe!r}; allowed are {', '.join(SHOWS)}")
-
-    def told(shown: Shown) -> None:
-        kept = "kept" if shown.kept else "NOT KEPT"
-        console.print(f"seed {shown.seed}, processor {shown.processor}: {kept}, {shown.processor_seconds:.0f} s")
-
-    found = measure(
-        SHOWS[recipe],
-        chosen,
-        processors=processors or tuple(PROCESSORS),
-        processes=processes,
-        json_file=json,
-        on_shown=told,
-    )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("seed", "processor", "warned", "head", "switched", "offset", "score", "loss", "control", "seconds"):
-        table.add_column(name, justify="right", no_wrap=name not in ("offset", "score", "loss"))
-    for each in found:
-        table.add_row(
-            *(str(each.seed), each.processor, cell(each.warned_step), f"{each.layer}/{each.head} {each.cause or ''}"),
-            cell(each.switched_step),
-            *(
-                ", ".join("-" if number is None else format(number, form) for number in numbers)
-                for form, numbers in (
-                    ("+.1f", (each.offset_untreated, each.offset_switched, each.offset_control)),
-                    (".0f", (each.score_untreated, each.score_switched, each.score_control)),
-                    (".3f", (each.loss_untreated, each.loss_switched, each.loss_control)),
-                )
-            ),
-            "quiet" if not each.control_warnings else f"warned {each.control_warnings}",
-            f"{each.processor_seconds:.0f}",
-        )
-    console.print(table)
-    console.print("offset, score, loss at the end: baseline, switched, control. seconds: of the processor.")
-    for processor in dict.fromkeys(each.processor for each in found):
-        here = [each for each in found if each.processor == processor]
-        console.print(
-            f"processor {processor}: of {len(here)} seeds {sum(each.warned_step is not None for each in here)} warned "
-            f"about, {sum(each.undone for each in here)} undone by the switch, "
-            f"{sum(not each.control_warnings for each in here)} with a quiet control, "
-            f"{sum(each.kept for each in here)} all three",
-            highlight=False,
-        )
 
 
 def run(

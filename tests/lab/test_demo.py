@@ -15,11 +15,14 @@ from tests.lab.eager_detectors import EagerDetectors
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
-from foreshock.lab.demo_show import NO_KEY_BIAS, Show
+from foreshock.lab.demo_show import NO_KEY_BIAS, ON_CPU, ON_GPU, Show
 from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
+from foreshock.lab.training.run import Training
+from foreshock.monitor.config import AgentConfig
+from foreshock.monitor.detect.detectors import DetectorConfig
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -121,6 +124,22 @@ def result(**changes: Any) -> dict[str, Any]:
         "control": "control",
         "arms": arms,
     } | changes
+
+
+@pytest.mark.parametrize("show", [ON_CPU, ON_GPU], ids=lambda show: show.recipe.name)
+def test_every_training_of_the_demo_has_the_shipped_detectors_and_the_shipped_cure(show: Show) -> None:
+    for arm in (show.untreated, show.rescued, show.control):
+        with Training(TINY, arm, 5).agent as agent:
+            assert agent.config.detectors == DetectorConfig()
+    assert show.rescued.mitigation == AgentConfig.model_fields["mitigation"].default == "row_corrected"
+
+
+def test_the_demo_of_a_cpu_says_which_numerics_are_not_those_of_a_gpu() -> None:
+    assert ON_CPU.numerics == "paper"
+    assert "as on no GPU" in ON_CPU.starts_from
+    assert ON_CPU.control.model == {"key_bias": False}
+    assert ON_CPU.control.numerics == "paper"
+    assert ON_GPU.numerics == "kernel"
 
 
 def test_a_demo_without_a_warning_says_so() -> None:
