@@ -149,9 +149,6 @@ def lab_corpus(
 def lab_score(
     traces: Annotated[list[Path], typer.Argument(help="Recorded runs, of this laboratory or of another source.")],
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw lead against false alarms as a PNG, one line for each monitor.")
-    ] = None,
     held_out: Annotated[
         Path | None,
         typer.Option(help="Score held-out runs on real text too, once: this file keeps by which detectors."),
@@ -164,7 +161,7 @@ def lab_score(
     from foreshock.cli.output import console
     from foreshock.cli.research import scores
 
-    scores.score(traces, console(), report=report, picture=picture, seal=held_out)
+    scores.score(traces, console(), report=report, seal=held_out)
 
 
 @lab.command("power")

@@ -18,20 +18,11 @@ COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), 
 """Of a bar that shows how far a long command is."""
 
 
-def score(
-    traces: Sequence[Path],
-    console: Console,
-    *,
-    report: Path | None,
-    picture: Path | None = None,
-    seal: Path | None = None,
-) -> None:
+def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal: Path | None = None) -> None:
     """Score recorded runs and print a line for each, and one for each monitor."""
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         bar = progress.add_task("scoring", total=len(traces))
-        scores, result = lab_score(
-            traces, report=report, picture=picture, seal=seal, on_trace=lambda _: progress.advance(bar)
-        )
+        scores, result = lab_score(traces, report=report, seal=seal, on_trace=lambda _: progress.advance(bar))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("trace", overflow="fold", min_width=16)
     for name in ("truth", "steps", "warned", "layer", "head", "signal", "cause", "forecast", "at 512", "quality loss"):
@@ -71,9 +62,8 @@ def score(
             highlight=False,
             soft_wrap=True,
         )
-    for what, path in (("report", report), ("picture", picture)):
-        if path is not None:
-            console.print(f"{what}: {path}")
+    if report is not None:
+        console.print(f"report: {report}")
 
 
 def power(traces: Sequence[Path], console: Console, *, seeds: int, report: Path | None) -> None:

@@ -53,7 +53,7 @@ T = Path("t.jsonl.gz")
         (
             "score t.jsonl.gz --held-out seal.json",
             "scores.score",
-            {"report": None, "picture": None, "seal": Path("seal.json")},
+            {"report": None, "seal": Path("seal.json")},
         ),
     ],
 )

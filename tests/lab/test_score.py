@@ -83,15 +83,6 @@ def test_runs_that_thresholds_were_changed_after_are_tuning_and_treated_ones_are
     assert seen("d", recipe="shared-values", seed=2, arm="exact-delta") == ("held-out", "treated")
 
 
-def test_a_picture_of_the_curves_is_drawn_and_refused_when_it_would_be_empty(tmp_path: Path) -> None:
-    failing, healthy = record(tmp_path / "f.jsonl.gz", fails=True), record(tmp_path / "h.jsonl.gz", fails=False)
-    picture = tmp_path / "curves.png"
-    lab_score([failing, healthy], picture=picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="at least one healthy run"):
-        lab_score([healthy], picture=picture)
-
-
 def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
     path = tmp_path / "nan.jsonl.gz"
     state = np.tile(identity_row(), (2, 1))
