@@ -22,7 +22,7 @@ from PIL import Image
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from foreshock.benchmarks.browser import page_details, page_fleet
+from foreshock.benchmarks.browser import page, page_details
 from foreshock.benchmarks.browser.page import chromium
 from foreshock.benchmarks.browser.page_runs import LongRun
 from foreshock.lab.recording.replay import replay, replay_together
@@ -91,7 +91,7 @@ def fill_hard(url: str) -> None:
     """The runs that `hard_pictures` shows."""
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
-        page_fleet.fill(client)
+        page.fill(client)
         LongRun(FLOOD, 12, 12, 3000, warned=144).send(client)
         for number in range(3):
             name = long_name(number)

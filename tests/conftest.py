@@ -22,7 +22,6 @@ ALONE: Final = (
     "tests/faults/test_retries.py",
     "tests/faults/test_sender.py",
     "tests/faults/test_what_the_agent_shows.py",
-    "tests/benchmarks/test_page.py",
     "tests/server/test_soak.py",
     "tests/server/ui/test_how_fast_a_warning_travels.py",
 )

@@ -1,7 +1,4 @@
-"""The runs that the page is measured on: one of 600,000 steps, and one as long of 80 layers x 64 heads.
-
-They are sent as agents send them, to a real service; what a head says is a function of the step.
-"""
+"""Long runs for the pictures of the page, sent as agents send them; what a head says is a function of the step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +78,3 @@ class LongRun:
     def _post(self, client: httpx.Client, rank: FakeRank, events: list[Event]) -> None:
         body = rank.batch(*events).model_dump_json()
         client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
-
-
-DEEP = LongRun("deep", 12, 12, 10)
-WIDE = LongRun("wide", 80, 64, 1000)

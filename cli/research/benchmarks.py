@@ -101,17 +101,8 @@ def bench_ingest(
 
 
 @bench.command("page")
-def bench_page(
-    json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder to keep the filled store in (3 GB); a store that is there is used again."),
-    ] = None,
-    fleet: Annotated[
-        bool, typer.Option("--fleet", help="Only list and search 1,000 runs; other figures of the JSON file stay.")
-    ] = False,
-) -> None:
-    """Time the live page in a real Chromium: with runs of 600,000 steps, and the list of 1,000 runs."""
+def bench_page(json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None) -> None:
+    """Time the list of 1,000 runs of the live page in a real Chromium: drawn, and searched."""
     from foreshock.benchmarks.browser import page
 
-    page.main(json, folder=folder, fleet=fleet)
+    page.main(json)

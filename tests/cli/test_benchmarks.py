@@ -32,7 +32,7 @@ F = Path("f.json")
         ("detectors --json f.json", detectors, (F,), {}),
         ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b", agent_step.WATCHED), {}),
         ("ingest --seconds 3", ingest, (None,), {"seconds": 3.0, "database_url": None}),
-        ("page --folder kept --fleet --json f.json", page, (F,), {"folder": Path("kept"), "fleet": True}),
+        ("page --json f.json", page, (F,), {}),
     ],
 )
 def test_what_was_typed_reaches_the_benchmark(
