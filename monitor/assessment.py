@@ -19,7 +19,7 @@ from foreshock.monitor.model.weights import base_of, device_of, stored
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
 
 COSTS: Final = (
-    'attention="keep" (default) leaves it as it is and costs 0.4 % of a step (GPT-2 small) and at most 1.0 % (Llama 1B); '
+    'attention="keep" (default) leaves it as it is, at 0.4 % of a step (GPT-2 small) or 1.0 % (Llama 1B); '
     '"kernels" counts every row and costs 2.2 % and 1.3 % (one H200; docs/agent.md)'
 )
 _BACKENDS: Final = {
