@@ -25,7 +25,6 @@ from foreshock.server.access import problems
 from foreshock.server.access.auth import AuthMiddleware, Keyring
 from foreshock.server.access.limits import BodyLimit, Buckets, ConcurrencyLimit, WholeFiles
 from foreshock.server.access.quotas import Quotas
-from foreshock.server.access.rotation import Rotation
 from foreshock.server.access.sessions import Sessions
 from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
@@ -81,7 +80,7 @@ def create_app(settings: Settings) -> Service:
         writing = asyncio.create_task(writer.run())
         closing = asyncio.Event()
         chores = (broadcaster.run(), roller.run(closing), _chores(settings, store, roller, broadcaster, closing))
-        others = [asyncio.create_task(chore) for chore in (*chores, app.state.rotation.run(closing))]
+        others = [asyncio.create_task(chore) for chore in chores]
         if notifier is not None:
             others.append(asyncio.create_task(notifier.run(closing)))
         try:
@@ -107,8 +106,7 @@ def create_app(settings: Settings) -> Service:
     )
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
-    app.state.roller, app.state.rotation = roller, Rotation(settings, keyring, store)
-    app.state.readiness = Readiness(store, settings)
+    app.state.roller, app.state.readiness = roller, Readiness(store, settings)
     app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)

@@ -41,9 +41,6 @@ class Token(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(min_length=1, max_length=64, description="stands in the audit trail and the log")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="hex SHA-256 of the secret")
-    next_sha256: str | None = Field(
-        default=None, pattern="^[0-9a-f]{64}$", description="of a second secret, taken too while the first is replaced"
-    )
     scopes: tuple[Scope, ...] = Field(
         min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
     )
@@ -53,34 +50,8 @@ class Token(BaseModel):
     @classmethod
     def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "", **more: Any) -> Self:
         """The entry for a secret."""
-        return cls(name=name, sha256=_digest(secret), scopes=scopes, run_prefix=run_prefix, **more)
-
-    @property
-    def hashes(self) -> tuple[str, ...]:
-        """Of the secrets that are taken: one, two while it is replaced."""
-        return (self.sha256,) if self.next_sha256 is None else (self.sha256, self.next_sha256)
-
-
-def _digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def tokens_of(token: SecretStr | None, tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-    """Every token, the plain one hashed: a secret, or two on lines of their own while it is replaced.
-
-    Raises ValueError with a sentence for secrets that are too short or too many, and for names that stand twice.
-    """
-    secrets = [line.strip() for line in token.get_secret_value().strip().splitlines()] if token is not None else []
-    if token is not None and (not secrets or min(map(len, secrets)) < _TOKEN_CHARACTERS):
-        raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more besides blanks at its ends")
-    if len(secrets) > 2:
-        raise ValueError(f"token has {len(secrets)} lines; it takes one secret, or two while the first is replaced")
-    after = _digest(secrets[1]) if len(secrets) > 1 else None
-    plain = [Token.of("token", secret, ALL_SCOPES, next_sha256=after) for secret in secrets[:1]]
-    names = [one.name for one in (*plain, *tokens)]
-    if len(set(names)) != len(names):
-        raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
-    return (*plain, *tokens)
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        return cls(name=name, sha256=digest, scopes=scopes, run_prefix=run_prefix, **more)
 
 
 class Settings(BaseSettings):
@@ -102,9 +73,7 @@ class Settings(BaseSettings):
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
     token: SecretStr | None = Field(
-        default=None,
-        min_length=_TOKEN_CHARACTERS,
-        description="a secret that may do everything; a second line holds the next one while it is replaced",
+        default=None, min_length=_TOKEN_CHARACTERS, description="a secret that may do everything"
     )
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
 
@@ -214,8 +183,17 @@ class Settings(BaseSettings):
 
     @property
     def all_tokens(self) -> tuple[Token, ...]:
-        """Every token, the plain one hashed."""
-        return tokens_of(self.token, self.tokens)
+        """Every token, the plain one hashed.
+
+        Raises ValueError with a sentence for a secret that is too short, and for names that stand twice.
+        """
+        secret = "" if self.token is None else self.token.get_secret_value().strip()
+        if self.token is not None and (len(secret) < _TOKEN_CHARACTERS or "\n" in secret):
+            raise ValueError(f"token needs {_TOKEN_CHARACTERS} characters or more, on one line")
+        found = (*((Token.of("token", secret, ALL_SCOPES),) if secret else ()), *self.tokens)
+        if len({one.name for one in found}) != len(found):
+            raise ValueError("two tokens have the same name; the audit trail could not tell them apart")
+        return found
 
     @classmethod
     def settings_customise_sources(
@@ -239,7 +217,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def secret_in_file(name: str) -> str | None:
+def _secret_in_file(name: str) -> str | None:
     """What the file holds that FORESHOCK_<NAME>_FILE names; None when the variable is not set.
 
     Raises ValueError with a sentence when the file cannot be read.
@@ -281,7 +259,7 @@ class _SecretFiles(PydanticBaseSettingsSource):
     )
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        value = secret_in_file(field_name) if field_name in self.NAMES else None
+        value = _secret_in_file(field_name) if field_name in self.NAMES else None
         return value, field_name, field_name == "tokens"
 
     def __call__(self) -> dict[str, Any]:

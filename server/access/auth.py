@@ -156,7 +156,7 @@ class AuthMiddleware:
 
 
 class Keyring:
-    """The tokens, which may be replaced at any time, and the sessions that stand for them. Holds hashes only."""
+    """The tokens, and the sessions that stand for them. Holds hashes only."""
 
     def __init__(self, settings: Settings, sessions: Sessions) -> None:
         self.tokens, self.sessions = settings.all_tokens, sessions
@@ -173,9 +173,8 @@ class Keyring:
     def _token_with(self, digest: str) -> Token | None:
         found = None
         for token in self.tokens:  # compares with every token, so that time tells nothing
-            for known in token.hashes:
-                if hmac.compare_digest(known, digest):
-                    found = token
+            if hmac.compare_digest(token.sha256, digest):
+                found = token
         return found
 
     async def login(self, secret: str) -> tuple[str, Caller] | None:
@@ -197,8 +196,7 @@ class Keyring:
             await self.sessions.end(cookie)
         token = next((token for token in self.tokens if token.name == caller.name), None)
         if everywhere and token is not None:
-            for digest in token.hashes:
-                await self.sessions.end_all(digest)
+            await self.sessions.end_all(token.sha256)
 
 
 def cookie_of(headers: Headers) -> str | None:

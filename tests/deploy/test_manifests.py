@@ -70,7 +70,6 @@ def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
     assert container["envFrom"][0]["configMapRef"]["name"] == one("ConfigMap", "common")["metadata"]["name"]
     mounts, volumes = container["volumeMounts"], pod["spec"]["volumes"]
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in volumes}
-    assert not [mount for mount in mounts if "subPath" in mount], "a rotated token would never arrive"
     claims = [v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v]
     assert claims == [d["metadata"]["name"] for d in documents(store) if d["kind"] == "PersistentVolumeClaim"]
     assert {d["metadata"].get("namespace", "foreshock") for d in documents(*ALL)} == {"foreshock"}

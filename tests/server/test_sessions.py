@@ -128,3 +128,27 @@ def test_expired_sessions_leave_the_store(play: Any) -> None:
             assert (await connection.execute(text("SELECT count(*) FROM sessions"))).scalar() == 1
 
     play(story, tokens=TOKENS, session_seconds=0.01)
+
+
+@pytest.mark.promise("S7")
+def test_a_token_is_replaced_by_a_second_one_and_its_sessions_end_with_it(play: Any) -> None:
+    old, new = "the-old-secret-000001", "the-new-secret-000001"
+    first, second = (Token.of(name, secret, ("read",)) for name, secret in (("one", old), ("two", new)))
+    cookies: list[dict[str, str]] = []
+
+    async def statuses(service: Any) -> list[int]:
+        secrets = [{"authorization": f"Bearer {secret}"} for secret in (old, new)]
+        return [await seen(service, headers) for headers in (*secrets, *cookies)]
+
+    async def both(service: Any) -> None:
+        for secret in (old, new):
+            answer = await service.client.post("/v1/login", json={"token": secret})
+            cookies.append({"cookie": f"foreshock_session={answer.cookies['foreshock_session']}"})
+            service.client.cookies.clear()
+        assert await statuses(service) == [200, 200, 200, 200]
+
+    async def the_new_alone(service: Any) -> None:
+        assert await statuses(service) == [401, 200, 401, 200]
+
+    play(both, tokens=(first, second))
+    play(the_new_alone, tokens=(second,))
