@@ -30,7 +30,7 @@ from foreshock.server.commands.delivery import expire
 from foreshock.server.commands.verification import verify
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.http import catalog, routes, run_metadata, stream, usage, webhooks
+from foreshock.server.http import catalog, routes, run_metadata, stream, webhooks
 from foreshock.server.http.connections import bounded
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.http.readiness import Readiness
@@ -107,7 +107,8 @@ def create_app(settings: Settings) -> Service:
     app.state.settings, app.state.store, app.state.counters = settings, store, counters
     app.state.keyring, app.state.broadcaster, app.state.writer = keyring, broadcaster, writer
     app.state.roller, app.state.readiness = roller, Readiness(store, settings)
-    app.state.buckets, app.state.quotas = Buckets(settings.run_batches_per_second), Quotas(store, counters)
+    app.state.buckets = Buckets(settings.run_batches_per_second)
+    app.state.quotas = Quotas(store, counters, settings.token_stored_bytes)
     app.state.known_runs = SummaryCache()
     app.state.exposer = Exposer(store, settings, counters, keyring)
     problems.install(app)
@@ -117,7 +118,6 @@ def create_app(settings: Settings) -> Service:
         webhooks.router,
         catalog.router,
         run_metadata.router,
-        usage.router,
         routes.router,
     ):
         app.include_router(router)

@@ -65,30 +65,6 @@ class Session(Response):
     csrf_token: str | None = None
 
 
-class QuotaOfToken(Response):
-    """What a token may take at most; null: not limited."""
-
-    batches_per_second: Number
-    runs: int | None
-    stored_bytes: int | None
-    series: int | None
-
-
-class TokenUsage(Response):
-    """What a token has in the store: runs that it sent batches of, and bytes of those as they were sent."""
-
-    token: str
-    runs: int
-    stored_bytes: int
-    quota: QuotaOfToken
-
-
-class UsageList(Response):
-    """What tokens have used of what all share."""
-
-    tokens: list[TokenUsage]
-
-
 class IncidentChange(Response):
     """An incident in short: in the list of runs, in the event log, in the stream."""
 

@@ -4,7 +4,7 @@ import hashlib
 import ipaddress
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -20,21 +20,6 @@ _TOKEN_CHARACTERS = 16
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
 
 
-class Quota(BaseModel):
-    """What a token may take at most; what is left out is not limited."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    batches_per_second: float | None = Field(default=None, gt=0, description="of all its runs together, per replica")
-    runs: int | None = Field(default=None, ge=1, description="runs in the store that it has sent batches of")
-    stored_bytes: int | None = Field(
-        default=None, ge=1, description="bytes of batches, as they were sent, of runs that are still in the store"
-    )
-    series: int | None = Field(default=None, ge=1, description="series of its runs in /metrics")
-
-
-NO_QUOTA: Final = Quota()
-
-
 class Token(BaseModel):
     """Who may do what. Only the hash of the secret is kept."""
 
@@ -45,7 +30,6 @@ class Token(BaseModel):
         min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
     )
     run_prefix: str = Field(default="", description="the token reaches only runs whose name begins so")
-    quota: Quota = Field(default=NO_QUOTA, description="what it may take at most")
 
     @classmethod
     def of(cls, name: str, secret: str, scopes: tuple[Scope, ...], run_prefix: str = "", **more: Any) -> Self:
@@ -81,6 +65,9 @@ class Settings(BaseSettings):
         default=2000, ge=8, description="connections at once; beyond, the one that is idle longest is closed"
     )
     run_batches_per_second: float = Field(default=1000.0, gt=0, description="per token and run; above it 429")
+    token_stored_bytes: int | None = Field(
+        default=None, ge=1, description="bytes that the batches of one token may have in the store; above it 429"
+    )
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
     retention_seconds: float | None = Field(
         default=90 * 86_400.0, gt=0, description="runs silent for longer are deleted; the audit trail stays"

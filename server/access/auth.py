@@ -22,7 +22,7 @@ from starlette.types import Scope as AsgiScope
 from foreshock.server.access.limits import ConcurrencyLimit, LoginLimit
 from foreshock.server.access.problems import TOO_LARGE, ProblemError, answer_to, problem
 from foreshock.server.access.sessions import Sessions
-from foreshock.server.settings import ALL_SCOPES, NO_QUOTA, Quota, Scope, Settings, Token
+from foreshock.server.settings import ALL_SCOPES, Scope, Settings, Token
 
 COOKIE: Final = "foreshock_session"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -56,7 +56,6 @@ class Caller:
     scopes: frozenset[str]
     run_prefix: str = ""
     csrf_token: str | None = None
-    quota: Quota = NO_QUOTA
 
     def may(self, scope: Scope) -> bool:
         """True when the caller holds the scope; admin holds all of them."""
@@ -211,7 +210,7 @@ def _csrf_token(cookie: str) -> str:
 def _as_caller(token: Token | None, csrf_token: str | None = None) -> Caller:
     if token is None:
         return NOBODY
-    return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token, token.quota)
+    return Caller(token.name, frozenset(token.scopes), token.run_prefix, csrf_token)
 
 
 def _address(scope: AsgiScope) -> str:

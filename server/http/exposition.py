@@ -20,7 +20,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.server.access.auth import Keyring
-from foreshock.server.access.quotas import owners
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.counters import Counters
 from foreshock.server.http.head_tables import HEADS_AT_ONCE, Reading, head_tables
@@ -45,26 +44,20 @@ class Exposition:
     lines: defaultdict[str, list[str]] = field(default_factory=partial(defaultdict, list))
     dropped: int = 0
     used: int = 0
-    owners: dict[str, str] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    """By run its token, and by token the series that its quota leaves."""
 
     def add(self, key: str, value: float | None, *labels: str) -> None:
         """Add one of the service's own, by the metric's key; None is left out."""
         if value is not None:
-            self.extend("", [line(BY_KEY[key].name, labels, value)])
+            self.extend([line(BY_KEY[key].name, labels, value)])
 
     def set(self, key: str, value: float) -> None:
         """Write a metric without labels (again), beside the budget."""
         name, text = line(BY_KEY[key].name, (), value)
         self.lines[name] = [text]
 
-    def extend(self, run: str, lines: Sequence[Line]) -> None:
-        """Add series of a run in this order, none of which is there, as far as the budget and its quota reach."""
-        room, owner = max(0, self.budget - self.used), self.owners.get(run)
-        if owner in self.left:
-            room = min(room, self.left[owner])
-            self.left[owner] -= min(room, len(lines))
+    def extend(self, lines: Sequence[Line]) -> None:
+        """Add series in this order, none of which is there, as far as the budget reaches."""
+        room = max(0, self.budget - self.used)
         if room < len(lines):
             self.dropped += len(lines) - room
             lines = lines[:room]
@@ -101,10 +94,6 @@ class Exposer:
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
         shown = self._in_turns(shown)
-        quotas = {token.name: token.quota.series for token in self._keyring.tokens}
-        exposition.left = {name: series for name, series in quotas.items() if series is not None}
-        if exposition.left:
-            exposition.owners = await self._store.read_in_thread(owners)
         await asyncio.to_thread(_fill, exposition, shown, per_run)
         exposition.set("service.series_dropped", float(exposition.dropped))
         if not prefix:
@@ -193,23 +182,22 @@ def _fill(
 ) -> None:
     """Spend the budget on runs, in this order."""
     for own in range(max((len(series.urgent) for _, series in shown), default=0)):
-        for row, series in shown:
+        for _, series in shown:
             if own < len(series.urgent):
-                exposition.extend(row.name, series.urgent[own])
+                exposition.extend(series.urgent[own])
     for key, counts in per_run.items():
         name = BY_KEY[key].name
         for row, _ in shown:
-            exposition.extend(row.name, [line(name, (row.name,), float(counts.get(row.id, 0)))])
-    for row, series in shown:
-        exposition.extend(row.name, series.whole)
-    tables = [(row.name, series.layers) for row, series in shown] + [(row.name, series.heads) for row, series in shown]
-    for run, table in tables:
+            exposition.extend([line(name, (row.name,), float(counts.get(row.id, 0)))])
+    for _, series in shown:
+        exposition.extend(series.whole)
+    for table in [*(series.layers for _, series in shown), *(series.heads for _, series in shown)]:
         if table is None:
             continue
         if exposition.used >= exposition.budget:
             exposition.dropped += len(table)
         else:
-            exposition.extend(run, table.lines)
+            exposition.extend(table.lines)
 
 
 async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:

@@ -67,7 +67,7 @@ class Endpoint:
         token = "" if caller is ANYONE else caller.name
         try:  # before the batch is read: a refusal is cheap
             self._writer.refuse_when_full(token)
-            await self._quotas.admit(caller, headers)
+            await self._quotas.admit(token, headers)
         except ProblemError:
             await asyncio.sleep(SPREAD.uniform(0.5, 1.0))  # clients that hammer wait here, and cost little
             raise
@@ -86,7 +86,6 @@ class Endpoint:
                 log.warning("batch refused", token=caller.name, why=printable("; ".join(why)))
             raise
         check_run(caller, batch.run)
-        await self._quotas.admit_run(caller, batch.run)
         wait = self._buckets.take((caller.name, batch.run))
         if wait > 0:
             self._counters.batches["busy"] += 1

@@ -137,10 +137,6 @@ class Service:
         """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
         return self._object(self.get(f"/v1/runs/{run}"))
 
-    def usage(self) -> list[dict[str, Any]]:
-        """Runs and bytes in the store of each token, beside its quota; of the own token alone where it reads no run."""
-        return list(self._object(self.get("/v1/usage"))["tokens"])
-
     def incidents(self, run: str) -> list[dict[str, Any]]:
         """What is wrong with a run, one entry for each cause, the most urgent first; heads by the steps left."""
         return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])

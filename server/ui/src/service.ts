@@ -460,14 +460,6 @@ export interface ProblemItem {
   message: string;
 }
 
-/** What a token may take at most; null: not limited. */
-export interface QuotaOfToken {
-  batches_per_second: number | null;
-  runs: number | null;
-  stored_bytes: number | null;
-  series: number | null;
-}
-
 /** Where a command stands with one rank. */
 export interface RankAnswer {
   rank: number;
@@ -655,24 +647,11 @@ export interface SwitchedTo {
   heads: [number, number][] | null;
 }
 
-/** What a token has in the store: runs that it sent batches of, and bytes of those as they were sent. */
-export interface TokenUsage {
-  token: string;
-  runs: number;
-  stored_bytes: number;
-  quota: QuotaOfToken;
-}
-
 /** An order to take a switch back. */
 export interface Undo {
   who: string;
   reason: string;
   dry_run?: boolean;
-}
-
-/** What tokens have used of what all share. */
-export interface UsageList {
-  tokens: TokenUsage[];
 }
 
 /** What the detectors say of one head (or of the run, when layer and head are None). Latched until cleared. */
