@@ -2,27 +2,26 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from foreshock.cli.output import plain
 from foreshock.kernels.flash_attention.spec import NUMERICS
 from foreshock.lab.diagnosis.anatomy import Examined
-from foreshock.lab.diagnosis.examination import (
-    Patient,
-    diagnose,
-    examine_patient,
-    lab_patient,
-    own_patient,
-    suspects,
-    try_removal,
-)
-from foreshock.lab.diagnosis.picture import draw
+from foreshock.lab.diagnosis.examination import Patient, diagnose, examine_patient, lab_patient, own_patient
+from foreshock.lab.diagnosis.tables import Row, of_courses, of_tensors
 from foreshock.lab.diagnosis.verdict import judge
-from foreshock.lab.diagnosis.wording import lines
 from foreshock.lab.recording.history import History, live, recorded
 
+_WITHOUT_TENSORS = (
+    "Who carries the error needs tensors: add a checkpoint (foreshock lab run --checkpoint FILE), or module:factory "
+    "and --state."
+)
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
@@ -37,7 +36,6 @@ def report(
     batches: int,
     numerics: str | None,
     json: Path | None,
-    picture: Path | None,
 ) -> None:
     """Diagnose traces (.gz), checkpoints (other files), models (module:factory) and runs of a service (any other name).
 
@@ -66,34 +64,41 @@ def report(
     if states and not any(":" in source for source in sources):
         raise ValueError("--state belongs to a model: give module:factory too, which builds it")
     examined: dict[int, list[Examined]] = {}
-    trials, vitals = [], []
+    vitals = []
     for patient in patients:
         with patient as opened:
             vital, layers = examine_patient(opened, batches, numerics)  # type: ignore[arg-type]
             vitals.append(vital)
             for layer, measured in layers.items():
                 examined.setdefault(layer, []).extend(measured)
-            if layers:
-                trials.append(try_removal(opened, chosen or suspects(histories, examined)))
-    tried = [trial for trial in trials if trial is not None]
     verdict = judge(vitals, examined) if vitals else None
-    found = diagnose(histories, examined, heads=chosen, trials=tried, verdict=verdict)
+    found = diagnose(histories, examined, heads=chosen, verdict=verdict)
     found.notes = [note for vital in vitals for note in vital.notes]
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for title, sentences in lines(found):
-        table.add_row(title, "\n".join(sentences))
-        table.add_row("", "")
-    console.print(table, highlight=False)
+    if verdict is not None:
+        console.print(f"[bold]Verdict[/bold]: {escape(' '.join([verdict.words, *found.notes]))}", highlight=False)
+    heads_of = [f"layer {each.layer} head {each.head}" for each in found.courses]
+    _print("As recorded", heads_of, of_courses(found.courses), console)
+    heads_of = [f"layer {each.layer} head {each.head}" for each in found.anatomies]
+    _print("From tensors", heads_of, of_tensors(found.anatomies), console)
+    if verdict is None:
+        console.print(_WITHOUT_TENSORS)
+    console.print("\n[bold]What to do[/bold]")
+    for sentence in found.advice:
+        console.print(f"- {escape(sentence)}", highlight=False)
     if json is not None:
-        json.write_text(found.as_json())
+        json.write_text(dumps(plain(asdict(found)), indent=2, allow_nan=False) + "\n")
         console.print(f"JSON: {json}")
-    if picture is not None and not found.named:
-        console.print("no picture: no head could be examined")
-    elif picture is not None:
-        draw(picture, found.named[0], histories, examined, ", ".join(found.sources))
-        console.print(f"picture: {picture}")
+
+
+def _print(title: str, heads: Sequence[str], rows: Sequence[Row], console: Console) -> None:
+    """A row for each quantity, a column for each head."""
+    if not rows:
+        return
+    table = Table(title, *heads, box=None, pad_edge=False, header_style="bold")
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    console.print()
+    console.print(table, highlight=False)
 
 
 def _head(text: str) -> tuple[int, int]:

@@ -315,7 +315,6 @@ def diagnose(
         str | None, typer.Option(help="kernel or paper; by default those that the model was run with.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write a PNG of the first head.")] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
@@ -333,5 +332,4 @@ def diagnose(
         batches=batches,
         numerics=numerics,
         json=json,
-        picture=picture,
     )

@@ -41,7 +41,7 @@ def console() -> Console:
 
 def print_json(data: Any) -> None:
     """One JSON document; numbers that JSON has no word for are null."""
-    print(json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def tell(data: Any, sentence: str, *, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def tell(data: Any, sentence: str, *, as_json: bool) -> None:
 
 def print_json_line(data: Any) -> None:
     """One JSON document on one line, at once."""
-    print(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False), flush=True)
+    print(json.dumps(plain(data), ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def print_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -69,9 +69,9 @@ def _unknown(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _plain(value) for key, value in data.items()}
+        return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
+        return [plain(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

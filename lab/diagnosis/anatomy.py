@@ -54,23 +54,14 @@ class Examined:
     """delta_lp - delta_hp, [B, H, S]"""
     by_feature: Tensor
     """sum over rows of dO * (O_lp - O_hp), [H, D]: what each feature of O adds to the summed error"""
-    agreement: Tensor
-    """mean over rows of sign(dO) * sign(O_lp - O_hp), [H, D]"""
     tied: Tensor
     """rows with several P = 1, bool [B, H, S]"""
-    outward: Tensor
-    """sum of (O_lp - O_hp) * sign(O) over that of |O_lp - O_hp|, in rows that are not tied and in those that are,
-    [2, H]; above 0 O is rounded away from zero; NaN without such rows"""
     weight_error: Tensor | None
     """dW_Q less its float64 truth, with delta plain and exact, [2, H, D, E]; None where X or W_Q are not at hand"""
     weight_norm: Tensor | None
     """Frobenius norm of the true dW_Q, [H]"""
-    by_equation: Tensor | None
-    """equation 2's dW_Q(lp) - dW_Q(hp), [H, D, E]"""
     key_shift: Tensor
     """sum of dK over all keys with delta plain and exact, [2, H, D] (of the head's key head); the truth is zero"""
-    mean_key: Tensor
-    """mean of K over all tokens, [H, D] (of the head's key head)"""
     mixed_keys: Tensor
     """(PK)[T] of the sampled tokens, [n, H, D]"""
     inputs: Tensor | None
@@ -112,13 +103,11 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
     shift = grad_key.double().sum((1, 3)).repeat_interleave(group, 1)
     x = _projected_inputs(call)
     x = None if x is None else x[:kept].detach().double()
-    weight_error = weight_norm = by_equation = None
+    weight_error = weight_norm = None
     if x is not None:
         true_weight = torch.einsum("bhsd,bse->hde", true_query[0], x)
         weight_error = torch.einsum("mbhsd,bse->mhde", grad_query.double(), x) - true_weight
         weight_norm = true_weight.flatten(1).norm(dim=1).cpu()
-        scaled = -spec.scale * product.sum(-1, keepdim=True) * mixed
-        by_equation = torch.einsum("bhsd,bse->hde", scaled, x).cpu()
     picks = torch.randperm(len(query) * length, generator=torch.Generator().manual_seed(0))[:_TOKENS].to(query.device)
     return Examined(
         origin=origin,
@@ -131,14 +120,10 @@ def examine(call: AttentionCall, origin: str, numerics: Numerics | None = None) 
         output_error=off.sqrt().cpu(),
         delta_error=product.sum(-1).cpu(),
         by_feature=product.sum((0, 2)).cpu(),
-        agreement=product.sign().mean((0, 2)).cpu(),
         tied=tied.cpu(),
-        outward=_outward(error, out.double(), tied).cpu(),
         weight_error=None if weight_error is None else weight_error.cpu(),
         weight_norm=weight_norm,
-        by_equation=by_equation,
         key_shift=shift.cpu(),
-        mean_key=wide[1].mean((0, 2)).repeat_interleave(group, 0).cpu(),
         mixed_keys=mixed.transpose(1, 2).flatten(0, 1)[picks].cpu(),
         inputs=None if x is None else x.flatten(0, 1)[picks].cpu(),
     )
@@ -180,14 +165,6 @@ def _rows(query: Tensor, key: Tensor, row_max: Tensor, spec: AttentionSpec) -> t
     common, largest = seen.sum(-1) / visible_keys.clamp_min(1), seen.abs().amax((0, 2, 3))
     tied = several_within(scores, row_max.unsqueeze(-1), one_margin(query.dtype), torch.empty_like(scores))
     return tied.squeeze(-1), visible_keys, common, largest
-
-
-def _outward(error: Tensor, out: Tensor, tied: Tensor) -> Tensor:
-    shares = []
-    for rows in (~tied, tied):
-        chosen = error * rows.unsqueeze(-1)
-        shares.append((chosen * out.sign()).sum((0, 2, 3)) / chosen.abs().sum((0, 2, 3)))
-    return torch.stack(shares)
 
 
 def _projected_inputs(call: AttentionCall) -> Tensor | None:

@@ -22,13 +22,12 @@ from foreshock.kernels.flash_attention.spec import Numerics
 from foreshock.lab.diagnosis.anatomy import Examined, broken_part, examine
 from foreshock.lab.diagnosis.head_anatomy import head_anatomy
 from foreshock.lab.diagnosis.own_code import made_by, told
+from foreshock.lab.diagnosis.tables import Diagnosis, HeadCourse, advise
 from foreshock.lab.diagnosis.verdict import Verdict, Vitals
 from foreshock.lab.diagnosis.weights import load_weights, not_finite, read
-from foreshock.lab.diagnosis.wording import Diagnosis, HeadCourse, Trial, explain
 from foreshock.lab.recording.history import History
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.capture import Capture
-from foreshock.lab.training.offset_removal import remove_offset
 from foreshock.lab.training.recipes import Recipe
 from foreshock.lab.training.run import Training
 from foreshock.monitor import attach
@@ -45,8 +44,6 @@ class Patient:
     model: nn.Module
     loss: Callable[[], Tensor]
     """each call runs the model on its next batch and gives the loss with its graph"""
-    peek: Callable[[], Tensor] | None = None
-    """the same, always on one batch"""
     notes: list[str] = field(default_factory=list)
     """what a person should know of the weights"""
 
@@ -73,7 +70,7 @@ def lab_patient(path: Path) -> Iterator[Patient]:
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})
-        yield Patient(f"step {saved['step']}", training.model, training.next_loss, training.peek_loss)
+        yield Patient(f"step {saved['step']}", training.model, training.next_loss)
 
 
 @contextmanager
@@ -134,40 +131,16 @@ def _check(loss: object, origin: str) -> None:
         )
 
 
-def try_removal(patient: Patient, heads: Sequence[tuple[int, int]]) -> Trial | str | None:
-    """Take the key bias out of these heads, look, and put it back; a sentence where there is none to take out.
-
-    None for a model that cannot be run on one batch twice.
-    """
-    if patient.peek is None:
-        return None
-    before = {name: parameter.detach().clone() for name, parameter in patient.model.named_parameters()}
-    with torch.no_grad():
-        loss_before = patient.peek().item()
-    try:
-        removed = remove_offset(patient.model, patient.peek, heads)
-    except ValueError as refusal:
-        return str(refusal)
-    with torch.no_grad():
-        loss_after = patient.peek().item()
-        for name, parameter in patient.model.named_parameters():
-            parameter.copy_(before[name])
-    added = {f"layer {each.layer} key head {each.kv_head}": each.offset_before for each in removed}
-    return Trial(origin=patient.origin, added_nats=added, loss_before=loss_before, loss_after=loss_after)
-
-
 def diagnose(
     histories: Sequence[History],
     examined: dict[int, list[Examined]],
     *,
     heads: Sequence[tuple[int, int]] = (),
-    trials: Sequence[Trial | str] = (),
     verdict: Verdict | None = None,
 ) -> Diagnosis:
-    """Put together what a run recorded and what its tensors say. `heads` names whom to look at (by default `suspects`);
-    `trials` is what `try_removal` gave."""
+    """Put together what a run recorded and what its tensors say of `heads`, by default of the `suspects`."""
     named = list(heads) or suspects(histories, examined, verdict)
-    result = Diagnosis(sources=[each.name for each in histories], named=named, trials=list(trials), verdict=verdict)
+    result = Diagnosis(sources=[each.name for each in histories], named=named, verdict=verdict)
     result.sources += list(dict.fromkeys(each.origin for batches in examined.values() for each in batches))
     for layer, head in named:
         result.courses += [_course(history, (layer, head)) for history in histories]
@@ -178,7 +151,7 @@ def diagnose(
             result.anatomies.append(head_anatomy(layer, head, examined[layer]))
         elif examined:
             raise ValueError(f"layer {layer} was not examined; the model has layers {', '.join(map(str, examined))}")
-    explain(result)
+    result.advice = advise(result)
     return result
 
 

@@ -5,7 +5,7 @@ softmax cannot see, so that no exact gradient asks for it. Scores that only grew
 high makes them, are another trouble, which no switch of numerics mends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,7 +13,7 @@ import torch
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.lab.diagnosis.anatomy import Examined
-from foreshock.lab.diagnosis.names import some
+from foreshock.lab.diagnosis.weights import some
 
 _SHIFTED_NATS: Final = 10.0
 """A head's scores lie away as a whole from here on: three times the level from which detectors look at a drift."""
@@ -23,6 +23,15 @@ high-rate blew up 0.17 to 0.81, those with the other sign of offset; healthy hea
 _LARGE_SCORE: Final = 256.0
 """As a critical warning: rounding q and k to bf16 moves such a score by half."""
 _GROWTH: Final = 1.2
+_ELSEWHERE: Final = "Look at the learning rate, the data and the optimizer first."
+_AGAIN: Final = (
+    f"Resume from the last checkpoint before the growth with every head on {DEFAULT_MITIGATION}: "
+    f'agent.set_mode(agent.modes(), "{DEFAULT_MITIGATION}", reason="diagnosis") before the first step.'
+)
+_CONFIRM: Final = (
+    "To confirm, resume twice from one checkpoint, without and with that line; save both after some hundred steps, "
+    "and diagnose --state START --state WITHOUT --state WITH. It is rounding if only WITH stays where START is."
+)
 
 
 @dataclass(slots=True)
@@ -37,11 +46,6 @@ class Vitals:
     """layer to what was not finite there"""
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def loss(self) -> float:
-        """Mean over the batches; NaN if one of them was not finite."""
-        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadState:
@@ -50,19 +54,11 @@ class HeadState:
     origin: str
     layer: int
     head: int
-    common: float
-    """nats, the mean score of a row, mean over rows"""
-    common_rms: float
-    offset: float
+    shift: float
+    """nats by which all scores lie away together; 0 where the mean of a row is that of some keys only"""
     largest: float
+    """largest |score|"""
     output_error: float
-
-    @property
-    def shift(self) -> float:
-        """By how much all scores lie away together; 0 where the mean of a row is that of some keys only."""
-        if self.common * self.offset <= 0 or abs(self.common) < _ONE_SIGN * self.common_rms:
-            return 0.0
-        return min(self.common, self.offset, key=abs)
 
     @property
     def apart(self) -> float:
@@ -71,6 +67,17 @@ class HeadState:
 
     def __str__(self) -> str:
         return f"layer {self.layer} head {self.head}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is the matter: `kind` for programs, a sentence or two and advice for people, and the head to look at."""
+
+    kind: str
+    """not finite, out of range, rounding, shifted, settled, came back, float32, sharp or other"""
+    words: str
+    advice: list[str]
+    head: tuple[int, int] | None = None
 
 
 def head_states(examined: dict[int, list[Examined]]) -> list[HeadState]:
@@ -84,48 +91,40 @@ def head_states(examined: dict[int, list[Examined]]) -> list[HeadState]:
                 for name in ("common_score", "common_rms", "offset", "output_error")
             )
             largest = torch.stack([each.largest_score for each in own]).amax(0).tolist()
-            states += [
-                HeadState(
-                    origin=origin, layer=layer, head=head, common=common[head], common_rms=rms[head],
-                    offset=offset[head], largest=largest[head], output_error=error[head],
+            for head in range(len(offset)):
+                together = common[head] * offset[head] > 0 and abs(common[head]) >= _ONE_SIGN * rms[head]
+                shift = min(common[head], offset[head], key=abs) if together else 0.0
+                states.append(
+                    HeadState(
+                        origin=origin,
+                        layer=layer,
+                        head=head,
+                        shift=shift,
+                        largest=largest[head],
+                        output_error=error[head],
+                    )
                 )
-                for head in range(len(offset))
-            ]  # fmt: skip
     return states
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is the matter: `kind` for programs, sentences for people, and the head to look at first."""
-
-    kind: str
-    """not finite, out of range, rounding, shifted, settled, came back, float32, sharp or other"""
-    words: list[str]
-    advice: list[str]
-    head: tuple[int, int] | None = None
 
 
 def judge(vitals: Sequence[Vitals], examined: dict[int, list[Examined]]) -> Verdict:
     """The verdict on the last checkpoint, beside the others where there are several."""
     last = vitals[-1]
     if last.bad_weights:
+        words = (
+            f"It cannot be told from {last.origin}: {len(last.bad_weights)} of its parameters hold values that are "
+            f"not finite, {some(last.bad_weights)} among them."
+        )
         return Verdict(
-            "not finite",
-            [
-                f"It cannot be told from {last.origin}: {len(last.bad_weights)} of its parameters hold values that are "
-                f"not finite, {some(last.bad_weights)} among them. What made them has spread since."
-            ],
-            ["Give the last checkpoint whose weights are finite, and one from well before."],
+            "not finite", words, ["Give the last checkpoint whose weights are finite, and one from well before."]
         )
     if last.broken:
         layer, what = min(last.broken.items())
+        words = (
+            f"The weights of {last.origin} are finite, but {what} in layer {layer}, the first of {len(last.broken)}."
+        )
         return Verdict(
-            "out of range",
-            [
-                f"The weights of {last.origin} are finite, but {what} in layer {layer}, the first of "
-                f"{len(last.broken)}. Values this far out of range are no drift of rounding any more."
-            ],
-            ["Look at the learning rate and at what comes before that layer; go back to an earlier checkpoint."],
+            "out of range", words, ["Look at the learning rate and at what comes before that layer; go back further."]
         )
     states = head_states(examined)
     here = [state for state in states if state.origin == last.origin]
@@ -133,103 +132,58 @@ def judge(vitals: Sequence[Vitals], examined: dict[int, list[Examined]]) -> Verd
     sharp = sorted((s for s in here if s.apart >= _LARGE_SCORE), key=lambda s: -s.apart)
     if shifted and not (sharp and sharp[0].apart > abs(shifted[0].shift)):
         return _of_a_shift(shifted, states, next(iter(examined.values()))[-1].as_run)
-    return _of_sharp_scores(sharp) if sharp else _of_neither(here, last.loss)
-
-
-def _of_sharp_scores(sharp: Sequence[HeadState]) -> Verdict:
-    worst = sharp[0]
-    return Verdict(
-        "sharp",
-        [
-            f"Attention, but something else than this rounding: scores of {worst} reach {worst.largest:.0f}. They grew "
-            f"apart from each other, which softmax sees; they share {worst.shift:+.1f} nats."
-            + _others(sharp[1:], "As large are those of")
-        ],
-        [
-            "Look at the learning rate, its warm-up and the data first. A norm of queries and keys, or a cap on the "
-            "scores, holds them; a switch of numerics would not help."
-        ],
-        (worst.layer, worst.head),
+    if sharp:
+        worst = sharp[0]
+        words = (
+            f"Attention, but something else than this rounding: scores of {worst} reach {worst.largest:.0f} and grew "
+            f"apart from each other; they share {worst.shift:+.1f} nats.{_others(sharp[1:])}"
+        )
+        advice = f"{_ELSEWHERE} A norm of queries and keys, or a cap on the scores, holds them; a switch of numerics "
+        return Verdict("sharp", words, [advice + "would not help."], (worst.layer, worst.head))
+    top, off = max(here, key=lambda s: s.largest), max(here, key=lambda s: s.output_error)
+    words = (
+        f"Not this rounding: no head has large scores, or scores that moved as a whole. The largest |score| of "
+        f"{len(here)} heads is {top.largest:.1f} ({top}). Attention is {off.output_error:.2%} off its float64 truth at "
+        f"most ({off}): two implementations may differ by as much."
     )
-
-
-def _of_neither(here: Sequence[HeadState], loss: float) -> Verdict:
-    top, common = max(here, key=lambda s: s.largest), max(here, key=lambda s: abs(s.common))
-    error = max(here, key=lambda s: s.output_error)
-    return Verdict(
-        "other",
-        [
-            f"Not this rounding: no head has large scores, or scores that moved as a whole. Of {len(here)} heads in "
-            f"{len({s.layer for s in here})} layers the largest |score| is {top.largest:.1f} ({top}), and the largest "
-            f"common part {common.common:+.1f} nats ({common}). If the loss ({loss:.3f} here) is bad, its cause is "
-            "another."
-        ],
-        [
-            "Run the same steps with attention in float32: if they fail too, look at the learning rate, the data and "
-            f"the optimizer. Attention here is {error.output_error:.2%} off its float64 truth at most ({error}): two "
-            "implementations may differ by as much."
-        ],
-    )
+    return Verdict("other", words, [f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}"])
 
 
 def _of_a_shift(shifted: Sequence[HeadState], states: Sequence[HeadState], as_run: str) -> Verdict:
     worst = shifted[0]
-    name = (worst.layer, worst.head)
-    said = (
-        f"the scores of {worst} lie {worst.shift:+.1f} nats away as a whole, in most rows to one side. Softmax does "
-        "not see this part, and exact gradients do not feed it." + _others(shifted[1:], "Others are shifted too:")
-    )
-    course = [state for state in states if (state.layer, state.head) == name]
+    shift = f"the scores of {worst} lie {worst.shift:+.1f} nats away as a whole.{_others(shifted[1:])}"
+    course = [state for state in states if (state.layer, state.head) == (worst.layer, worst.head)]
     sizes = [abs(each.shift) for each in course]
     told = ", ".join(f"{each.shift:+.1f} nats in {each.origin}" for each in course)
-    elsewhere = "Look at the learning rate, the data and the optimizer first."
-    again = (
-        f"Resume from the last checkpoint before the growth with every head on {DEFAULT_MITIGATION}: "
-        f'agent.set_mode(agent.modes(), "{DEFAULT_MITIGATION}", reason="diagnosis") before the first step.'
-    )
-    confirm = (
-        "To confirm, resume twice from one checkpoint, without and with that line; save both after some hundred steps, "
-        "and diagnose --state START --state WITHOUT --state WITH. It is rounding if only WITH stays where START is."
-    )
     if as_run in ("float32", "float64"):
-        return Verdict(
-            "float32",
-            [f"Attention is shifted, but as it was run here not by this rounding: it runs in {as_run}. Still, {said}"],
-            ["Run the model under the autocast, or in the dtype, of your training, and diagnose again."],
-            name,
+        kind = "float32"
+        words = (
+            f"Attention is shifted, but as it was run here not by this rounding: it runs in {as_run}. Still, {shift}"
         )
-    if len(course) == 1:
-        return Verdict(
-            "shifted",
-            [f"Attention, with the mark of this rounding: {said} One checkpoint cannot say whether it grows."],
-            [
-                f"Add an earlier checkpoint: --state EARLIER --state THIS. If the shift does not grow: {elsewhere}",
-                again,
-                confirm,
-            ],
-            name,
+        advice = ["Run the model under the autocast, or in the dtype, of your training, and diagnose again."]
+    elif len(course) == 1:
+        kind = "shifted"
+        words = f"Attention, with the mark of this rounding: {shift} One checkpoint cannot say whether it grows."
+        advice = [
+            f"Add an earlier checkpoint: --state EARLIER --state THIS. If the shift does not grow: {_ELSEWHERE}",
+            _AGAIN,
+            _CONFIRM,
+        ]
+    elif sizes[-1] >= _GROWTH * sizes[0]:
+        kind, advice = "rounding", [_AGAIN, _CONFIRM]
+        words = f"Attention, most likely this rounding: {shift} It grew: {told}."
+    elif max(sizes) >= _GROWTH * sizes[0]:
+        kind, advice = "came back", [_AGAIN, _ELSEWHERE]
+        words = (
+            f"Attention: {shift} It grew and is back: {told}. If the last one was trained with the switch and the one "
+            "before without, it is this rounding."
         )
-    if sizes[-1] >= _GROWTH * sizes[0]:
-        return Verdict(
-            "rounding", [f"Attention, most likely this rounding: {said} It grew: {told}."], [again, confirm], name
-        )
-    if max(sizes) >= _GROWTH * sizes[0]:
-        return Verdict(
-            "came back",
-            [
-                f"Attention: {said} It grew and is back: {told}. If the last one was trained with the switch and the "
-                "one before without, it is this rounding; otherwise the head came back by itself."
-            ],
-            [again, elsewhere],
-            name,
-        )
-    return Verdict(
-        "settled",
-        [f"Attention is shifted, but does not grow: {told}. Still, {said} Models may carry a shift unharmed."],
-        [elsewhere],
-        name,
-    )
+    else:
+        kind, advice = "settled", [_ELSEWHERE]
+        words = f"Attention is shifted, but does not grow: {told}. Still, {shift} Models may carry a shift unharmed."
+    return Verdict(kind, words, advice, (worst.layer, worst.head))
 
 
-def _others(heads: Sequence[HeadState], begin: str) -> str:
-    return f" {begin} {some([str(head) for head in heads])}." if heads else ""
+def _others(heads: Iterable[HeadState]) -> str:
+    named = list(map(str, heads))
+    return f" So do those of {some(named)}." if named else ""

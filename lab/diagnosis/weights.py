@@ -1,19 +1,26 @@
 """Weights of any usual checkpoint, loaded into a model: files of torch and safetensors, and folders of them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from foreshock.lab.diagnosis.names import SHOWN, and_more, some
-
+_SHOWN: Final = 3
+"""Names of many that are said."""
 _HOLDERS: Final = ("model", "state_dict", "model_state_dict", "module", "app", "weights")
 """Keys under which training loops, Lightning, DeepSpeed and torchtitan keep the weights."""
 _WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What DDP, torch.compile, FSDP and checkpointing write into names."""
+
+
+def some(names: Iterable[str], between: str = ", ") -> str:
+    """The first three, and how many more there are."""
+    shown = list(names)
+    more = len(shown) - _SHOWN
+    return between.join(shown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_weights(model: nn.Module, path: Path) -> list[str]:
@@ -37,7 +44,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
         if tensor.shape != wanted[name].shape
     ]
     if wrong:
-        raise ValueError(f"{path} is of another model: {'; '.join(wrong[:SHOWN])}{and_more(len(wrong))}")
+        raise ValueError(f"{path} is of another model: {some(wrong, '; ')}")
     held = {tensor.data_ptr() for name, tensor in wanted.items() if name in found}
     missing = [
         name

@@ -13,9 +13,8 @@ def test_a_one_signed_error_is_called_so_and_noise_is_not() -> None:
     assert signed.named == noise.named == [(0, 0)]  # nobody was warned about; it drifted farthest
     assert signed.courses[0].delta_z is not None
     assert signed.courses[0].delta_z > 3
-    assert "is one-signed" in signed.findings["delta"][0]
-    assert "not one-signed" in noise.findings["delta"][0]
-    assert "needs tensors" in noise.findings["carriers"][0]
+    assert noise.courses[0].delta_z is not None
+    assert abs(noise.courses[0].delta_z) < 3
 
 
 def test_samples_of_single_steps_weigh_no_more_than_their_steps() -> None:
