@@ -58,7 +58,10 @@ def is_watched(module: nn.Module) -> bool:
 
 def clean_copies(hook: Callable[..., Any]) -> None:
     """Take ours out of every module that holds `hook`, which each watched module has, and is not watched itself."""
-    held = [each for each in gc.get_referrers(hook) if isinstance(each, dict) and hook in each.values()]
+    # of its own module: whoever refers to that is found by a second walk of the heap alone
+    own = getattr(hook, "__globals__", None)
+    dicts = [each for each in gc.get_referrers(hook) if isinstance(each, dict) and each is not own]
+    held = [each for each in dicts if hook in each.values()]
     for owner in gc.get_referrers(*held) if held else ():
         # the attributes of an object are a dictionary of their own, or, in newer versions of Python, part of it
         space = vars(owner) if issubclass(type(owner), nn.Module) else owner

@@ -14,6 +14,10 @@ from torch import Tensor
 TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 if not TRITON:
     collect_ignore_glob = ["test_triton_*.py"]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.lighter_interpreter import lighten
+
+    lighten()
 _ADDRESS: Final = "address"
 
 
