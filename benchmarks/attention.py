@@ -34,7 +34,7 @@ TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
-_TIMED_MODES = ("exact_delta", "stable_softmax", "row_corrected", "centred_keys", "centred_values")
+_TIMED_MODES = ("exact_delta", "stable_softmax", "row_corrected")
 """What is told of their cost on every head."""
 
 

@@ -48,7 +48,7 @@ class ModeInfo:
     proposed: bool = False
     """Whether a machine may propose it: not what saved no run."""
     served: bool = True
-    """Whether kernels and reference compute it; where not, setting it is refused."""
+    """Whether kernels and reference compute it; where not, setting it is refused. Recorded runs may name it."""
 
     @property
     def name(self) -> str:
@@ -88,27 +88,29 @@ MODES: Final = (
     ),
     ModeInfo(
         flag=Mode.CENTRED_KEYS,
-        does="The mean key of each sequence leaves dQ's rounding errors, and the scores that statistics speak of.",
-        cures="What rounding adds to dQ along the part that all keys share; given after harm it saved some runs.",
+        does="Not computed any more; recorded runs name it. The mean key of each sequence left dQ's rounding errors.",
+        cures="What row_corrected cures, but the bias of the keys grew on unseen (lab/NOTEBOOK.md).",
         ends_rounding_growth=True,
         moves_scores=True,
         escalates_to=Mode.ROW_CORRECTED,
+        served=False,
     ),
     ModeInfo(
         flag=Mode.CENTRED_VALUES,
-        does="O gets back what rounding P takes from it along the mean value; delta is that of O before its rounding.",
-        cures="The rounding of O where values share a large part.",
+        does="Not computed any more; recorded runs name it. O got back what rounding P took from it.",
+        cures="The rounding of O where values share a large part; it was given beside centred_keys alone.",
         excludes=Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX,
         escalates_to=Mode.ROW_CORRECTED,
+        served=False,
     ),
 )
 """Every mode but plain, in the order in which a union names them."""
 
-MODE_NAMES: Final = tuple(mode.name for mode in MODES)
+MODE_NAMES: Final = tuple(mode.name for mode in MODES if mode.served)
 """The names that people type, alone or several joined by a plus sign; `plain` stands for none of them."""
 DEFAULT_MITIGATION: Final = "row_corrected"
 """What a head is switched to where nobody said otherwise: what held most runs, early and late (lab/NOTEBOOK.md)."""
-MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(MODE_NAMES))
+MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(mode.name for mode in MODES))
 """Of a mode's name, as a regular expression; exclusions stand in the list."""
 
 
@@ -152,7 +154,7 @@ def parse_mode(name: str) -> Mode:
     flags = {each.name: each.flag for each in MODES}
     parts = [] if name == "plain" else name.split("+")
     if unknown := [part for part in parts if part not in flags]:
-        hint = meant(unknown[0], flags if len(parts) > 1 else ["plain", *flags])
+        hint = meant(unknown[0], MODE_NAMES if len(parts) > 1 else ["plain", *MODE_NAMES])
         raise ValueError(f"mode {name[:64]!r} does not exist; {hint}{_allowed()}")
     mode = reduce(or_, (flags[part] for part in parts), Mode.PLAIN)
     modes_in(mode)
@@ -169,10 +171,10 @@ def is_mode(name: str) -> bool:
 
 
 def check_served(mode: Mode) -> None:
-    """Raises ValueError where no kernel computes a part of `mode` yet."""
+    """Raises ValueError where no kernel computes a part of `mode`."""
     if missing := mode & ~_SERVED:
         served = ", ".join(each.name for each in MODES if each.flag & _SERVED)
-        raise ValueError(f"no kernel serves mode {mode_name(missing)} yet; served are {served}")
+        raise ValueError(f"no kernel serves mode {mode_name(missing)}; served are {served}")
 
 
 def with_mode(mode: int, added: Mode) -> Mode:
@@ -200,6 +202,7 @@ def served_modes() -> list[Mode]:
 
 
 def _allowed() -> str:
-    pairs = [(a.name, b.name) for a in MODES for b in MODES if a.excludes & b.flag and a.flag < b.flag]
+    served = [each for each in MODES if each.served]
+    pairs = [(a.name, b.name) for a in served for b in served if a.excludes & b.flag and a.flag < b.flag]
     apart = "; ".join(f"not {one} with {other}" for one, other in pairs)
     return f"allowed are plain, {', '.join(MODE_NAMES)}, and several of them joined by + ({apart})"

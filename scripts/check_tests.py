@@ -26,7 +26,6 @@ WITHOUT: Final = {
         f"kernels/flash_attention/triton_kernels/{name}.py": _PASSES
         for name in ("blocks", "forward", "grad_key", "grad_query", "places", "rows")
     },
-    "kernels/flash_attention/centring.py": "is tried beside the other cures in `tests/kernels/test_attention_cures.py`",
     "kernels/flash_attention/triton_kernels/launcher.py": "needs a GPU: `tests/kernels/test_triton_cuda.py`",
     "server/models.py": "declares answers, which `tests/server/test_fuzz.py` holds every route to",
     "server/testing/service.py": "is what the service's own tests stand on: `tests/server/conftest.py`",

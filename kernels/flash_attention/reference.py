@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from foreshock.contract.modes import Mode
-from foreshock.kernels.flash_attention.centring import Centring, centring, check_modes, flagged
 from foreshock.kernels.flash_attention.dropout import kept
-from foreshock.kernels.flash_attention.shift import row_shift
+from foreshock.kernels.flash_attention.shift import flagged, row_shift
 from foreshock.kernels.flash_attention.spec import (
     Arguments,
     AttentionSpec,
@@ -44,11 +43,8 @@ def attention_forward(
         shape = query.shape if spec.residual else torch.Size([0])
         kept_residual = query.new_zeros(shape, dtype=residual)
         return query.new_zeros(query.shape), kept_residual, row_max, row_max.clone()
-    check_modes(modes, spec)
     wide = compute_dtype(spec.numerics)
     queries, keys, values = (_of_heads(x, query.shape[1], wide) for x in (query, key, value))
-    centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)
-    keys, values = _centred(keys, values, centre, operand, spec)
     scores = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k).scores
     row_max = scores.amax(-1, keepdim=True)
     shift = row_shift(scores, row_max, modes, operand)
@@ -62,13 +58,7 @@ def attention_forward(
     def output(multiplied: Tensor, row_sum: Tensor, unnormalised_dtype: torch.dtype) -> Tensor:
         dropped = multiplied if keep is None else multiplied * keep
         divisor = row_sum.masked_fill(row_sum == 0, 1.0) * (1 - spec.dropout_p)
-        result = _round(_product(dropped, values), unnormalised_dtype) / divisor
-        if centre is None:
-            return result
-        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum, or, where it
-        # was taken from the values, all but in a row that sees no key.
-        missing = (weights - multiplied).sum(-1, keepdim=True) / divisor
-        return result + centre.seen_value * (missing if spec.numerics == "kernel" else row_sum != 0)
+        return _round(_product(dropped, values), unnormalised_dtype) / divisor
 
     if spec.numerics in ("float64", "float32"):
         exact = output(weights, row_sum, wide)
@@ -86,10 +76,6 @@ def attention_forward(
     if spec.residual:
         lost = exact - _round(out.to(wide), operand)
         out_residual = (lost * residual_scale(residual)).to(residual)
-    if centre is not None and spec.numerics != "kernel":
-        # Both are those of the keys as they came, so that modes may change before the backward.
-        common = _common_score(queries, centre, spec)
-        lse, row_max = lse + common, row_max + common
     return out.to(query.dtype), out_residual, lse, row_max
 
 
@@ -99,8 +85,7 @@ def _exact_delta(modes: Tensor | None, spec: AttentionSpec, device: torch.device
         return torch.ones(1, dtype=torch.bool, device=device)
     if modes is None:
         return torch.zeros(1, dtype=torch.bool, device=device)
-    # Centred values make O small before it is rounded, and take from delta what rounding the whole O put there.
-    return (modes & (Mode.EXACT_DELTA | (Mode.CENTRED_VALUES if spec.dropout_p == 0 else 0))).bool().view(-1, 1)
+    return (modes & Mode.EXACT_DELTA).bool().view(-1, 1)
 
 
 def attention_backward(
@@ -117,21 +102,16 @@ def attention_backward(
             keys = torch.zeros((), device=lse.device)
             accumulate(state, Rows(row_max, lse, never, never, never, keys, nothing, nothing))
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    check_modes(modes, spec)
     given = _score_gradient(grad_out, saved, state, arguments, grad_lse)
     operand = operand_dtype(query.dtype) if spec.numerics in ("kernel", "paper") else lse.dtype
     score_grad = _round(given.sloped(given.score_grad), operand)
     grad_query = _product(score_grad, given.keys, spec.scale)
-    if given.mean_key is not None:
-        grad_query = grad_query - spec.scale * (score_grad.sum(-1, keepdim=True) - given.row_sum) * given.mean_key
     if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True) - given.row_sum
         mended = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
         grad_query = torch.where(heads, spec.scale * mended, grad_query)
         without = given.sloped(given.score_grad - given.weights * defect)
         score_grad = torch.where(heads, _round(without, operand), score_grad)
-    if given.left_key is not None:
-        grad_query = grad_query + spec.scale * given.row_sum * given.left_key
     grad_key = _product(score_grad.mT, given.queries, spec.scale)
     grad_value = _product(_round(given.dropped, operand).mT, given.grads, 1 / (1 - spec.dropout_p))
     return (
@@ -189,11 +169,7 @@ class _ScoreGradient(NamedTuple):
     queries: Tensor
     keys: Tensor
     grads: Tensor
-    """The operands of what is left to do, [B, H, S, D], keys without what was taken from them."""
-    mean_key: Tensor | None
-    """What is to be taken from the keys of each query yet, [B, H, Sq, D] or [B, H, 1, D]."""
-    left_key: Tensor | None
-    """What was taken from the keys of each query, where the log-sum-exp, which holds it, has a gradient."""
+    """The operands of what is left to do, [B, H, S, D]."""
     row_sum: Tensor | float
     """What a row of dS sums to but for rounding: the gradient of its log-sum-exp, [B, H, Sq, 1] or 0."""
 
@@ -212,30 +188,19 @@ def _score_gradient(
     delta_bias = -(grads * out_residual.to(wide)).sum(-1) / residual_scale(out_residual.dtype)
     delta_lp = (grads * _round(out, operand).to(wide)).sum(-1)
     delta_hp = delta_lp - delta_bias
-    centre = centring(keys, values, query.shape[2], modes, cu_seqlens_q, cu_seqlens_k, spec, operand)
-    keys, values = _centred(keys, values, centre, operand, spec)
-    common = None if centre is None else _common_score(queries, centre, spec)
-    if common is not None and spec.numerics != "kernel":
-        lse, row_max = lse - common, row_max - common
-
     scores, slope, visible_keys = _scores(queries, keys, operand, spec, cu_seqlens_q, cu_seqlens_k)
     if state is not None:
-        counted, log_sum, largest = scores, lse, row_max
-        if common is not None and spec.numerics == "kernel":  # statistics speak of scores without the mean key's part
-            counted, log_sum, largest = scores - common.unsqueeze(-1), lse - common, row_max - common
-        maximum, scratch = largest.unsqueeze(-1), torch.empty_like(scores)
-        tied_bf16 = several_in_bf16(counted, maximum)
-        tied_one = several_within(counted, maximum, one_margin(operand), scratch)
-        shift = row_shift(counted, maximum, modes, operand)
+        maximum, scratch = row_max.unsqueeze(-1), torch.empty_like(scores)
+        tied_bf16 = several_in_bf16(scores, maximum)
+        tied_one = several_within(scores, maximum, one_margin(operand), scratch)
+        shift = row_shift(scores, maximum, modes, operand)
         shifted = torch.zeros_like(tied_one) if shift is None else shift > 0
         tied_bf16, tied_one, shifted = (rows.squeeze(-1) for rows in (tied_bf16, tied_one, shifted))
         ties = (tied_bf16, tied_one, shifted)
-        accumulate(state, Rows(largest, log_sum, *ties, visible_keys, delta_hp, delta_bias))
+        accumulate(state, Rows(row_max, lse, *ties, visible_keys, delta_hp, delta_bias))
 
     weights = _exp(scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)))
     delta = torch.where(_exact_delta(modes, spec, query.device), delta_hp, delta_lp)
-    if centre is not None and spec.numerics != "kernel":
-        delta = delta - (grads * centre.seen_value).sum(-1)
     row_sum: Tensor | float = 0.0
     if grad_lse is not None:  # d lse_i / d S_ij = P_ij; a row that sees no key has none
         row_sum = grad_lse.to(wide).masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
@@ -250,11 +215,7 @@ def _score_gradient(
         weight_grad = _product(grads, values.mT, 1 / (1 - spec.dropout_p))
         score_grad = weights * (weight_grad * keep - delta.unsqueeze(-1))
         dropped = weights * keep
-    seen_key = None if centre is None else centre.seen_key
-    mean_key, left_key = (seen_key, None) if spec.numerics == "kernel" else (None, seen_key)
-    if grad_lse is None:
-        left_key = None
-    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, mean_key, left_key, row_sum)
+    return _ScoreGradient(weights, dropped, score_grad, slope, queries, keys, grads, row_sum)
 
 
 class _Scores(NamedTuple):
@@ -294,22 +255,6 @@ def _of_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 def _of_key_heads(x: Tensor, like: Tensor) -> Tensor:
     """[B, H, S, D] summed over the query heads of each key head of `like` [B, Hkv, S, D]."""
     return x if x.shape[1] == like.shape[1] else x.view(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2)
-
-
-def _centred(
-    keys: Tensor, values: Tensor, centre: Centring | None, operand: torch.dtype, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """Keys and values as they are multiplied: under `kernel` as they came, as their mean is taken out afterwards."""
-    if centre is None or spec.numerics == "kernel":
-        return keys, values
-    keys, values = keys - centre.keys, values - centre.values
-    return (_round(keys, operand), _round(values, operand)) if spec.numerics == "paper" else (keys, values)
-
-
-def _common_score(queries: Tensor, centre: Centring, spec: AttentionSpec) -> Tensor:
-    """The part of every score of a row that the mean key makes, [B, H, Sq]; 0 for heads that do not ask."""
-    # Not the product itself where nothing was taken: 0 times infinity is NaN.
-    return spec.scale * torch.where(centre.seen_key == 0, 0.0, queries * centre.seen_key).sum(-1)
 
 
 def _exp(x: Tensor) -> Tensor:

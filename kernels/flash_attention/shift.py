@@ -24,6 +24,14 @@ PAPER_SHIFT_CAP: Final = {torch.bfloat16: 60.0, torch.float16: 0.5}
 and fp16 has no normal numbers left at m = 10: there the shift stays inside one binade."""
 
 
+def flagged(modes: Tensor | None, flag: int) -> Tensor | None:
+    """The heads whose mode has `flag`, bool [H]; None when it is known that there are none."""
+    if modes is None:
+        return None
+    heads = (modes & flag).bool()
+    return None if modes.device.type == "cpu" and not bool(heads.any()) else heads
+
+
 def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dtype: torch.dtype) -> Tensor | None:
     """What each head's mode adds to the row maximum before it is subtracted from scores [B, H, Sq, Sk].
 
@@ -31,19 +39,14 @@ def row_shift(scores: Tensor, row_max: Tensor, modes: Tensor | None, operand_dty
 
     Only on a CPU are the modes looked at: on a device that would be a host synchronisation, so every rule is evaluated.
     """
-    if modes is None:
-        return None
-    shifts = torch.where((modes & Mode.CENTRED_VALUES).bool(), 0, modes)  # which exclude a shift
-    stable_heads, paper_heads = ((shifts & flag).bool() for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
-    on_cpu = modes.device.type == "cpu"
-    want_stable, want_paper = (not on_cpu or bool(heads.any()) for heads in (stable_heads, paper_heads))
-    if not (want_stable or want_paper):
+    stable_heads, paper_heads = (flagged(modes, flag) for flag in (Mode.STABLE_SOFTMAX, Mode.PAPER_SOFTMAX))
+    if stable_heads is None and paper_heads is None:
         return None
     amount = torch.zeros_like(row_max)
-    if want_paper:
+    if paper_heads is not None:
         tied = several_within(scores, row_max, PAPER_TOLERANCE, torch.empty_like(scores))
         amount = torch.where(tied & paper_heads.view(-1, 1, 1), paper_shift(row_max, operand_dtype), amount)
-    if want_stable:
+    if stable_heads is not None:
         amount = torch.where(stable_heads.view(-1, 1, 1), stable_shift(row_max), amount)
     return amount
 

@@ -64,7 +64,7 @@ ARMS = {
         CONTROL_AGAIN,
         PAPER,
         Arm(name="paper-rescued", numerics="paper", policy="auto"),
-        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
+        *(Arm(name=each.name.replace("_", "-"), mode=each.name) for each in MODES if each.served),
         *(
             Arm(name=f"{backend}-{each.name}", policy=each.policy, backend=backend)
             for backend in BACKENDS

@@ -10,8 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from foreshock.kernels.flash_attention import AttentionSpec, flash_attention
-from foreshock.kernels.flash_attention.centring import refusal
+from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.spec import constants
 from foreshock.monitor.attention.probe import probe
 from foreshock.monitor.attention.proof import UNCOMPARED, why_not_proven
@@ -107,7 +106,7 @@ class WatchedLayer:
         """The model's own attention serves the calls, and a sample of them is measured."""
         self.layout: LayoutProof | None = None
         """Shows where W_Q and W_K of its heads lie."""
-        self.softcap = self.dropout_p = 0.0
+        self.dropout_p = 0.0
         """Of the last call that trained."""
         self.served = False
         """Our kernels computed a call that trained since they were asked to: what really ran."""
@@ -310,19 +309,18 @@ class WatchedLayer:
             self.leave_alone("nothing that it depends on is trained, so no backward runs through it")
         return out.requires_grad
 
-    def _note(self, *, softcap: float = 0.0, dropout_p: float = 0.0, **_: Any) -> None:
+    def _note(self, *, dropout_p: float = 0.0, **_: Any) -> None:
         if torch.is_grad_enabled():
-            self.softcap, self.dropout_p = softcap, dropout_p
+            self.dropout_p = dropout_p
 
     def refusal(self, mode: int) -> str | None:
         """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
-        why = refusal(mode, AttentionSpec(1.0, softcap=self.softcap, dropout_p=self.dropout_p))
         could = self.ever_served or (self.could_serve and self.differs is None)
         could |= self.keeps and self.may_lose_masks and self.cannot_serve == _MASKED_IN_A_GRAPH
         stays = self.cannot_serve or self.differs
-        if why is None and mode and stays is not None and not could:
-            why = f"its own attention stays in every call: {stays}; a switch would change nothing"
-        return why
+        if not mode or stays is None or could:
+            return None
+        return f"its own attention stays in every call: {stays}; a switch would change nothing"
 
     def probed(
         self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *, packed: Packed | None = None, **options: Any

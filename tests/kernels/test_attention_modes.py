@@ -54,8 +54,7 @@ def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: M
         assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
         torch.testing.assert_close(after.double(), exact, rtol=2e-2, atol=2e-2)
     shifts = mode & (Mode.STABLE_SOFTMAX | Mode.PAPER_SOFTMAX)
-    forward = shifts | mode & (Mode.CENTRED_VALUES | (Mode.CENTRED_KEYS if numerics == "paper" else 0))
-    assert torch.equal(plain[0], switched[0]) == (not forward)
+    assert torch.equal(plain[0], switched[0]) == (not shifts)
     assert torch.equal(plain[2], switched[2]) == (mode == Mode.PLAIN)
     shifted = slot_values(state.numpy(), Slot.SHIFTED_ROWS)
     assert shifted.tolist() == [0, 48 if shifts else 0, 0, 0]
@@ -96,7 +95,7 @@ def test_exact_delta_lowers_the_row_sum_defect_of_ds_fourfold(length: int, numer
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
 @pytest.mark.parametrize("length", [64, 512])
-def test_exact_delta_lowers_the_defect_for_centred_values_too(length: int, numerics: Numerics) -> None:
+def test_exact_delta_lowers_the_defect_for_values_of_mean_zero_too(length: int, numerics: Numerics) -> None:
     """There the forward's rounding of P, which the backward's P does not have, leaves more of it under kernel."""
     plain, exact, plain_rounded, exact_rounded = defects(numerics, length, common=0.0)
     assert exact < 0.75 * plain

@@ -29,8 +29,8 @@ def test_rounding_errs_more_than_float32_and_the_more_the_larger_the_offset(nume
     assert large.weight > 3 * small.weight
 
 
-def test_centred_keys_err_alike_at_every_offset() -> None:
-    near, far = (error(offset, Mode.CENTRED_KEYS, "kernel").weight for offset in (0.0, 300.0))
+def test_corrected_rows_err_alike_at_every_offset() -> None:
+    near, far = (error(offset, Mode.ROW_CORRECTED, "kernel").weight for offset in (0.0, 300.0))
     assert far < 3 * near
 
 

@@ -1,4 +1,4 @@
-"""Row correction and centring in the Triton kernels: against float64 and the reference, on their heads alone."""
+"""Row correction in the Triton kernels: against float64 and the reference, on its heads alone."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from tests.kernels.triton_calls import (
 from torch import Tensor
 
 from foreshock.contract.modes import Mode, parse_mode
-from foreshock.contract.slots import COUNT_SLOTS, Slot
+from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention import AttentionSpec
 
 pytestmark = INTERPRETED
 
-EVERY = "exact_delta+row_corrected+centred_keys+centred_values"
+BOTH = "exact_delta+row_corrected"
 CASES = [
     pytest.param("row_corrected", 70, 70, 32, 2, 1, {"causal": "top_left"}, 300.0, id="rows, causal, grouped"),
     pytest.param("row_corrected", 33, 75, 40, 2, 2, {"causal": "bottom_right"}, 30.0, id="rows, bottom right"),
@@ -31,14 +31,14 @@ CASES = [
     pytest.param(
         "row_corrected", 50, 50, 32, 2, 2, {"scale": -0.2, "window_left": 9}, 300.0, id="rows, negative scale"
     ),
-    pytest.param("centred_keys", 75, 33, 32, 2, 1, {"causal": "bottom_right"}, 1e4, id="keys, empty rows"),
-    pytest.param("centred_values", 64, 64, 32, 2, 2, {"window_left": 10, "window_right": 0}, 0.0, id="values, window"),
-    pytest.param(EVERY, 70, 70, 24, 4, 2, {"causal": "top_left"}, 3000.0, id="all, causal, grouped"),
+    pytest.param("row_corrected", 75, 33, 32, 2, 1, {"causal": "bottom_right"}, 1e4, id="rows, empty rows"),
+    pytest.param("row_corrected", 64, 64, 32, 2, 2, {"window_left": 10, "window_right": 0}, 0.0, id="rows, window"),
+    pytest.param(BOTH, 70, 70, 24, 4, 2, {"causal": "top_left"}, 3000.0, id="both, causal, grouped"),
 ]
 if CUDA:
     CASES += [
         pytest.param(mode, length, length, dim, 8, kv, options, offset, id=f"{mode}, {dim}, {length}, {kv}, {options}")
-        for mode in ("row_corrected", "centred_keys", "centred_values", "row_corrected+centred_keys", EVERY)
+        for mode in ("row_corrected", BOTH)
         for length, dim, kv, options, offset in (
             (1024, 64, 8, {"causal": "top_left"}, 300.0),
             (1000, 128, 1, {"causal": "top_left"}, 3000.0),
@@ -109,26 +109,24 @@ def test_a_cured_head_is_right_and_the_others_keep_their_bits(
         assert torch.equal(given.state, plain.state)
 
 
-@pytest.mark.parametrize("name", ["row_corrected", "row_corrected+centred_keys"])
-def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300(name: str) -> None:
+def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300() -> None:
     inputs, spec = common(random_inputs(96, 96, 32, 1, 1), 300.0), scaled(32, causal="top_left")
     exact = truth(inputs, spec).grad_query
     plain, cured = (
         (attend(inputs, spec, flags(mode)).grad_query.double() - exact).norm().item()
-        for mode in (Mode.PLAIN, parse_mode(name))
+        for mode in (Mode.PLAIN, Mode.ROW_CORRECTED)
     )
     assert 100 * cured <= plain
     assert cured <= 0.006 * exact.norm().item()
 
 
-@pytest.mark.parametrize("name", ["row_corrected+centred_keys", "centred_keys+centred_values"])
-def test_packed_sequences_are_centred_each_by_itself(name: str) -> None:
+def test_packed_sequences_are_corrected_each_by_itself() -> None:
     lengths_q, lengths_k, total = [5, 40, 1], [9, 33, 3], 60
     inputs, spec = (
         common(random_inputs(total, total, 32, heads=2, kv_heads=1), 300.0),
         scaled(32, causal="bottom_right"),
     )
-    modes = flags(Mode.PLAIN, parse_mode(name))
+    modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED)
     cu_q, cu_k = (
         torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
         for lengths in (lengths_q, lengths_k)
@@ -142,44 +140,13 @@ def test_packed_sequences_are_centred_each_by_itself(name: str) -> None:
             assert torch.equal(getattr(packed, field)[:, :, rows], getattr(alone, field)), field
 
 
-@pytest.mark.parametrize("name", ["row_corrected", "row_corrected+centred_keys"])
-def test_dropout_keeps_what_the_reference_keeps_under_a_cure(name: str) -> None:
+def test_dropout_keeps_what_the_reference_keeps_under_a_cure() -> None:
     inputs, spec = common(random_inputs(34, 34, 32, heads=2, kv_heads=1), 30.0), scaled(32, dropout_p=0.3)
     seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
-    modes = flags(parse_mode(name), Mode.PLAIN)
+    modes = flags(Mode.ROW_CORRECTED, Mode.PLAIN)
     given = attend(inputs, spec, modes, seed=seed)
     expected, exact = attend_by_reference(inputs, spec, modes=modes, seed=seed), truth(inputs, spec, seed=seed)
     for field in ("out", "grad_query", "grad_key", "grad_value"):
         error = largest_error(getattr(expected, field), getattr(exact, field))
         assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
     assert same_but_for(given, attend(inputs, spec, flags(Mode.PLAIN, Mode.PLAIN), seed=seed), 0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        (Mode.CENTRED_KEYS, {"softcap": 9.0}),
-        (Mode.CENTRED_VALUES, {"dropout_p": 0.2}),
-        (Mode.STABLE_SOFTMAX | Mode.CENTRED_VALUES, {}),
-    ],
-)
-def test_a_flag_that_is_refused_is_left_out_where_a_kernel_cannot_refuse(mode: Mode, options: dict[str, float]) -> None:
-    inputs, spec = random_inputs(40, 40, 32, 1, 1), AttentionSpec(0.2, **options)  # type: ignore[arg-type]
-    seed = torch.tensor(5, device=DEVICE) if spec.dropout_p else None
-    given = attend(inputs, spec, flags(mode), seed=seed)
-    wanted = Mode.CENTRED_VALUES if mode & Mode.STABLE_SOFTMAX else Mode.PLAIN
-    for a, b in zip(given, attend(inputs, spec, flags(wanted), seed=seed), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_large_scores_are_counted_as_those_of_the_centred_keys() -> None:
-    """Rows past 512 in size are counted once more, from scores that are formed again (ties.py)."""
-    inputs = random_inputs(64, 64, 32, 1, 1)
-    inputs.key[:, :, 32:] = inputs.key[:, :, :32]  # every row ties
-    large = Inputs(inputs.query * 256, inputs.key, inputs.value, inputs.grad)
-    given, expected = (
-        call(large, scaled(32), modes=flags(Mode.CENTRED_KEYS)) for call in (attend, attend_by_reference)
-    )
-    assert given.counts(Slot.SCORE_MAX)[0] > 512
-    for slot in COUNT_SLOTS:
-        assert given.counts(slot) == expected.counts(slot), slot.name

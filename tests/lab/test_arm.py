@@ -5,7 +5,7 @@ import pytest
 from foreshock.contract.modes import MODES, is_mode
 from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
 
-MODE_NAMES = [mode.name for mode in MODES]
+MODE_NAMES = [mode.name for mode in MODES if mode.served]
 UNION = "row-corrected+centred-keys"
 
 

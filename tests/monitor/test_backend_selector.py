@@ -156,11 +156,11 @@ def test_dropout_is_told_of_while_a_layer_keeps_it_in_three_sentences(keep: Call
 def test_a_mitigation_that_a_layer_cannot_have_is_told_with_the_number_of_layers(
     keep: Callable[..., BackendSelector],
 ) -> None:
-    selector = keep([2, 1, 1], mitigation="centred_keys")
+    selector = keep([2, 1, 1], mitigation="row_corrected")
     assert selector.what_a_switch_meets() == []
-    selector.layers[0].softcap = selector.layers[2].softcap = 30.0
+    selector.layers[0].cannot_serve = selector.layers[2].cannot_serve = "it passes a mask"
     [line] = selector.what_a_switch_meets()
-    assert line.startswith("mitigation centred_keys will be refused in 2 of 3 layers: ")
-    refused = [selector.refusal(row, int(Mode.CENTRED_KEYS)) is not None for row in range(4)]
+    assert line.startswith("mitigation row_corrected will be refused in 2 of 3 layers: ")
+    refused = [selector.refusal(row, int(Mode.ROW_CORRECTED)) is not None for row in range(4)]
     assert refused == [True, True, False, True]
-    assert selector.refusal(4, int(Mode.CENTRED_KEYS)) is None
+    assert selector.refusal(4, int(Mode.ROW_CORRECTED)) is None

@@ -219,7 +219,7 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
 def test_a_mode_that_no_kernel_serves_is_refused_wherever_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreshock.contract.modes._SERVED", Mode.STABLE_SOFTMAX)
     switchboard, modes = board()
-    sentence = "no kernel serves mode exact_delta yet; served are stable_softmax"
+    sentence = "no kernel serves mode exact_delta; served are stable_softmax"
     answer = switchboard.obey(command(mode="exact_delta+stable_softmax"), step=5, unix_seconds=100.0)
     assert answer is not None
     assert (answer.outcome, answer.before, answer.after) == ("refused", ("plain",), ("plain",))

@@ -9,14 +9,12 @@ pass comes before the dK, dV pass, for which it mends delta where a head's rows 
 import torch
 from torch import Tensor
 
-from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Slot
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 from foreshock.kernels.flash_attention.triton_kernels.counting import launch_count
 from foreshock.kernels.flash_attention.triton_kernels.grad_key import launch_grad_key
 from foreshock.kernels.flash_attention.triton_kernels.grad_query import launch_grad_query
-from foreshock.kernels.flash_attention.triton_kernels.means import launch_means
 from foreshock.kernels.flash_attention.triton_kernels.passes import Tensors
 from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
 from foreshock.kernels.flash_attention.triton_kernels.tuning import Configs, configs
@@ -41,18 +39,8 @@ def attention_backward(
         grad_out = grad_out.contiguous()
     chosen = configs(call.capability, call.block_d, call.mean_keys)
     with on_device(query):
-        means = launch_means(call, key, Mode.CENTRED_KEYS, given.modes, given.cu_seqlens_k)
         packed = (given.cu_seqlens_q, given.cu_seqlens_k)
-        tensors = Tensors(
-            grad_out,
-            *saved[:7],
-            state,
-            given.modes,
-            *packed,
-            given.seed,
-            means,
-            grad_lse,
-        )
+        tensors = Tensors(grad_out, *saved, state, given.modes, *packed, given.seed, grad_lse)
         launch_backward(call, chosen, tensors, grads)
         if call.packed:
             call.blank_rest(given.cu_seqlens_q, call.longest_q, (grads[0], 0.0))

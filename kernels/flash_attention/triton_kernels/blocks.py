@@ -15,8 +15,6 @@ EXACT_DELTA: tl.constexpr = tl.constexpr(int(Mode.EXACT_DELTA))
 STABLE_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.STABLE_SOFTMAX))
 PAPER_SOFTMAX: tl.constexpr = tl.constexpr(int(Mode.PAPER_SOFTMAX))
 ROW_CORRECTED: tl.constexpr = tl.constexpr(int(Mode.ROW_CORRECTED))
-CENTRED_KEYS: tl.constexpr = tl.constexpr(int(Mode.CENTRED_KEYS))
-CENTRED_VALUES: tl.constexpr = tl.constexpr(int(Mode.CENTRED_VALUES))
 PAPER_TOLERANCE: tl.constexpr = tl.constexpr(shift.PAPER_TOLERANCE)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -120,31 +118,6 @@ def store_tile(pointer, tile, row, stride, length, dim, ROWS: tl.constexpr, SPEC
     if not SPEC.DIM_FULL:
         mask = mask & (columns < dim)[None, :]
     tl.store(pointers, to_operand(tile, dtype).to(dtype), mask=mask)
-
-
-@triton.jit
-def asks(mode, flag: tl.constexpr, refused: tl.constexpr):
-    """Whether a head's mode has `flag`, which nothing is asked of where it is refused (centring.refusal)."""
-    return False if refused else (mode & flag) != 0
-
-
-@triton.jit
-def served_shift(mode):
-    """The flags of `mode` that shift the softmax, which centred values exclude."""
-    return tl.where((mode & CENTRED_VALUES) == 0, mode & (STABLE_SOFTMAX | PAPER_SOFTMAX), 0)
-
-
-@triton.jit
-def exact_delta(mode, SPEC: tl.constexpr):
-    """Whether a head's mode takes what rounding took from O out of delta."""
-    return ((mode & EXACT_DELTA) != 0) | asks(mode, CENTRED_VALUES, SPEC.DROPOUT)
-
-
-@triton.jit
-def load_mean(means, plane, dim, BLOCK_D: tl.constexpr):
-    """The mean row of one plane (means.py), [BLOCK_D]."""
-    columns = tl.arange(0, BLOCK_D)
-    return tl.load(means + tl.cast(plane, tl.int64) * dim + columns, mask=columns < dim, other=0.0)
 
 
 @triton.jit

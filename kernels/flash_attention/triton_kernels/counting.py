@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, Slot
 from foreshock.kernels.flash_attention.launch import Call
-from foreshock.kernels.flash_attention.triton_kernels.blocks import LOG2E, PAPER_SOFTMAX, STABLE_SOFTMAX, served_shift
+from foreshock.kernels.flash_attention.triton_kernels.blocks import LOG2E, PAPER_SOFTMAX, STABLE_SOFTMAX
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
 from foreshock.kernels.flash_attention.triton_kernels.passes import RowVectors, Tensors
 from foreshock.kernels.flash_attention.triton_kernels.places import diagonal, one_head
@@ -78,7 +78,7 @@ def _put(partial, slot: tl.constexpr, blocks, value):
 
 @triton.jit
 def _count_slow_rows(
-    query, key, row_max, commons, codes, large, first_row, papers, place, rows, length_q, length_k, longest_q,
+    query, key, row_max, codes, large, first_row, papers, place, rows, length_q, length_k, longest_q,
     strides, sizes, score_unit, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Count the ties of those of ROWS rows again that the dQ pass could not (ties.count_again)."""
@@ -92,7 +92,7 @@ def _count_slow_rows(
             slow = tl.max(tl.load(flags + own, mask=own < parts, other=0).to(tl.int32), 0)
             if (slow != 0) | (papers != 0):
                 count_again(
-                    query, key, row_max, commons, codes, first, papers, place, rows, length_q, length_k, strides,
+                    query, key, row_max, codes, first, papers, place, rows, length_q, length_k, strides,
                     sizes, score_unit, BLOCK, SPEC,
                 )  # fmt: skip
         tl.debug_barrier()  # other threads read the codes
@@ -134,7 +134,7 @@ def merge(
 
 @triton.jit
 def count_kernel(
-    query, key, lse, row_max, deltas, biases, commons, codes, large, done, modes, partial, state,
+    query, key, lse, row_max, deltas, biases, codes, large, done, modes, partial, state,
     cu_seqlens_q, cu_seqlens_k, strides, longest_q, sizes, score_unit,
     SPEC: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -146,11 +146,11 @@ def count_kernel(
         tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC
     )
     batch, head, kv_head = place
-    shift = 0
+    mode = 0
     if modes is not None:
-        shift = served_shift(tl.load(modes + head))
+        mode = tl.load(modes + head)
     _count_slow_rows(
-        query, key, row_max, commons, codes, large, block * ROWS, shift & PAPER_SOFTMAX,
+        query, key, row_max, codes, large, block * ROWS, mode & PAPER_SOFTMAX,
         (batch, head, kv_head, start_q, start_k), rows, length_q, length_k, longest_q, (strides[0], strides[1]), sizes,
         score_unit, ROWS, PART, BLOCK, SPEC,
     )  # fmt: skip
@@ -158,9 +158,6 @@ def count_kernel(
     inside = queries < length_q
     largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
-    common = queries * 0.0
-    if commons is not None:
-        common = tl.load(commons + rows + queries, mask=inside, other=0.0)
     delta = tl.load(deltas + rows + queries, mask=inside, other=0.0)
     bias = tl.load(biases + rows + queries, mask=inside, other=0.0)
     code = tl.load(codes + rows + queries, mask=inside, other=0).to(tl.int32)
@@ -177,23 +174,20 @@ def count_kernel(
     counted = seen & whole
     empty = inside & (keys == 0)
     keys = tl.where(counted, keys, 1)
-    offsets = tl.where(counted, log_sum - common - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
+    offsets = tl.where(counted, log_sum - tl.log2(keys.to(tl.float32)) / LOG2E, 0.0).to(tl.float64)
     bias = tl.where(counted, bias, 0.0).to(tl.float64)
     lowest = float("-inf")
     blocks = tl.num_programs(0)
     own = partial + tl.program_id(1).to(tl.int64) * _SLOTS * blocks + block
     _put(own, ROWS_SLOT, blocks, tl.sum(counted.to(tl.int64), 0))
-    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(
-        largest, common, log_sum * LOG2E, score_unit, unit, DTYPE
-    )
+    _, _, wide_alone, narrow_alone, bf16_is_wide = tie_factors(largest, log_sum * LOG2E, score_unit, unit, DTYPE)
     tied_bf16, tied_one = tied(code, wide_alone, narrow_alone, bf16_is_wide)
-    shifted = ((code >> 14) != 0) | ((shift & STABLE_SOFTMAX) != 0)
+    shifted = ((code >> 14) != 0) | ((mode & STABLE_SOFTMAX) != 0)
     _put(own, TIED_BF16_SLOT, blocks, tl.sum((counted & tied_bf16).to(tl.int64), 0))
     _put(own, TIED_ONE_SLOT, blocks, tl.sum((counted & tied_one).to(tl.int64), 0))
     _put(own, SHIFTED_SLOT, blocks, tl.sum((counted & shifted).to(tl.int64), 0))
     _put(own, EMPTY_SLOT, blocks, tl.sum(empty.to(tl.int64), 0))
     _put(own, NONFINITE_SLOT, blocks, tl.sum((seen & (whole == 0)).to(tl.int64), 0))
-    largest -= common  # statistics speak of the scores that a head computes with
     _put(own, SCORE_MAX_SLOT, blocks, tl.max(tl.where(counted, largest, lowest), 0).to(tl.float64))
     _put(own, ROW_MAX_ABS_SLOT, blocks, tl.max(tl.where(counted, tl.abs(largest), lowest), 0).to(tl.float64))
     _put(own, SCORE_OFFSET_SUM_SLOT, blocks, tl.sum(offsets, 0))
@@ -225,7 +219,6 @@ def launch_count(call: Call, given: Tensors, rows: RowVectors, state: Tensor) ->
             given.row_max,
             rows.delta,
             rows.bias,
-            rows.common,
             rows.codes,
             rows.large,
             rows.done,

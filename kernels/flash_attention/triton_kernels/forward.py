@@ -7,31 +7,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.launch import Call, call_of, on_device
 from foreshock.kernels.flash_attention.shift import PAPER_SHIFT_CAP
 from foreshock.kernels.flash_attention.spec import Arguments
 from foreshock.kernels.flash_attention.triton_kernels.blocks import (
-    CENTRED_VALUES,
     INTERPRET,
     LN2,
     LOG2E,
     PAPER_SOFTMAX,
     PAPER_TOLERANCE,
     RESIDUAL_SCALE_FP16,
-    asks,
+    STABLE_SOFTMAX,
     cap_scores,
     in_registers,
     kept,
-    load_mean,
     load_seed,
     load_tile,
-    served_shift,
     store_tile,
     to_operand,
 )
 from foreshock.kernels.flash_attention.triton_kernels.launcher import Launch
-from foreshock.kernels.flash_attention.triton_kernels.means import launch_means
 from foreshock.kernels.flash_attention.triton_kernels.places import (
     at_head,
     diagonal,
@@ -61,11 +56,10 @@ def stable_shift(row_max):
 @triton.jit
 def _attend(
     running, shift, q, tensors, low, high, queries, seen, chance, strides, numbers,
-    MASKED: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr,
-    SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [low, high) into the running accumulator, row sum and row maximum."""
-    acc, total, row_max, before, missing = running
+    acc, total, row_max, before = running
     paper, paper_shift = shift
     key, value, batch, kv_head = tensors
     _, length_k, _, _ = seen
@@ -90,8 +84,6 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         rounded = to_operand(p, DTYPE)
-        if CENTRE:
-            missing = missing * shrink + tl.sum(p - rounded.to(tl.float32), 1)
         if SPEC.DROPOUT:
             keep = kept(seed, plane, start_q + queries[:, None], start_k + keys[None, :], threshold)
             rounded = tl.where(keep, rounded, 0.0)
@@ -100,7 +92,7 @@ def _attend(
         row_max = new_max
         # Not 0 while nothing was seen: exp2(0 - subtracted) overflows when the first scores lie far below zero.
         before = tl.where(new_max == float("-inf"), new_max, subtracted)
-    return acc, total, row_max, before, missing
+    return acc, total, row_max, before
 
 
 @triton.jit
@@ -132,8 +124,8 @@ def _paper_shift(
 
 @triton.jit
 def _block(
-    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
-    SHIFT: tl.constexpr, CENTRE: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    q, tensors, outputs, mode, first, rows, length_q, seen, chance, strides, stride_o, numbers,
+    SHIFT: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The whole forward of one block of queries, in one of its versions."""
     out, residual, lse, row_max_out = outputs
@@ -145,7 +137,7 @@ def _block(
     low, full_low, full_high, high = key_ranges(first, last, seen, TILE.block_n, SPEC.HAS_LEFT, SPEC.HAS_RIGHT)
     total = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max, total)
+    running = (tl.zeros((BLOCK_M, BLOCK_D), tl.float32), total, row_max, row_max)
     shift = (False, total)
     if SHIFT:
         paper = (mode & PAPER_SOFTMAX) != 0
@@ -155,21 +147,18 @@ def _block(
         shift = (paper, paper_shift)
     if SPEC.HAS_LEFT:
         running = _attend(
-            running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+            running, shift, q, tensors, low, full_low, queries, seen, chance, strides, numbers, True, SHIFT,
             SPEC, TILE, DTYPE,
         )  # fmt: skip
     running = _attend(
-        running, shift, q, tensors, full_low, full_high, queries, seen, chance, strides, numbers, False, SHIFT, CENTRE,
+        running, shift, q, tensors, full_low, full_high, queries, seen, chance, strides, numbers, False, SHIFT,
         SPEC, TILE, DTYPE,
     )  # fmt: skip
-    acc, total, row_max, before, missing = _attend(
-        running, shift, q, tensors, full_high, high, queries, seen, chance, strides, numbers, True, SHIFT, CENTRE,
+    acc, total, row_max, before = _attend(
+        running, shift, q, tensors, full_high, high, queries, seen, chance, strides, numbers, True, SHIFT,
         SPEC, TILE, DTYPE,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
-    if CENTRE:
-        # Rows of P sum to 1 in truth: of the mean value is missing what rounding took from the row's sum.
-        acc += missing[:, None] * mean[None, :]
     exact = acc * (keep_scale / total)[:, None]
     store_tile(out, exact, first, stride_o, length_q, dim, BLOCK_M, SPEC)
     inside = queries < length_q
@@ -185,7 +174,7 @@ def _block(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, residual, lse, row_max_out, modes, mean_values, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, out, residual, lse, row_max_out, modes, cu_seqlens_q, cu_seqlens_k,
     seeds, strides, sizes, score_unit, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. The blocks that see most keys are started first."""
@@ -193,7 +182,7 @@ def forward_kernel(
     block, which = turn(order)
     first = (order[0] - 1 - block) * TILE.block_m
     stride_q, stride_k, stride_v, stride_o = strides
-    heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
+    _, _, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
     place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, kv_head = place
     out = at_head(out, batch, head, start_q, stride_o)
@@ -218,26 +207,20 @@ def forward_kernel(
         mode = 0
         if modes is not None:
             mode = tl.load(modes + head)
-            if asks(mode, CENTRED_VALUES, SPEC.DROPOUT):
-                mean = load_mean(mean_values, which // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
+            if (mode & (STABLE_SOFTMAX | PAPER_SOFTMAX)) != 0:
                 _block(
-                    q, tensors, outputs, mean, mode, first, rows, length_q, seen, chance, key_strides,
-                    stride_o[2], numbers, False, True, SPEC, TILE, dtype,
-                )  # fmt: skip
-            elif served_shift(mode) != 0:
-                _block(
-                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
-                    stride_o[2], numbers, True, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, True, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
-                    stride_o[2], numbers, False, False, SPEC, TILE, dtype,
+                    q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                    stride_o[2], numbers, False, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                q, tensors, outputs, 0.0, mode, first, rows, length_q, seen, chance, key_strides,
-                stride_o[2], numbers, False, False, SPEC, TILE, dtype,
+                q, tensors, outputs, mode, first, rows, length_q, seen, chance, key_strides,
+                stride_o[2], numbers, False, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
@@ -296,7 +279,5 @@ def launch_forward(
             call.tiles(tile, (tile.block_m, tile.block_n, tile.block_n)),
         )
 
-    means = launch_means(call, value, Mode.CENTRED_VALUES, given.modes, given.cu_seqlens_k)
-    packed = (given.cu_seqlens_q, given.cu_seqlens_k)
-    told = (given.modes, means, *packed, given.seed)
+    told = (given.modes, given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
     call.launch(("forward", config), (*inputs, *outputs, *told), settle)

@@ -6,14 +6,11 @@ from torch import Tensor
 
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.blocks import (
-    CENTRED_KEYS,
     ROW_CORRECTED,
     add_rows,
-    asks,
     cap_scores,
     in_registers,
     kept,
-    load_mean,
     load_seed,
     load_tile,
     no_sums,
@@ -39,12 +36,12 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import Config
 @triton.jit
 def _add_keys(
     acc, floors, defect, operands, tensors, low, high, queries, of_rows, seen, chance, strides, numbers,
-    MASKED: tl.constexpr, CORRECT: tl.constexpr, CENTRE: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, CORRECT: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
     SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [low, high) to dQ of one block of queries, what ties in them to its floors (ties.py), and to its
     defect, where rows are corrected: P K, and the row sums of dS before and after the slope of a cap, and of dS and P
-    as they are multiplied; where keys are centred: the row sum of dS as it is multiplied."""
+    as they are multiplied."""
     wide_floors, narrow_floors = floors
     mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
     q, grad_out = operands
@@ -80,9 +77,8 @@ def _add_keys(
             p = p * slope
         rounded = to_operand(grad_s, DTYPE)
         acc = tl.dot(rounded, k, acc)
-        if CENTRE or CORRECT:
-            sum_rounded = add_rows(sum_rounded, rounded)
         if CORRECT:
+            sum_rounded = add_rows(sum_rounded, rounded)
             weights = to_operand(p, DTYPE)
             mixed_keys = tl.dot(weights, k, mixed_keys)
             sum_p = add_rows(sum_p, weights)
@@ -93,8 +89,8 @@ def _add_keys(
 
 @triton.jit
 def _block(
-    operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
-    CORRECT: tl.constexpr, CENTRE: tl.constexpr, COUNT: tl.constexpr,
+    operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance, strides, stride_g, numbers,
+    CORRECT: tl.constexpr, COUNT: tl.constexpr,
     SPEC: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, in one of its versions."""
@@ -121,15 +117,15 @@ def _block(
     if SPEC.HAS_LEFT:
         acc, floors, defect = _add_keys(
             acc, floors, defect, operands, tensors, low, full_low, queries, of_rows, seen, chance, strides, numbers,
-            True, CORRECT, CENTRE, COUNT, STAGES, SPEC, TILE, DTYPE,
+            True, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
         )  # fmt: skip
     acc, floors, defect = _add_keys(
         acc, floors, defect, operands, tensors, full_low, full_high, queries, of_rows, seen, chance, strides, numbers,
-        False, CORRECT, CENTRE, COUNT, STAGES, SPEC, TILE, DTYPE,
+        False, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
     )  # fmt: skip
     acc, floors, defect = _add_keys(
         acc, floors, defect, operands, tensors, full_high, high, queries, of_rows, seen, chance, strides, numbers,
-        True, CORRECT, CENTRE, COUNT, STAGES, SPEC, TILE, DTYPE,
+        True, CORRECT, COUNT, STAGES, SPEC, TILE, DTYPE,
     )  # fmt: skip
     if CORRECT:
         mixed_keys, sum_grad, sum_sloped, sum_rounded, sum_p = defect
@@ -149,11 +145,6 @@ def _block(
             pointers = folded + (rows + queries)[:, None] * 8 + column
             mask = inside[:, None] & (column >= 3) & (column < 6)
             tl.store(pointers, fold(-delta, column - 3).to(tl.bfloat16), mask=mask)
-    if CENTRE:
-        mean_keys, kv_plane = means
-        _, _, _, sum_rounded, _ = defect
-        sum_rounded = row_sums(sum_rounded)
-        acc -= (sum_rounded - row_sum)[:, None] * load_mean(mean_keys, kv_plane, dim, BLOCK_D)[None, :]
     store_tile(grad_query, acc * scale, first, stride_g, length_q, dim, BLOCK_M, SPEC)
     if COUNT:
         wide_floors, narrow_floors = floors
@@ -164,7 +155,7 @@ def _block(
 @triton.jit
 def grad_query_kernel(
     query, key, value, grad_out, grad_query, grad_lses, log2_lses, deltas, factors, codes, folded, modes,
-    mean_keys, cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
+    cu_seqlens_q, cu_seqlens_k, seeds, strides, sizes, order, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head; and of every row an int16, how many of its scores tie (ties.py)."""
     dtype: tl.constexpr = grad_query.dtype.element_ty
@@ -172,7 +163,7 @@ def grad_query_kernel(
     block, which = turn(order)
     first = (order[0] - 1 - block) * BLOCK_M
     stride_q, stride_k, stride_v, stride_o, stride_g = strides
-    heads, group, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
+    _, _, _, _, dim, scale, unit, softcap, left, right, keep_scale, threshold = sizes
     place, plane, rows, start_q, length_q, start_k, length_k = one_head(which, sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
     batch, head, kv_head = place
     grad_query = at_head(grad_query, batch, head, start_q, stride_g)
@@ -209,28 +200,22 @@ def grad_query_kernel(
         numbers = (dim, unit, scale, softcap, keep_scale)
         # Whole versions, chosen once: a branch inside a loop would stop its pipelining.
         COUNT: tl.constexpr = codes is not None
-        means = (mean_keys, which // heads * (heads // group) + kv_head)
         if modes is not None:
             mode = tl.load(modes + head)
             if (mode & ROW_CORRECTED) != 0:
                 _block(
-                    operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, True, False, COUNT, SPEC, TILE, dtype,
-                )  # fmt: skip
-            elif asks(mode, CENTRED_KEYS, SPEC.SOFTCAP):
-                _block(
-                    operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, False, True, COUNT, SPEC, TILE, dtype,
+                    operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
+                    key_strides, stride_g[2], numbers, True, COUNT, SPEC, TILE, dtype,
                 )  # fmt: skip
             else:
                 _block(
-                    operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance,
-                    key_strides, stride_g[2], numbers, False, False, COUNT, SPEC, TILE, dtype,
+                    operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance,
+                    key_strides, stride_g[2], numbers, False, COUNT, SPEC, TILE, dtype,
                 )  # fmt: skip
         else:
             _block(
-                operands, tensors, means, outputs, first, inside, rows, length_q, of_rows, seen, chance, key_strides,
-                stride_g[2], numbers, False, False, COUNT, SPEC, TILE, dtype,
+                operands, tensors, outputs, first, inside, rows, length_q, of_rows, seen, chance, key_strides,
+                stride_g[2], numbers, False, COUNT, SPEC, TILE, dtype,
             )  # fmt: skip
 
 
@@ -257,7 +242,6 @@ def launch_grad_query(call: Call, config: Config, given: Tensors, rows: RowVecto
         rows.codes,
         rows.folded,
         given.modes,
-        given.mean_keys,
     )
     packed = (given.cu_seqlens_q, given.cu_seqlens_k, given.seed)
     call.launch(("dQ", config), (*given.operands, grad_query, *vectors, *packed), settle)

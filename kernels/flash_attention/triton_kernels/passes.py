@@ -25,8 +25,6 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
-    mean_keys: Tensor | None = None
-    """The mean key of each plane (means.py), where a head asks; None without modes."""
     grad_lse: Tensor | None = None
     """fp32 [B, H, Sq]: the gradient of the log-sum-exp, to which every row of dS sums; None means 0."""
 
@@ -52,8 +50,6 @@ class RowVectors(NamedTuple):
     delta: Vector
     bias: Vector
     """Delta's, fp32 as the two before it."""
-    common: Vector | None
-    """fp32: what the mean key adds to every score of a row, 0 for heads that do not ask; None without modes."""
     factors: Vector | None
     """fp32 [B, H, Sq, 2]: what finds ties (ties.py); None where nothing is counted, as the next two."""
     large: Vector | None

@@ -11,12 +11,9 @@ from torch import Tensor
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention.launch import Call
 from foreshock.kernels.flash_attention.triton_kernels.blocks import (
-    CENTRED_KEYS,
+    EXACT_DELTA,
     LOG2E,
     RESIDUAL_SCALE_FP16,
-    asks,
-    exact_delta,
-    load_mean,
     load_tile,
     to_operand,
 )
@@ -39,17 +36,17 @@ def fold(rows, column):
 
 @triton.jit
 def row_kernel(
-    grad_out, out, residual, query, lse, row_max, grad_lses, log2_lses, deltas, folded, biases, commons,
-    factors, large, done, modes, mean_keys, cu_seqlens_q, cu_seqlens_k, strides, sizes,
+    grad_out, out, residual, lse, row_max, grad_lses, log2_lses, deltas, folded, biases,
+    factors, large, done, modes, cu_seqlens_q, cu_seqlens_k, strides, sizes,
     SPEC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta of a block of rows, from O as stored or, where the mode says so, from O before its rounding; what rounding
     O did to delta; and what the other passes need to form P."""
     block = tl.program_id(0)
-    stride_g, stride_o, stride_q = strides
-    heads, group, _, _, dim, scale, unit, score_unit = sizes
+    stride_g, stride_o = strides
+    heads, _, _, _, dim, unit, score_unit = sizes
     place, _, rows, start_q, length_q, _, _ = one_head(tl.program_id(1), sizes, cu_seqlens_q, cu_seqlens_k, SPEC)
-    batch, head, kv_head = place
+    batch, head, _ = place
     first = block * ROWS
     queries = first + tl.arange(0, ROWS)
     inside = queries < length_q
@@ -61,25 +58,14 @@ def row_kernel(
     grad = grad.to(tl.float32)
     delta = tl.sum(grad * rounded.to(tl.float32), 1)
     bias = tl.zeros((ROWS,), tl.float32)
-    common = tl.zeros((ROWS,), tl.float32)
     if residual is not None:
         residual = at_head(residual, batch, head, start_q, stride_o)
         lost = load_tile(residual, 0, 0, first, ROWS, stride_o[2], length_q, dim, SPEC, True, False)
         bias = -tl.sum(grad * lost.to(tl.float32), 1)
         if residual.dtype.element_ty == tl.float16:
             bias *= 1.0 / RESIDUAL_SCALE_FP16
-    if modes is not None:
-        mode = tl.load(modes + head)
-        if residual is not None:
-            # Centred values take from O what rounding adds to it; delta leaves out what rounding O itself lost.
-            delta = tl.where(exact_delta(mode, SPEC), delta - bias, delta)
-        if factors is not None:
-            if asks(mode, CENTRED_KEYS, SPEC.SOFTCAP):
-                mean = load_mean(mean_keys, tl.program_id(1) // heads * (heads // group) + kv_head, dim, SPEC.BLOCK_D)
-                asking = at_head(query, batch, head, start_q, stride_q)
-                q = load_tile(asking, 0, 0, first, ROWS, stride_q[2], length_q, dim, SPEC, True, False)
-                common = scale * tl.sum(q.to(tl.float32) * mean[None, :], 1)
-            tl.store(commons + rows + queries, common, mask=inside)
+        if modes is not None:
+            delta = tl.where((tl.load(modes + head) & EXACT_DELTA) != 0, delta - bias, delta)
     log_sum = tl.load(lse + rows + queries, mask=inside, other=0.0)
     # A row that sees no key has lse -inf: its P must be 0, not NaN.
     unseen = log_sum == float("-inf")
@@ -96,10 +82,10 @@ def row_kernel(
     if factors is not None:
         tl.store(biases + rows + queries, bias, mask=inside)
         largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-        found = tie_factors(largest, common, log2_lse, score_unit, unit, out.dtype.element_ty)
+        found = tie_factors(largest, log2_lse, score_unit, unit, out.dtype.element_ty)
         tl.store(factors + 2 * (rows + queries), found[0], mask=inside)
         tl.store(factors + 2 * (rows + queries) + 1, found[1], mask=inside)
-        size = tl.abs(largest - common)
+        size = tl.abs(largest)
         odd = inside & finite(largest) & ((size >= FAST_TIES_BELOW) | (size < FAST_TIES_FROM))
         tl.store(large + tl.program_id(1) * tl.num_programs(0) + block, tl.max(odd.to(tl.int8), 0))
         if (block == 0) & (tl.program_id(1) < heads):
@@ -123,7 +109,6 @@ def _plan(call: Call, given: Tensors) -> _Plan:
         (True, single),
         (True, single),
         (True, single),
-        (counts and given.modes is not None, single),
         (counts, double),
         (counts, (torch.int8, (triton.cdiv(call.longest_q, call.row_block), planes))),
         (counts, (torch.int16, rows)),
@@ -137,10 +122,9 @@ def _plan(call: Call, given: Tensors) -> _Plan:
 
 
 def _vectors(call: Call, given: Tensors, addresses: bool) -> RowVectors:
-    name = (given.state is None, given.modes is None)
-    plan = call.plans.get(name)
+    plan = call.plans.get(given.state is None)
     if plan is None:
-        plan = call.plans[name] = _plan(call, given)
+        plan = call.plans[given.state is None] = _plan(call, given)
     memory = torch.empty(plan.size, dtype=torch.uint8, device=given.lse.device)
     if addresses:
         start = memory.data_ptr()
@@ -165,7 +149,6 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             given.grad_out,
             given.out,
             given.residual,
-            given.query,
             lse,
             given.row_max,
             given.grad_lse,
@@ -173,12 +156,10 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             rows.delta,
             rows.folded,
             rows.bias,
-            rows.common,
             rows.factors,
             rows.large,
             rows.done,
             given.modes,
-            given.mean_keys,
             given.cu_seqlens_q,
             given.cu_seqlens_k,
         ),
@@ -186,8 +167,8 @@ def launch_rows(call: Call, given: Tensors, addresses: bool = False) -> RowVecto
             row_kernel,
             (triton.cdiv(call.longest_q, call.row_block), call.sequences * call.heads, 1),
             (
-                (given.grad_out.stride(), given.out.stride(), given.query.stride()),
-                (*call.planes, call.dim, float(call.spec.scale), float(call.unit), float(call.score_unit)),
+                (given.grad_out.stride(), given.out.stride()),
+                (*call.planes, call.dim, float(call.unit), float(call.score_unit)),
             ),
             {"SPEC": call.compiled, "ROWS": call.row_block},
             {"num_warps": 4},

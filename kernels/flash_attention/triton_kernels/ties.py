@@ -54,12 +54,10 @@ def _thresholds(row_max, dtype: tl.constexpr):
 
 
 @triton.jit
-def tie_factors(row_max, common, log2_lse, score_unit, unit, dtype: tl.constexpr):
+def tie_factors(row_max, log2_lse, score_unit, unit, dtype: tl.constexpr):
     """Of each row: what P is multiplied by to reach 1 at the wider threshold and at the narrower one, what the integer
     parts of the maximum's own products are, and whether bf16's threshold is the wider one."""
     top = tl.fma(row_max * (1.0 / score_unit), unit, -log2_lse)
-    # Ties are those of the scores less what a mean key adds to all of them.
-    row_max -= common
     bf16, one = _thresholds(row_max, dtype)
     # A shade more than 1, so that a score at the threshold counts.
     wide = tl.exp2(tl.fma(row_max - tl.minimum(bf16, one), LOG2E, -top)) * (1.0 + 2.0**-21)
@@ -151,7 +149,7 @@ def tied(code, wide_alone, narrow_alone, bf16_is_wide):
 
 @triton.jit
 def count_again(
-    query, key, row_max, commons, codes, first, papers, place, rows, length_q, length_k, strides, sizes, score_unit,
+    query, key, row_max, codes, first, papers, place, rows, length_q, length_k, strides, sizes, score_unit,
     BLOCK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """The codes of BLOCK rows of one head that `add_floors` leaves: of rows outside FAST_TIES_FROM and FAST_TIES_BELOW,
@@ -170,10 +168,6 @@ def count_again(
     inside = queries < length_q
     q = load_tile(query, 0, 0, first, BLOCK, stride_q[2], length_q, dim, SPEC, True, False)
     largest = tl.load(row_max + rows + queries, mask=inside, other=0.0)
-    common = largest * 0.0
-    if commons is not None:
-        common = tl.load(commons + rows + queries, mask=inside, other=0.0)
-        largest -= common
     wide, narrow = tie_thresholds(largest, dtype)
     ties = tl.zeros((BLOCK,), tl.float32)
     near = tl.zeros((BLOCK,), tl.int32)
@@ -184,8 +178,6 @@ def count_again(
         scores = cap_scores(tl.dot(q, tl.trans(k)), scale, softcap, SPEC)
         keys = start + tl.arange(0, BLOCK)
         mask = visible(queries[:, None], keys[None, :], seen, SPEC)
-        if commons is not None:
-            scores -= common[:, None] / score_unit
         scores = tl.where(mask, scores, float("-inf"))
         ties += count_ties(scores, score_unit, wide, narrow)
         near += tl.sum((largest[:, None] - scores * score_unit <= PAPER_TOLERANCE).to(tl.int32), 1)
