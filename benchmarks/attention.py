@@ -271,9 +271,13 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
     """Geometric means over `both` from S = 2048, and the least and mean ratio to each peer over every cell."""
     both = [c for c in cells if c["pass"] == PASSES[-1] and c["seq_len"] >= 2048 and c["kv_heads"] == c["heads"]]
     result = {}
+    modes = sorted(
+        {name for cell in cells for name in cell if name.startswith("foreshock_")}
+        - {"foreshock_plain", "foreshock_quiet"}
+    )
     for name, a, b in (
         ("statistics_cost", "foreshock", "foreshock_plain"),
-        *((f"{mode}_cost", f"foreshock_{mode}", "foreshock") for mode in _TIMED_MODES),
+        *((f"{name.removeprefix('foreshock_')}_cost", name, "foreshock") for name in modes),
     ):
         ratios = [c[a] / c[b] for c in both if c.get(a) and c.get(b)]
         if ratios:
