@@ -1,6 +1,6 @@
 """What a probe costs beside a step, counted and not timed: products of matrices, and numbers that are written.
 
-`benchmarks/attach_cost.py` times it.
+`foreshock bench agent` times it on a GPU.
 """
 
 from typing import Any
