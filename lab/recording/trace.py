@@ -5,7 +5,7 @@ Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line 
   `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
   harm need;
-- `probe`: what recorders up to commit b5a0960 measured of weights and activations at a step, for rival monitors.
+- `probe`: what recorders up to commit ba386e0 measured of weights and activations at a step, for rival monitors.
 What a trace did not record stays NaN (or None); it never becomes a zero.
 """
 
