@@ -55,7 +55,6 @@ class LayoutProof:
         self._found, self._why = projection, _UNSEEN if projection is not None else unmeasured
         self._proved: Projection | None = None
         self._tries = _TRIES
-        self.assumed = False
         self._forget_outputs()
         self._kept: dict[str, _Kept] = {}
         self._changes: dict[nn.Module, tuple[Tensor, Tensor] | None] = {}
@@ -164,8 +163,6 @@ class LayoutProof:
             except ValueError as error:
                 self._tries, self._why = self._tries - 1, str(error)
         self._kept = {}
-        if self.assumed and self.open:
-            self._assume(self._found)
         return self._proved
 
     def _find_again(self, found: Projection) -> None:
@@ -177,14 +174,6 @@ class LayoutProof:
         sizes = len(found.query.starts), len(found.key.starts), found.query.head_dim
         self._accept(find_projection(found.owner, *sizes), why_unmeasured(found.owner))
         self.start()
-
-    def _assume(self, found: Projection) -> None:
-        """Our kernels serve compiled code, which has no place to keep anything. Separate projections are believed to
-        hold one head after the other, as nearly all do."""
-        if found.query.holder is found.key.holder:
-            self._why = "code that was compiled with foreshock's kernels does not show which rows are which head's"
-        else:
-            self._accept_proof(replace(found, layout=f"{found.layout}, heads assumed one after the other"))
 
     def _prove(self, seen: dict[str, Seen]) -> None:
         assert self._found is not None

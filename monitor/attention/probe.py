@@ -230,6 +230,26 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
+_library.define(  # type: ignore[no-untyped-call]
+    "keep_tokens(Tensor(a!) tick, Tensor[] tokens, str sampling_key) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+def keep_tokens(tick: Tensor, tokens: Sequence[Tensor], sampling_key: str) -> None:
+    """Hand what LayoutProof.meet returned in compiled code to the proof of the layer whose counter is `tick`.
+
+    For calls that our kernels serve, which have no probe. `tick` is declared as written, so that no compiler leaves the
+    call out; it stays as it is.
+    """
+    if (sampling := _samplings.get(sampling_key)) is not None and not _capturing(tick):
+        _keep(sampling, tick, tokens)
+
+
+def _keep(sampling: Sampling, tick: Tensor, tokens: Sequence[Tensor]) -> None:
+    if tokens and any(layout.open for layout in sampling.layouts):
+        sampling.layouts[int(tick) >> _TICK_BITS].keep(tokens)  # waits for the device, until all are known
+
+
 def probe_rows(
     grad_out: Tensor,
     out: Tensor,
@@ -266,8 +286,8 @@ def probe_rows(
     call = Call(grad_out, out, query, key, value, mask, cu_queries, cu_keys)
     try:
         with torch.autocast(query.device.type, enabled=False):
-            if tokens and not capturing and any(layout.open for layout in sampling.layouts):
-                sampling.layouts[int(tick) >> _TICK_BITS].keep(tokens)  # waits for the device, until all are known
+            if not capturing:
+                _keep(sampling, tick, tokens)
             rows = -(-sampling.rows // sampling.every_steps) if capturing else sampling.rows
             call = call.batched().rounded(spec.numerics)
             if in_full and largest is not None:
@@ -289,8 +309,9 @@ def _capturing(query: Tensor) -> bool:
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-_library.impl("probe_rows", probe_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("foreshock::probe_rows", lambda *arguments: None, lib=_library)
+for _implementation in (probe_rows, keep_tokens):
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"foreshock::{_implementation.__name__}", lambda *arguments: None, lib=_library)
 _operator: Final = torch.ops.foreshock.probe_rows.default
 
 

@@ -274,8 +274,9 @@ class WatchedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
         """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
-        if self.layout is not None and self.layout.meet(query, key):
-            self.layout.assumed = True  # compiled code without a probe
+        tokens = () if self.layout is None else self.layout.meet(query, key)
+        if tokens and self.tick is not None:  # compiled code, which has no probe here
+            torch.ops.foreshock.keep_tokens(self.tick, tokens, self.sampling)
         self._note(**options)
         numerics = numerics_for(query, self.numerics)
         options |= {"numerics": numerics, "state": self.state, "modes": self.modes}

@@ -26,8 +26,6 @@ def projection_of(
     found = layout.current()
     if found is None:
         return layout.describe().removeprefix("norms unknown: ")
-    if "assumed" in found.layout:
-        return "compiled code does not show which rows are which head's; run one step before torch.compile"
     for parameter in parameters_of(found):
         if (why := _why_not_owned(parameter, optimizers)) is not None:
             return why

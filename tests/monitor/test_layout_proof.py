@@ -268,12 +268,15 @@ def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_gr
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.promise("A23")
-def test_code_that_was_compiled_with_our_kernels_shows_no_layout_and_only_separate_projections_are_believed() -> None:
+def test_code_that_was_compiled_with_our_kernels_shows_its_layout() -> None:
     torch._dynamo.reset()
     model = blocks()
-    _, told, _ = train(model, 2, torch.compile(model, backend="aot_eager"), attention="kernels")
-    unknown = "norms unknown: code that was compiled with foreshock's kernels does not show which rows are which head's"
-    assert told == [unknown, unknown, "separate (q_proj, k_proj), heads assumed one after the other"]
+    samples, told, _ = train(model, 2, torch.compile(model, backend="aot_eager"), attention="kernels")
+    assert told == [
+        *["fused Q, K, V (qkv_proj, Linear), in an order that a call showed"] * 2,
+        "separate (q_proj, k_proj)",
+    ]
+    assert samples[-1].query_norm is not None
 
 
 @pytest.mark.promise("A23")
