@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from tests.dashboards.shipped import TEMPLATES
 from tests.server.every_message import example
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.decision import CAUSES, IncidentCause, curable
 from foreshock.contract.incident import SwitchOutcome
 from foreshock.contract.wire import Policy
-from foreshock.dashboards.messages import MESSAGE, TEMPLATES, TITLE
-from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, prometheus_rules
 from foreshock.server.messages import words_of
 
@@ -30,6 +29,7 @@ RUN: Final = "gpt2-small/7"
 Alert = dict[str, Any]
 Case = tuple[str, str, int, dict[str, str]]
 """A title, the alert's name, the minute to look at it, and its series by the minute."""
+WHOLE = '{{ template "foreshock.title" . }}\n\n{{ template "foreshock.message" . }}'
 
 
 def _of(name: str, **labels: str) -> str:
@@ -117,7 +117,7 @@ def fired(every: Sequence[Case], folder: Path) -> list[Alert]:
         }
         for _, name, minute, series in every
     ]
-    (folder / "rules.yml").write_text(to_yaml(prometheus_rules(LINKS)))
+    (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(LINKS)))
     asked = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}
     (folder / "test.yml").write_text(yaml.safe_dump(asked))
     done = subprocess.run(["promtool", "test", "rules", str(folder / "test.yml")], capture_output=True, text=True)
@@ -148,9 +148,15 @@ def rendered(alerts: Sequence[Alert], folder: Path) -> str:
         "commonAnnotations": common["annotations"],
     }
     (folder / "data.json").write_text(json.dumps(data))
-    (folder / "messages.tmpl").write_text(TEMPLATES)
+    (folder / "messages.tmpl").write_text(TEMPLATES.read_text())
     files = [f"--template.glob={folder}/messages.tmpl", f"--template.data={folder}/data.json"]
-    command = ["amtool", "template", "render", *files, f"--template.text={TITLE}\n\n{MESSAGE}"]
+    command = [
+        "amtool",
+        "template",
+        "render",
+        *files,
+        f"--template.text={WHOLE}",
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

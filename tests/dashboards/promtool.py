@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from foreshock.contract.catalog import METRICS
-from foreshock.dashboards.plain import to_yaml
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 Labels = dict[str, str]
@@ -29,7 +28,7 @@ def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedP
         for run in dict.fromkeys(re.findall(r'run="([^"]*)"', told)):
             if (active := f'foreshock_run_active{{run="{run}"}}') not in told:
                 test["input_series"].append({"series": active, "values": "1x120"})
-    (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links())))
+    (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
     (folder / "test.yml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}, sort_keys=False)
     )

@@ -14,11 +14,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from tests.dashboards.shipped import SWITCHING, TEMPLATES, Receivers, alertmanager_config, prometheus_config
 from tests.dashboards.test_live_queries import alerting, free_port, wait_for
 
-from foreshock.dashboards.alertmanager import SWITCHING, Receivers, alertmanager_config
-from foreshock.dashboards.generate import GENERATED
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.dashboards.rules import Links, prometheus_rules
 from foreshock.server.http.webhooks import SWITCHING_ALERTS
 
@@ -103,7 +101,7 @@ def told(folder: Path, world: World) -> Iterator[str]:
             alertmanager_config(
                 f"http://{here}/service",
                 None,
-                templates=REPOSITORY / GENERATED / "messages.tmpl",
+                templates=TEMPLATES,
                 receivers=Receivers(
                     slack=f"http://{here}/slack",
                     webhook=f"http://{here}/people",

@@ -146,10 +146,10 @@ def test_what_is_mounted_exists_and_what_holds_data_is_a_volume() -> None:
 
 def test_each_program_finds_its_configuration_where_its_command_says() -> None:
     targets = [target for _, target in mounts(SERVICES)]
-    prometheus = yaml.safe_load((REPOSITORY / "dashboards/generated/prometheus.yml").read_text())
+    prometheus = yaml.safe_load((REPOSITORY / "dashboards/provisioning/prometheus.yml").read_text())
     assert prometheus["rule_files"][0] in targets
     assert "/etc/alertmanager/alertmanager.yml" in targets
-    provider = yaml.safe_load((REPOSITORY / "dashboards/generated/grafana/dashboards/boards.yml").read_text())
+    provider = yaml.safe_load((REPOSITORY / "dashboards/provisioning/grafana/dashboards/boards.yml").read_text())
     assert provider["providers"][0]["options"]["path"] in targets
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_reads_a_secret_belongs_to_a_service_that_has_it() -> None:
         "prometheus": ["prometheus.yml", "prometheus-victoriametrics.yml"],
         "alertmanager": ["alertmanager.yml", "receivers/*.yml"],
     }.items():
-        found = [path for file in files for path in (REPOSITORY / "dashboards/generated").glob(file)]
+        found = [path for file in files for path in (REPOSITORY / "dashboards/provisioning").glob(file)]
         assert set(re.findall(r"/run/secrets/(\w+)", "".join(path.read_text() for path in found))) == set(
             SERVICES[service]["secrets"]
         )

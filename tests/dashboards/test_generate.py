@@ -18,7 +18,7 @@ def test_check_finds_what_was_edited_what_is_missing_and_what_is_left_over(tmp_p
     generate(tmp_path)
     assert check(tmp_path) == []
     edited, missing, left = (
-        GENERATED / name for name in ("alertmanager.yml", "prometheus-rules.yml", "boards/old.json")
+        GENERATED / name for name in ("boards/run.json", "prometheus-rules.yml", "boards/old.json")
     )
     (tmp_path / edited).write_text("edited")
     (tmp_path / missing).unlink()

@@ -20,13 +20,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import yaml
+from tests.dashboards.shipped import alertmanager_config, prometheus_config
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Ack, AgentHealth, Array, Clipped, Event
-from foreshock.dashboards.alertmanager import alertmanager_config
 from foreshock.dashboards.live import Query, ask, queries
-from foreshock.dashboards.plain import to_yaml
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank, LiveService
@@ -173,7 +172,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         training.start()
         running.callback(training.join)
         running.callback(training.over.set)
-        (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links())))
+        (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links())))
         (folder / "prometheus.yml").write_text(
             prometheus_config(
                 service.url.removeprefix("http://"),

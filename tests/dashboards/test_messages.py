@@ -14,10 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from foreshock.dashboards.alertmanager import Receivers, alertmanager_config
-from foreshock.dashboards.generate import GENERATED
-from foreshock.dashboards.messages import TEMPLATES
+from tests.dashboards.shipped import TEMPLATES, Receivers, alertmanager_config
 
 REPOSITORY = Path(__file__).parents[2]
 NOW = datetime(2026, 11, 21, 3, 4, tzinfo=UTC)
@@ -102,7 +99,7 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
         alertmanager_config(
             f"{here}/service",
             None,
-            templates=REPOSITORY / GENERATED / "messages.tmpl",
+            templates=TEMPLATES,
             receivers=Receivers(slack=tmp_path / "slack_url"),
             group_wait="100ms",
             group_interval="1s",
@@ -180,7 +177,3 @@ def test_96_alerts_of_a_run_are_one_readable_message_that_says_how_bad_the_worst
         assert len(text["text"]) < 1500
     assert len(text["text"]) < 1500
     assert "96 in all" in text["text"]
-
-
-def test_alertmanager_is_given_these_words() -> None:
-    assert (REPOSITORY / GENERATED / "messages.tmpl").read_text().endswith(TEMPLATES)

@@ -1,16 +1,17 @@
 """Configuration of Prometheus, Alertmanager and Grafana: accepted by their own programs, and without a secret."""
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.dashboards.shipped import PROVISIONING, alertmanager_config, prometheus_config
 
-from foreshock.contract.catalog import WATCHDOG
-from foreshock.dashboards.alertmanager import alertmanager_config
+from foreshock.contract.catalog import SERVICE_DOWN, WATCHDOG
 from foreshock.dashboards.generate import GENERATED, generate
-from foreshock.dashboards.provisioning import prometheus_config
+from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, JOB, SCRAPE_INTERVAL_SECONDS, Links, rules
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,9 +23,9 @@ def run(*command: str) -> str:
     return result.stdout
 
 
-def generated(name: str) -> Any:
-    """A committed generated YAML file as data."""
-    return yaml.safe_load((REPOSITORY / GENERATED / name).read_text())
+def shipped(name: str) -> Any:
+    """A file of dashboards/provisioning as data."""
+    return yaml.safe_load((PROVISIONING / name).read_text())
 
 
 @pytest.mark.servers
@@ -46,12 +47,6 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path, remote_write_url: 
     assert "SUCCESS: 1 rule files found" in run("promtool", "check", "config", str(config))
 
 
-@pytest.mark.parametrize("interval", ["", "15", "1m30s", "-1s", "1d"])
-def test_an_interval_that_is_no_duration_is_refused_with_a_sentence(interval: str) -> None:
-    with pytest.raises(ValueError, match="is not a duration; write a whole number with ms, s, m or h"):
-        prometheus_config("a:1", Path("rules.yml"), "b:2", scrape_interval=interval)
-
-
 @pytest.mark.servers
 def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_route(tmp_path: Path) -> None:
     config = tmp_path / "alertmanager.yml"
@@ -65,9 +60,9 @@ def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_r
 
 
 def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
-    scrape = generated("prometheus.yml")["scrape_configs"][0]
+    scrape = shipped("prometheus.yml")["scrape_configs"][0]
     assert scrape["authorization"] == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_read_token"}
-    receivers = {receiver["name"]: receiver for receiver in generated("alertmanager.yml")["receivers"]}
+    receivers = {receiver["name"]: receiver for receiver in shipped("alertmanager.yml")["receivers"]}
     assert receivers["people"] == {"name": "people"}, "whom to wake is the installation's choice"
     for receiver in (receivers["service"], receivers["watchdog"]):
         authorization = receiver["webhook_configs"][0]["http_config"]["authorization"]
@@ -75,5 +70,22 @@ def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
 
 
 def test_the_rate_interval_of_grafana_is_the_scrape_interval_of_prometheus() -> None:
-    source = generated("grafana/datasources/prometheus.yml")["datasources"][0]
-    assert source["jsonData"]["timeInterval"] == generated("prometheus.yml")["global"]["scrape_interval"]
+    source = shipped("grafana/datasources/prometheus.yml")["datasources"][0]
+    assert source["jsonData"]["timeInterval"] == shipped("prometheus.yml")["global"]["scrape_interval"]
+
+
+def test_the_files_name_alerts_and_places_that_there_are() -> None:
+    known = {rule.alert.name for rule in rules(Links())}
+    named = set(re.findall(r"Foreshock\w+", (PROVISIONING / "alertmanager.yml").read_text()))
+    assert named - known == set()
+    assert {WATCHDOG.name, SERVICE_DOWN.name} <= named
+    for name in ("prometheus.yml", "prometheus-victoriametrics.yml"):
+        config = shipped(name)
+        assert [scrape["job_name"] for scrape in config["scrape_configs"]] == [JOB]
+        assert config["global"]["scrape_interval"] == f"{SCRAPE_INTERVAL_SECONDS}s"
+    [source] = shipped("grafana/datasources/prometheus.yml")["datasources"]
+    assert source["uid"] == DATASOURCE_UID
+    assert shipped("grafana/dashboards/boards.yml")["providers"][0]["folder"] == FOLDER
+    assert {**shipped("prometheus.yml"), "remote_write": shipped("prometheus-victoriametrics.yml")["remote_write"]} == (
+        shipped("prometheus-victoriametrics.yml")
+    )

@@ -15,10 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.dashboards.shipped import alertmanager_config, prometheus_config
 from tests.e2e.running import Start, eventually, free_port
-
-from foreshock.dashboards.alertmanager import alertmanager_config
-from foreshock.dashboards.provisioning import prometheus_config
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "dashboards" / "generated" / "prometheus-rules.yml"

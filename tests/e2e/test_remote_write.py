@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.dashboards.shipped import prometheus_config
 from tests.e2e.running import Server, Start, eventually, free_port
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.wire import Finished
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.server.testing import FakeRank
 
 RULES = Path(__file__).parents[2] / "dashboards" / "generated" / "prometheus-rules.yml"

@@ -20,13 +20,12 @@ import httpx
 import pytest
 import torch
 from selenium.webdriver.common.by import By
+from tests.dashboards.shipped import alertmanager_config, prometheus_config
 from tests.monitor.doubles import ScriptedDetectors, verdict
 from tests.monitor.tiny_models import tiny_gpt, train_step
 
 from foreshock.contract import wire
-from foreshock.dashboards.alertmanager import alertmanager_config
 from foreshock.dashboards.generate import GENERATED
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.monitor import attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.config import AgentConfig

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from tests.dashboards.shipped import TEMPLATES, Receivers, alertmanager_config, prometheus_config
 from tests.dashboards.test_alertmanager import World, outside
 from tests.dashboards.test_live_queries import alerting, free_port, wait_for
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import warn_about
 
-from foreshock.dashboards.alertmanager import Receivers, alertmanager_config
-from foreshock.dashboards.generate import GENERATED
-from foreshock.dashboards.plain import to_yaml
-from foreshock.dashboards.provisioning import prometheus_config
 from foreshock.dashboards.rules import Links, prometheus_rules
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
                 feeder.send(nan.model_copy(update=dict.fromkeys(nowhere)))
             feeder.train(3, every=100)
         here = running.enter_context(outside(world))
-        (folder / "rules.yml").write_text(to_yaml(prometheus_rules(Links(service=service.url))))
+        (folder / "rules.yml").write_text(yaml.safe_dump(prometheus_rules(Links(service=service.url))))
         scraped = service.url.removeprefix("http://")
         (folder / "prometheus.yml").write_text(
             prometheus_config(
@@ -61,7 +59,7 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
             )
         )
         receivers = Receivers(webhook=f"http://{here}/people", slack=f"http://{here}/slack")
-        templates = REPOSITORY / GENERATED / "messages.tmpl"
+        templates = TEMPLATES
         (folder / "alertmanager.yml").write_text(
             alertmanager_config(f"{service.url}/v1/webhooks/alertmanager", None, templates=templates,
                                 receivers=receivers, group_wait="500ms", group_interval="1s")
