@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import promql_parser
+from tests.dashboards.live import Query, concrete, queries
 
 from foreshock.contract.catalog import HEAD_METRICS, METRICS
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.live import Query, concrete, queries
 from foreshock.dashboards.rules import Links, rules
 
 BOARDS = boards(Links())

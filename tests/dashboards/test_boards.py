@@ -13,10 +13,10 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from tests.dashboards.live import asked_by, charts
 from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, parse, selectors
 
 from foreshock.contract.catalog import METRICS
-from foreshock.dashboards.live import asked_by, charts
 
 with warnings.catch_warnings():
     # The model points to its successor for schema version 2, which Grafana 13 cannot load from files.

@@ -21,11 +21,11 @@ import httpx
 import numpy as np
 import pytest
 import yaml
+from tests.dashboards.live import Query, ask, queries
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import Ack, AgentHealth, Array, Clipped, Event
-from foreshock.dashboards.live import Query, ask, queries
 from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank, LiveService

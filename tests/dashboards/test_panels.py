@@ -4,10 +4,10 @@ import re
 from typing import Any
 
 import pytest
+from tests.dashboards.live import Query, charts
 from tests.dashboards.promql import BOARDS, LABELS, QUERIES, grouping_labels, nodes, parse, selectors
 
 from foreshock.contract.catalog import METRICS
-from foreshock.dashboards.live import Query, charts
 
 PANELS = [
     pytest.param(panel, id=f"{name} {panel['title']}") for name, board in BOARDS.items() for panel in charts(board)

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.dashboards.live import charts
 
 from foreshock.contract.catalog import HEAD_METRICS, METRICS
 from foreshock.contract.metric import Alert
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.live import charts
 from foreshock.dashboards.rules import Links, alerts
 from foreshock.server.settings import Settings
 
