@@ -4,17 +4,15 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
-from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from foreshock.cli.keys import HINT, keys_turn
 from foreshock.contract import wire
 from foreshock.contract.incident_form import page_of
 from foreshock.lab.recording.pace import Pace
@@ -37,7 +35,7 @@ def play(
 ) -> dict[str, Any]:
     """Play the recorded runs and tell what happens; what `report` gets as JSON.
 
-    steps_per_second: where the keys begin; None plays as fast as possible. Raises OSError when the service does not
+    steps_per_second: None plays as fast as possible. Raises OSError when the service does not
     start.
     """
     traces, story, pace = recordings(), Story(), Pace(steps_per_second)
@@ -49,7 +47,7 @@ def play(
         url = stack.enter_context(local_service(Path(directory), port))
         page = page_of(url, *NAMES)
         console.print(f"Live page: [link={page}]{page}[/link]\n", soft_wrap=True)
-        with _Bars(console, story, pace, max(trace.samples[-1].step for trace in traces.values())) as bars:
+        with _Bars(console, story, max(trace.samples[-1].step for trace in traces.values())) as bars:
 
             def hear(run: str, event: wire.Event) -> None:
                 for whose, sentence in story.hear(run, event):
@@ -79,10 +77,10 @@ def _hanging(head: str, name: str, text: str) -> RenderableType:
 
 
 class _Bars:
-    """How far each run is, its loss and its largest score, and what the keys do; a line now and then in a pipe."""
+    """How far each run is, its loss and its largest score; a line now and then in a pipe."""
 
-    def __init__(self, console: Console, story: Story, pace: Pace, last_step: int) -> None:
-        self._console, self._story, self._pace, self._last_step = console, story, pace, last_step
+    def __init__(self, console: Console, story: Story, last_step: int) -> None:
+        self._console, self._story, self._last_step = console, story, last_step
         self._progress = Progress(
             TextColumn("{task.description:<13}"),
             BarColumn(bar_width=None),
@@ -92,13 +90,11 @@ class _Bars:
         self._tasks: dict[str, TaskID] = {}
         self._tenths: dict[str, int] = {}
         self._stack = ExitStack()
-        self._keys = False
 
     def __enter__(self) -> "_Bars":
         self._tasks = {name: self._progress.add_task(name, total=self._last_step, reached="") for name in NAMES}
-        self._keys = self._stack.enter_context(keys_turn(self._pace))
         if self._console.is_terminal:
-            self._stack.enter_context(Live(get_renderable=self._drawn, console=self._console, refresh_per_second=8))
+            self._stack.enter_context(Live(self._progress, console=self._console, refresh_per_second=8))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,8 +111,3 @@ class _Bars:
         if not self._console.is_terminal and self._tenths.get(run) != tenth:
             self._tenths[run] = tenth
             self._console.print(_hanging(f"step {step:>6,}", run, reached), highlight=False)
-
-    def _drawn(self) -> RenderableType:
-        speed = self._pace.steps_per_second
-        going = "paused" if speed == 0 else "as fast as possible" if speed == inf else f"{speed:g} steps a second"
-        return Group(self._progress, Text(f"{going}; {HINT}" if self._keys else going, style="dim"))

@@ -65,7 +65,7 @@ def demo(
     ] = False,
     steps_per_second: Annotated[
         float | None,
-        typer.Option(help="How fast the recorded runs begin; 100 by default. Keys change it.", min=0.001),
+        typer.Option(help="How fast the recorded runs are played; 100 by default.", min=0.001),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write what happened as JSON.")] = None,
     port: Annotated[int, typer.Option(help="Port of the live page; 0 takes a free one.")] = 8765,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from foreshock.cli.keys import HINT, keys_turn
 from foreshock.cli.output import print_json_line
 from foreshock.contract import wire
 from foreshock.contract.incident_form import page_of
@@ -57,8 +56,6 @@ def play(
                 console.print(f"[bold]step {event.step:>6}[/bold]  {text}", highlight=False)
 
         pace = Pace(steps_per_second)
-        if steps_per_second is not None and stack.enter_context(keys_turn(pace)) and not as_json:
-            console.print(f"{HINT[0].upper()}{HINT[1:]}.")
         name = replay(trace, played, url=url, token=token, run=run, pace=pace, on_event=tell)
         if as_json:
             print_json_line({"kind": "played", "trace": trace.name, "run": name if url else None, "url": url})

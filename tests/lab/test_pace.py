@@ -1,7 +1,7 @@
-"""Steps go by at the pace that somebody asked for last, whoever waits for them."""
+"""Steps go by at the pace that was asked for."""
 
+import time
 from math import inf
-from threading import Thread
 
 import pytest
 
@@ -43,46 +43,10 @@ def test_steps_count_from_the_first_question_on_and_not_from_before(clock: Clock
     assert steps(pace) == 30
 
 
-def test_a_turn_of_the_speed_holds_from_then_on(clock: Clock) -> None:
-    pace = Pace(10.0, clock)
-    assert steps(pace) == 0
-    clock.now += 3
-    pace.times(2.0)
-    clock.now += 3
-    assert (pace.steps_per_second, steps(pace)) == (20.0, 90)
-    pace.times(0.25)
-    clock.now += 2
-    assert (pace.steps_per_second, steps(pace)) == (5.0, 100)
-
-
-def test_a_pause_keeps_the_step_and_the_speed(clock: Clock) -> None:
-    pace = Pace(10.0, clock)
-    assert steps(pace) == 0
-    clock.now += 4
-    pace.pause()
-    clock.now += 1000
-    assert (pace.steps_per_second, steps(pace)) == (0.0, 40)
-    pace.pause()
-    clock.now += 1
-    assert (pace.steps_per_second, steps(pace)) == (10.0, 50)
-
-
-def test_what_is_paused_goes_on_when_it_is_made_faster(clock: Clock) -> None:
-    pace = Pace(10.0, clock)
-    pace.pause()
-    pace.times(2.0)
-    assert steps(pace) == 0
-    clock.now += 1
-    assert steps(pace) == 20
-
-
-def test_who_waits_for_a_step_that_never_comes_is_let_go_by_the_end_from_another_thread() -> None:
-    pace = Pace(0.001)
-    waiting = Thread(target=pace.wait, args=(1000,))
-    waiting.start()
-    pace.pause()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    pace.to_the_end()
-    waiting.join(60)
-    assert not waiting.is_alive()
+def test_who_waits_for_a_step_gets_on_when_it_has_come() -> None:
+    pace = Pace(200.0)
+    began = time.monotonic()
+    pace.wait(0)
+    pace.wait(20)
+    assert time.monotonic() - began >= 0.1
+    assert pace.due(20)
