@@ -70,21 +70,16 @@ def dashboards_push(
 ) -> None:
     """Load the boards into a running Grafana, by its HTTP interface."""
     from foreshock.cli.output import print_json
-    from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
-    from foreshock.dashboards.push import push
+    from foreshock.dashboards.push import GrafanaError, push
     from foreshock.dashboards.rules import Links
 
-    client = GrafanaClient(grafana_url, grafana_token)
+    links, lines = Links(grafana=grafana_url, service=service_url), []
     try:
-        links = Links(grafana=grafana_url, service=service_url)
-        lines = []
-        for line in push(client, links, prometheus_url=prometheus_url):
+        for line in push(grafana_url, grafana_token, links, prometheus_url=prometheus_url):
             lines.append(line)
             if not as_json:
                 typer.echo(line)
-        if as_json:
-            print_json({"done": lines})
     except GrafanaError as error:
         raise CommandError(str(error)) from None
-    finally:
-        client.close()
+    if as_json:
+        print_json({"done": lines})

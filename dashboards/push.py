@@ -1,32 +1,93 @@
-"""Loads the boards into a Grafana that is not provisioned by file."""
+"""Loads the boards into a Grafana that is not provisioned by file, over the library grafana-api 1.0.3.
 
-from collections.abc import Iterator
+That library has been unmaintained since 2020; nothing else here speaks to it. Its methods for data sources go by
+numeric ids, which Grafana 13 refuses: those calls name the address themselves.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import requests
+from grafana_api.grafana_api import GrafanaException
+from grafana_api.grafana_face import GrafanaFace
 
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.grafana_client import GrafanaClient
 from foreshock.dashboards.rules import DATASOURCE_UID, FOLDER, SCRAPE_INTERVAL_SECONDS, Links
 
+_TIMEOUT_SECONDS: Final = 10.0
 
-def push(client: GrafanaClient, links: Links, *, prometheus_url: str | None = None) -> Iterator[str]:
+
+class GrafanaError(Exception):
+    """Grafana refused a call or could not be reached; the message is a sentence."""
+
+
+def push(url: str, token: str, links: Links, *, prometheus_url: str | None = None) -> Iterator[str]:
     """Bring Grafana up to date; yields a sentence for each thing done. Repeating it changes nothing.
 
-    With `prometheus_url` the data source is made too; without it the boards use the one with uid foreshock-prometheus,
-    else the one that the reader picks. Raises GrafanaError.
+    token: of a service account with the role Editor. With `prometheus_url` the data source is made too, which needs
+    Admin; without it the boards use the one with uid foreshock-prometheus, else the one that the reader picks. Raises
+    ValueError for what is no address or token, GrafanaError where Grafana refuses or does not answer.
     """
-    yield f"Grafana {client.version()} at {client.url}"
-    client.upsert_folder(FOLDER, FOLDER)
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.username is not None:
+        raise ValueError(f"{url!r} is not the address of a Grafana; write it like https://grafana.example/prefix")
+    if not token:
+        raise ValueError("no token was given; make a service account in Grafana and give its token")
+    prefix = f"{parts.path.strip('/')}/".lstrip("/")
+    where = {"host": parts.netloc, "protocol": parts.scheme, "url_path_prefix": prefix}
+    face = GrafanaFace(auth=token, timeout=_TIMEOUT_SECONDS, **where)
+    try:
+        yield from _push(face, url.rstrip("/"), links, prometheus_url)
+    except GrafanaException as error:
+        raise GrafanaError(f"{url} refused: {error}") from error
+    except requests.exceptions.JSONDecodeError as error:
+        raise GrafanaError(f"{url} answered with something else than JSON; is it a Grafana?") from error
+    except requests.RequestException as error:
+        raise GrafanaError(f"{url} cannot be reached: {error}") from error
+    finally:
+        face.api.s.close()
+
+
+def _push(face: GrafanaFace, url: str, links: Links, prometheus_url: str | None) -> Iterator[str]:
+    health = face.api.GET("/health")
+    if not isinstance(health, dict) or "database" not in health:
+        raise GrafanaError(f"{url} answers, but not as a Grafana does")
+    yield f"Grafana {health.get('version', 'unknown')} at {url}"
+    folder = _found(lambda: face.folder.get_folder(FOLDER))
+    if folder is None:
+        face.folder.create_folder(FOLDER, FOLDER)
+    elif folder["title"] != FOLDER:  # without `overwrite` Grafana wants the folder's version
+        face.folder.update_folder(FOLDER, FOLDER, overwrite=True)
     yield f"folder {FOLDER}"
     if prometheus_url is not None:
-        changed = client.ensure_datasource(
-            {
-                "uid": DATASOURCE_UID,
-                "name": "foreshock",
-                "type": "prometheus",
-                "access": "proxy",
-                "url": prometheus_url,
-                "jsonData": {"httpMethod": "POST", "timeInterval": f"{SCRAPE_INTERVAL_SECONDS}s"},
-            }
-        )
-        yield f"data source {DATASOURCE_UID}" + ("" if changed else " is provisioned by file; left as it is")
-    for board in boards(links).values():
-        yield "board " + client.upsert_dashboard(board, FOLDER, "foreshock dashboards push")
+        yield f"data source {DATASOURCE_UID}" + _datasource(face, prometheus_url)
+    for board in boards(links).values():  # a null id: numbers differ between installations, and the uid decides
+        body = {"dashboard": {**board, "id": None}, "folderUid": FOLDER, "overwrite": True}
+        saved = face.dashboard.update_dashboard({**body, "message": "foreshock dashboards push"})
+        yield f"board {url}/d/{saved['uid']}"
+
+
+def _datasource(face: GrafanaFace, prometheus_url: str) -> str:
+    """Add the data source or bring it up to date; what is to be said of one that may not be changed."""
+    path = f"/datasources/uid/{DATASOURCE_UID}"
+    same = {"uid": DATASOURCE_UID, "name": "foreshock", "type": "prometheus", "access": "proxy", "url": prometheus_url}
+    wanted = {**same, "jsonData": {"httpMethod": "POST", "timeInterval": f"{SCRAPE_INTERVAL_SECONDS}s"}}
+    found = _found(lambda: face.api.GET(path))
+    if found is None:
+        face.datasource.create_datasource(wanted)
+    elif found.get("readOnly"):
+        return " is provisioned by file; left as it is"
+    else:
+        face.api.PUT(path, json=wanted)
+    return ""
+
+
+def _found(call: Callable[[], Any]) -> Any:
+    """The answer, or None where Grafana says that there is no such thing."""
+    try:
+        return call()
+    except GrafanaException as error:
+        if error.status_code == requests.codes.not_found:
+            return None
+        raise

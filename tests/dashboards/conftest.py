@@ -4,9 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.dashboards.fake_grafana import TOKEN, FakeGrafana
-
-from foreshock.dashboards.grafana_client import GrafanaClient
+from tests.dashboards.fake_grafana import FakeGrafana
 
 
 @pytest.fixture
@@ -17,10 +15,3 @@ def grafana() -> Iterator[FakeGrafana]:
         yield server
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def client(grafana: FakeGrafana) -> Iterator[GrafanaClient]:
-    made = GrafanaClient(grafana.url, TOKEN)
-    yield made
-    made.close()

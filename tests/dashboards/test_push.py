@@ -4,16 +4,15 @@ import json
 import re
 
 import pytest
-from tests.dashboards.fake_grafana import PROMETHEUS, FakeGrafana
+from tests.dashboards.fake_grafana import PROMETHEUS, TOKEN, FakeGrafana, Reply
 
 from foreshock.dashboards.boards import boards
-from foreshock.dashboards.grafana_client import GrafanaClient, GrafanaError
-from foreshock.dashboards.push import push
+from foreshock.dashboards.push import GrafanaError, push
 from foreshock.dashboards.rules import Links
 
 
-def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana, client: GrafanaClient) -> None:
-    said = list(push(client, Links(), prometheus_url=PROMETHEUS))
+def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana) -> None:
+    said = list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     assert said[0] == f"Grafana 13.2.0 at {grafana.url}"
     assert grafana.folders["foreshock"]["title"] == "foreshock"
     assert grafana.datasources["foreshock-prometheus"]["url"] == PROMETHEUS
@@ -21,44 +20,90 @@ def test_push_makes_folder_data_source_and_boards(grafana: FakeGrafana, client: 
     assert {board["folderUid"] for board in grafana.dashboards.values()} == {"foreshock"}
 
 
-def test_push_again_changes_nothing_but_the_version(grafana: FakeGrafana, client: GrafanaClient) -> None:
-    list(push(client, Links(), prometheus_url=PROMETHEUS))
+def test_push_again_changes_nothing_but_the_version(grafana: FakeGrafana) -> None:
+    list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     first = json.loads(json.dumps(grafana.dashboards))
-    list(push(client, Links(), prometheus_url=PROMETHEUS))
+    list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     for uid, board in grafana.dashboards.items():
         assert board == {**first[uid], "version": 2}
     assert len(grafana.folders) == len(grafana.datasources) == 1
 
 
-def test_push_wins_over_a_board_that_someone_has_changed_since(grafana: FakeGrafana, client: GrafanaClient) -> None:
-    list(push(client, Links()))
+def test_push_wins_over_a_board_that_someone_has_changed_since(grafana: FakeGrafana) -> None:
+    list(push(grafana.url, TOKEN, Links()))
     grafana.dashboards["foreshock-run"].update(version=41, panels=[])
-    list(push(client, Links()))
+    list(push(grafana.url, TOKEN, Links()))
     assert grafana.dashboards["foreshock-run"]["version"] == 42
     assert grafana.dashboards["foreshock-run"]["panels"]
 
 
-def test_a_renamed_folder_gets_its_name_back_whatever_its_version(grafana: FakeGrafana, client: GrafanaClient) -> None:
+def test_a_renamed_folder_gets_its_name_back_whatever_its_version(grafana: FakeGrafana) -> None:
     grafana.folders["foreshock"] = {"uid": "foreshock", "title": "renamed", "version": 7}
-    list(push(client, Links()))
+    list(push(grafana.url, TOKEN, Links()))
     assert grafana.folders["foreshock"] == {"uid": "foreshock", "title": "foreshock", "version": 8}
 
 
-def test_a_data_source_provisioned_by_file_is_left_alone(grafana: FakeGrafana, client: GrafanaClient) -> None:
+def test_a_data_source_provisioned_by_file_is_left_alone(grafana: FakeGrafana) -> None:
     grafana.datasources["foreshock-prometheus"] = {"name": "foreshock", "url": "http://other:9090", "readOnly": True}
-    said = list(push(client, Links(), prometheus_url=PROMETHEUS))
+    said = list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     assert "data source foreshock-prometheus is provisioned by file; left as it is" in said
     assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
 
 
-def test_push_never_uses_a_numeric_id(grafana: FakeGrafana, client: GrafanaClient) -> None:
+def test_push_never_uses_a_numeric_id(grafana: FakeGrafana) -> None:
     for _ in range(2):
-        list(push(client, Links(), prometheus_url=PROMETHEUS))
+        list(push(grafana.url, TOKEN, Links(), prometheus_url=PROMETHEUS))
     assert not [path for _, path in grafana.calls if re.search(r"/\d+(/|$)|/id/|/name/", path)]
     assert all(board["id"] is None for board in grafana.dashboards.values())
 
 
-def test_a_board_provisioned_by_file_is_refused_in_grafanas_words(grafana: FakeGrafana, client: GrafanaClient) -> None:
+def test_a_board_provisioned_by_file_is_refused_in_grafanas_words(grafana: FakeGrafana) -> None:
     grafana.dashboards["foreshock-overview"] = {"provisioned": True, "version": 1}
     with pytest.raises(GrafanaError, match="Cannot save provisioned dashboard"):
-        list(push(client, Links()))
+        list(push(grafana.url, TOKEN, Links()))
+
+
+def test_a_grafana_behind_a_path_is_reached(grafana: FakeGrafana) -> None:
+    with pytest.raises(GrafanaError):
+        list(push(f"{grafana.url}/some/prefix/", TOKEN, Links()))
+    assert grafana.calls == [("GET", "/some/prefix/api/health")]
+
+
+def test_a_wrong_token_is_a_sentence(grafana: FakeGrafana) -> None:
+    with pytest.raises(GrafanaError, match="refused: Unauthorized"):
+        list(push(grafana.url, "wrong", Links()))
+    assert not grafana.folders
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((200, "<html>Sign in</html>"), "something else than JSON; is it a Grafana"),
+        ((200, {"status": "UP"}), "not as a Grafana does"),
+        ((200, None), "something else than JSON"),
+        ((502, "Bad Gateway"), "refused: Server Error 502: Bad Gateway"),
+        ((503, {"error": "starting"}), "refused: Server Error 503"),
+    ],
+)
+def test_an_answer_that_is_not_grafanas_is_a_sentence(
+    grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, answer: Reply, sentence: str
+) -> None:
+    monkeypatch.setattr(grafana, "answer", lambda *_: answer)
+    with pytest.raises(GrafanaError, match=sentence):
+        list(push(grafana.url, TOKEN, Links()))
+
+
+def test_a_grafana_that_is_down_is_a_sentence() -> None:
+    with pytest.raises(GrafanaError, match="cannot be reached"):
+        list(push("http://127.0.0.1:1", TOKEN, Links()))
+
+
+@pytest.mark.parametrize("url", ["", "grafana:3000", "ftp://grafana", "http://", "http://admin:admin@grafana"])
+def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not the address of a Grafana"):
+        list(push(url, TOKEN, Links()))
+
+
+def test_an_empty_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="no token was given"):
+        list(push("http://grafana", "", Links()))
