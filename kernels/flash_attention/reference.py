@@ -136,27 +136,6 @@ def _row_error(given: "_ScoreGradient", rounded: Tensor, operand: torch.dtype) -
     return share * _product(weights, given.keys)
 
 
-def row_sum_defect(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, modes: Tensor | None, spec: AttentionSpec
-) -> tuple[float, float]:
-    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded.
-
-    As the dK, dV pass multiplies it, thus after a row correction.
-    """
-    arguments = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
-    outputs = attention_forward(query, key, value, arguments)
-    given = _score_gradient(grad_out, Saved(query, key, value, *outputs), None, arguments, None)
-    score_grad = given.score_grad
-    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
-        without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
-        score_grad = torch.where(corrected.view(-1, 1, 1), without, score_grad)
-    before, after = (
-        x.to(torch.float64).sum(-1).square().mean().sqrt().item()
-        for x in (score_grad, _round(score_grad, operand_dtype(query.dtype)))
-    )
-    return before, after
-
-
 class _ScoreGradient(NamedTuple):
     weights: Tensor
     """P recomputed from the log-sum-exp, [B, H, Sq, Sk]."""

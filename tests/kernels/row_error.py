@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, reference
-from foreshock.kernels.flash_attention.reference import row_sum_defect
-from foreshock.kernels.flash_attention.spec import Arguments, Saved
+from foreshock.kernels.flash_attention.shift import flagged
+from foreshock.kernels.flash_attention.spec import Arguments, Saved, operand_dtype
 
 
 class RowError(NamedTuple):
@@ -77,3 +77,24 @@ def mean_error(offset: float, mode: Mode, numerics: Numerics, seeds: int = 4) ->
     """The mean of some seeds."""
     found = [row_error(problem(offset, seed), mode, numerics) for seed in range(seeds)]
     return RowError(*(sum(column) / seeds for column in zip(*found, strict=True)))
+
+
+def row_sum_defect(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, modes: Tensor | None, spec: AttentionSpec
+) -> tuple[float, float]:
+    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded.
+
+    As the dK, dV pass multiplies it, thus after a row correction.
+    """
+    arguments = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
+    outputs = reference.attention_forward(query, key, value, arguments)
+    given = reference._score_gradient(grad_out, Saved(query, key, value, *outputs), None, arguments, None)
+    score_grad = given.score_grad
+    if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
+        without = score_grad - given.weights * score_grad.sum(-1, keepdim=True)
+        score_grad = torch.where(corrected.view(-1, 1, 1), without, score_grad)
+    before, after = (
+        x.to(torch.float64).sum(-1).square().mean().sqrt().item()
+        for x in (score_grad, reference._round(score_grad, operand_dtype(query.dtype)))
+    )
+    return before, after

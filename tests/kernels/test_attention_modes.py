@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.kernels.row_error import row_sum_defect
 from torch import Tensor
 
 from foreshock.contract.modes import Mode, mode_name, parse_mode, served_modes
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, Numerics, flash_attention, new_state
-from foreshock.kernels.flash_attention.reference import row_sum_defect
 from foreshock.kernels.flash_attention.shift import paper_shift, stable_shift
 from foreshock.kernels.flash_attention.statistics import one_margin
 
