@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreshock.contract.slots import Floats, Words, identity_row
 from foreshock.monitor.model.sharding import is_sharded
-from foreshock.monitor.sampling.transfer import Gathered, Transfer, ungathered
+from foreshock.monitor.sampling.transfer import Transfer, ungathered
 
 logger: Final = logging.getLogger("foreshock")
 
@@ -63,23 +63,6 @@ class Counted:
         return max(self.since_step + 1 + place - lag, 1)
 
 
-@dataclass(slots=True)
-class _Flight:
-    step: int
-    since_step: int
-    state: Tensor | Words
-    losses: Gathered
-    grad_norms: Gathered
-    weights: list[Tensor]
-    """Norms, if any; these and all tensors above are on the host once `landed`."""
-    norm_names: tuple[str, ...]
-    modes: npt.NDArray[np.int32]
-    learning_rate: float | None
-    step_seconds: float | None
-    agent_seconds: float | None
-    transfer: Transfer
-
-
 class Collector:
     """Owns the notes between two samples and the copies under way. `state` is int64 [N, SLOT_COUNT], on any device."""
 
@@ -90,7 +73,8 @@ class Collector:
         self._losses: list[Tensor | float] = []
         self._grad_norms: list[Tensor | float] = []
         self._learning_rate: float | None = None
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Transfer, Callable[[], Counted]]] = deque()
+        """Copies under way, and what makes the sample of each once it has arrived."""
         self._told_of_parts = False
         self.since_step = step
         """Last step of the last sample; the next one starts after it."""
@@ -155,24 +139,26 @@ class Collector:
         measured = norms() if norms is not None else {}
         transfer = Transfer()
         losses, grad_norms = transfer.gather(self._losses), transfer.gather(self._grad_norms)
-        weights = [transfer.start(t) for t in measured.values()]
+        weights = {name: transfer.start(t) for name, t in measured.items()}
         state = self._take_state(transfer)
         transfer.seal()
-        flight = _Flight(
-            step,
-            self.since_step,
-            state,
-            losses,
-            grad_norms,
-            weights,
-            tuple(measured),
-            modes.copy(),
-            self._learning_rate,
-            step_seconds,
-            agent_seconds,
-            transfer,
-        )
-        self._flights.append(flight)
+        since_step, learning_rate, modes = self.since_step, self._learning_rate, modes.copy()
+
+        def arrived() -> Counted:
+            return Counted(
+                step=step,
+                since_step=since_step,
+                words=state.numpy() if isinstance(state, Tensor) else state,
+                modes=modes,
+                losses=ungathered(losses),
+                grad_norms=ungathered(grad_norms),
+                norms={name: norms.numpy() for name, norms in weights.items()},
+                learning_rate=learning_rate,
+                step_seconds=step_seconds,
+                agent_seconds=agent_seconds,
+            )
+
+        self._flights.append((transfer, arrived))
         self._losses, self._grad_norms, self.since_step = [], [], step
         return True
 
@@ -190,25 +176,9 @@ class Collector:
     def landed(self, *, wait: bool = False) -> list[Counted]:
         """The copies that have arrived, oldest first. `wait` waits for all of them."""
         arrived = []
-        while self._flights and self._flights[0].transfer.arrived(wait=wait):
-            arrived.append(_counted(self._flights.popleft()))
+        while self._flights and self._flights[0][0].arrived(wait=wait):
+            arrived.append(self._flights.popleft()[1]())
         return arrived
-
-
-def _counted(flight: _Flight) -> Counted:
-    names, state = flight.norm_names, flight.state
-    return Counted(
-        step=flight.step,
-        since_step=flight.since_step,
-        words=state.numpy() if isinstance(state, Tensor) else state,
-        modes=flight.modes,
-        losses=ungathered(flight.losses),
-        grad_norms=ungathered(flight.grad_norms),
-        norms={name: norms.numpy() for name, norms in zip(names, flight.weights, strict=True)},
-        learning_rate=flight.learning_rate,
-        step_seconds=flight.step_seconds,
-        agent_seconds=flight.agent_seconds,
-    )
 
 
 def nonfinite(values: Floats) -> int:
