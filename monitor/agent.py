@@ -64,11 +64,10 @@ class Agent:
         boot, ids = self.boot, itertools.count(1)
         new_id = lambda: f"{boot}-{next(ids)}"  # noqa: E731
         self._switchboard = Switchboard(self._heads, attached.modes, new_id)
-        if attached.selector is not None:
-            self._switchboard.on_change = attached.selector.follow
-            self._switchboard.refuses = attached.selector.refusal
-            self._switchboard.serves = attached.selector.serves
-            attached.selector.faults = self.faults
+        self._switchboard.on_change = attached.selector.follow
+        self._switchboard.refuses = attached.selector.refusal
+        self._switchboard.serves = attached.selector.serves
+        attached.selector.faults = self.faults
         self.detectors: Detecting = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
@@ -139,13 +138,12 @@ class Agent:
         since_step = self.current_step
         self._cadence.step = since_step + 1 if step is None else max(int(step), since_step)
         self._sampler.note(loss, grad_norm, learning_rate)
-        if self._attached.lookout is not None and (found := self._attached.lookout.news()):
+        if found := self._attached.lookout.news():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        if self._attached.selector is not None:
-            self._attached.selector.plan(self.current_step, self._cadence.watch_until)
+        self._attached.selector.plan(self.current_step, self._cadence.watch_until)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
@@ -179,9 +177,9 @@ class Agent:
     def _tell(self, result: DetectorResult) -> None:
         counted, verdicts, risk = result
         self._guards["sample"].run(self._look, counted)
-        if verdicts and (selector := self._attached.selector) is not None:
-            told = self._guards["detectors"].run(selector.with_errors, verdicts, counted.words, self._heads)
-            verdicts = verdicts if told is None else told
+        if verdicts:
+            with_errors = self._attached.selector.with_errors
+            verdicts = self._guards["detectors"].run(with_errors, verdicts, counted.words, self._heads) or verdicts
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
         for verdict in verdicts:
             self._outbox.emit(verdict)
@@ -271,9 +269,8 @@ class Agent:
 
         Where attention is kept, with the sampling error of the last sample that measured some.
         """
-        selector = self._attached.selector
         parts = (self._attached.report, self._coverage.table(norms=self._started), self._clipping.report())
-        return "\n".join(filter(None, parts)) + (selector.errors if selector else "")
+        return "\n".join(filter(None, parts)) + self._attached.selector.errors
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -26,17 +26,15 @@ class AttachedModel:
     layouts: tuple[LayoutProof, ...]
     """Where W_Q and W_K of each layer lie, once its calls showed it."""
     report: str
-    selector: BackendSelector | None = None
-    """Who serves each layer; None in tests without a model."""
-    lookout: Lookout | None = None
-    """Who looks out for attention that is not watched; None in tests without a model."""
+    selector: BackendSelector
+    """What serves each layer."""
+    lookout: Lookout
+    """Looks out for attention that is not watched."""
     unwatched: int = 0
     """Attention modules that were found and cannot be watched."""
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """`layers` as they stand now: who serves each, and the head dim that calls told where nothing else did."""
-        if self.selector is None:
-            return self.layers
         ours = served_by(self.state, self.selector.layers[0].numerics)
         return tuple(
             layer.model_copy(
@@ -67,8 +65,7 @@ class AttachedModel:
 
     def is_served_as(self, layers: Sequence[wire.Layer]) -> bool:
         """Whether each is served now as `announced` said."""
-        serving = () if self.selector is None else zip(layers, self.selector.layers, strict=True)
-        return all(layer.sampled == watched.sampled for layer, watched in serving)
+        return [layer.sampled for layer in layers] == [watched.sampled for watched in self.selector.layers]
 
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
@@ -81,7 +78,7 @@ class AttachedModel:
             grad_norm=collecting.largest(counted.grad_norms),
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
-            rounds=self.selector is not None and any(layer.rounds for layer in self.selector.layers),
+            rounds=any(layer.rounds for layer in self.selector.layers),
         )
 
 

@@ -34,7 +34,7 @@ class CoverageReport:
     def __init__(
         self,
         layers: Sequence[wire.Layer],
-        selector: BackendSelector | None,
+        selector: BackendSelector,
         unwatched: int = 0,
         pause: int | None = None,
         layouts: Sequence[LayoutProof] = (),
@@ -148,7 +148,7 @@ class CoverageReport:
 
     def _warn_of_those_that_stopped(self, counted: npt.NDArray[np.bool_], since_step: int, step: int) -> None:
         layers = [self._watched(number) for number in range(len(self._layers))]
-        sampled = np.array([layer is not None and layer.sampled for layer in layers])
+        sampled = np.array([layer.sampled for layer in layers])
         for alike in (sampled, ~sampled):
             if not counted[alike].any():
                 continue  # none of them: nothing was measured in this sample, or there was no backward
@@ -178,7 +178,7 @@ class CoverageReport:
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
     def _watched(self, number: int) -> Any:
-        return None if self._selector is None else self._selector.layers[number]
+        return self._selector.layers[number]
 
     def show(self, step: int) -> None:
         """Print the table, where this process prints any."""
@@ -193,7 +193,7 @@ class CoverageReport:
         return "\n".join(filter(None, (self._of_layers(), of_norms)))
 
     def _of_layers(self) -> str:
-        if self._selector is None or not self._looked:
+        if not self._looked:
             return ""
         groups: dict[str, list[str]] = {}
         states = self._states()

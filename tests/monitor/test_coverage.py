@@ -132,9 +132,9 @@ def test_the_table_is_due_with_the_first_sample_and_never_again() -> None:
 def test_an_agent_that_was_told_of_no_step_says_so_only_where_something_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    CoverageReport(layers(), None).look_unstepped(words(False, False, False))
+    CoverageReport(layers(), selector(True, True, True)).look_unstepped(words(False, False, False))
     assert said(caplog) == []
-    CoverageReport(layers(), None).look_unstepped(words(False, True, False))
+    CoverageReport(layers(), selector(True, True, True)).look_unstepped(words(False, True, False))
     [line] = said(caplog)
     assert "agent.step(loss) was never called" in line
 
