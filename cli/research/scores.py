@@ -51,17 +51,6 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
     _print_monitors(result["table"], console)
     _print_incidents(result["incidents"], console)
     _print_forecasts(result["forecasts"], console)
-    if leads := result["lead_at_our_false_alarms"]:
-        shown = ", ".join(f"{name} {lead:.0f}" for name, lead in sorted(leads.items(), key=lambda each: -each[1]))
-        console.print(f"median lead at our false-alarm rate ({result['curves_of']} runs): {shown}\n", highlight=False)
-    for each in result["paired"]:
-        console.print(
-            f"beside {each['monitor']} at no more false alarms: earlier on {each['earlier']} of {each['failures']}, "
-            f"later on {each['later']}, {each['mean_lead_more']:+.0f} steps in the mean"
-            f"{_interval(each, 'mean_lead_more', '.0f')}",
-            highlight=False,
-            soft_wrap=True,
-        )
     if report is not None:
         console.print(f"report: {report}")
 

@@ -20,7 +20,7 @@ def lab_score(
     seal: Path | None = None,
     on_trace: Callable[[Path], None] = lambda path: None,
 ) -> tuple[list[Score], dict[str, Any]]:
-    """Score every trace; the scores, and what `report` gets as JSON: traces, table, incidents, forecasts, curves.
+    """Score every trace; the scores, and what `report` gets as JSON: traces, table, incidents, forecasts.
 
     `seal` is where it is written down that held-out runs on real text were scored. Raises ValueError for a file that is
     no trace, and for held-out runs that may not be scored (`foreshock.lab.scoring.sealed`).

@@ -1,9 +1,9 @@
-"""What scores add up to: detection, lead and false alarms of every monitor, by split, and their trade-off."""
+"""What scores add up to: detection, lead and false alarms of every monitor, by split."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from foreshock.lab.scoring.calibration import calibration
 from foreshock.lab.scoring.incident_table import incident_rows
 from foreshock.lab.scoring.intervals import Interval, over_runs, poisson_upper_bound, share_interval
 from foreshock.lab.scoring.score import DETECTORS, OURS, QUIET_STEPS, Score, alarms, asked_lead, heard_of, lead_before
-
-_POINTS_OF_A_CURVE: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,101 +141,8 @@ def table(scores: Sequence[Score]) -> list[Row]:
     ]
 
 
-def curves(scores: Sequence[Score]) -> dict[str, list[dict[str, float]]]:
-    """For every monitor, false alarms per 10,000 healthy steps and median lead as its threshold moves.
-
-    The thresholds are quantiles of the highest values of the runs. Empty without healthy runs or without failures.
-    """
-    found: dict[str, list[dict[str, float]]] = {}
-    for monitor in (*DETECTORS, *(baseline.name for baseline in BASELINES)):
-        seen = [each for each in scores if monitor in each.signals and len(each.signals[monitor].value)]
-        values = np.concatenate([np.zeros(0), *(each.signals[monitor].value for each in seen)])
-        values = values[np.isfinite(values)]
-        if not len(values):
-            continue
-        upper = np.geomspace(0.5, 1e-6, _POINTS_OF_A_CURVE)
-        points = []
-        quantiles = np.quantile(values, 1 - upper, method="lower")
-        for threshold in np.unique(np.append(quantiles, 1.0 if monitor in DETECTORS else quantiles[:1])).tolist():
-            point = row(seen, monitor, threshold, "swept", "")
-            if point.median_lead_steps is None or point.false_alarms_per_10k is None:
-                break
-            points.append(
-                {
-                    "threshold": threshold,
-                    "false_alarms_per_10k": point.false_alarms_per_10k,
-                    "median_lead_steps": point.median_lead_steps,
-                    "warned_share": point.warned / point.failures,
-                }
-            )
-        if points:
-            found[monitor] = points
-    return found
-
-
-def matched(points: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """The longest median lead of every monitor at no more false alarms than our shipped verdict has."""
-    return {monitor: 0.0 if best is None else best["median_lead_steps"] for monitor, best in _matched(points).items()}
-
-
-def _matched(points: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float] | None]:
-    """The point of every monitor's curve with the longest lead at no more false alarms than ours; None without one."""
-    ours = [each["false_alarms_per_10k"] for each in points.get(OURS, []) if each["threshold"] >= 1.0]
-    if not ours:
-        return {}
-    allowed = {name: [p for p in each if p["false_alarms_per_10k"] <= max(ours)] for name, each in points.items()}
-    return {
-        name: max(each, key=lambda point: point["median_lead_steps"], default=None) for name, each in allowed.items()
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paired:
-    """Our shipped verdict beside a baseline at no more false alarms than ours, failure by failure."""
-
-    monitor: str
-    threshold: float
-    failures: int
-    earlier: int
-    """failures that we warned about earlier than it"""
-    later: int
-    mean_lead_more: float
-    """mean over the failures of our lead less its own, in steps"""
-    mean_lead_more_interval: Interval | None
-    """over runs drawn with replacement, 95 %"""
-
-
-def paired(scores: Sequence[Score], points: dict[str, list[dict[str, float]]]) -> list[Paired]:
-    """Every baseline that has such a threshold, on the natural rounding failures that recorded what it reads."""
-    found = []
-    for monitor, best in _matched(points).items():
-        if best is None or monitor in DETECTORS:
-            continue
-        more = [
-            lead_before(heard_of(each, OURS, 1.0), each.harm_step)
-            - lead_before(heard_of(each, monitor, best["threshold"]), each.harm_step)
-            for each in scores
-            if each.failed and each.harm_step is not None and monitor in each.signals
-        ]
-        found.append(
-            Paired(
-                monitor=monitor,
-                threshold=best["threshold"],
-                failures=len(more),
-                earlier=sum(steps > 0 for steps in more),
-                later=sum(steps < 0 for steps in more),
-                mean_lead_more=float(np.mean(more)),
-                mean_lead_more_interval=over_runs(more, "mean"),
-            )
-        )
-    return found
-
-
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """The report of `foreshock lab score`; the curves are of the held-out runs where these have any."""
-    seen = [each for each in scores if each.split == "held-out"]
-    held_out = curves(seen)
-    points = held_out or curves(scores)
+    """The report of `foreshock lab score`."""
     return {
         "traces": [each.report() for each in scores],
         "table": [asdict(each) for each in table(scores)],
@@ -246,8 +151,4 @@ def as_json(scores: Sequence[Score]) -> dict[str, Any]:
             split: calibration(forecast for each in scores if each.split == split for forecast in each.forecasts)
             for split in sorted({each.split for each in scores}, reverse=True)
         },
-        "curves_of": "held-out" if held_out else "all",
-        "curves": points,
-        "lead_at_our_false_alarms": matched(points),
-        "paired": [asdict(each) for each in paired(seen if held_out else scores, points)],
     }

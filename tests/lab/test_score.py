@@ -101,4 +101,4 @@ def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
     assert (score.first_warning_step, score.warnings, score.harm_step) == (None, 0, None)
     assert score.first_steps["largest score of the model"] == NOT_RECORDED
     json.dumps(as_json([score]), allow_nan=True)
-    assert result["curves"] == {}
+    assert [each["truth"] for each in result["traces"]] == [score.truth]

@@ -26,10 +26,7 @@ def test_baselines_are_calibrated_on_the_healthy_runs_of_the_tuning_set_alone(tm
     rank = rows["stable rank", "calibrated", "held-out"]
     assert rank.median_lead_steps == 5001 - 4000
     assert ("Spectral Alignment", "calibrated", "held-out") not in rows
-    assert {"foreshock", "loss z-score", "stable rank"} <= set(result["curves"])
-    leads = result["lead_at_our_false_alarms"]
-    assert leads["stable rank"] == 5001 - 4000
-    assert leads["foreshock"] >= rows["foreshock", "shipped", "held-out"].median_lead_steps
+    assert len(result["table"]) == len(rows)
 
 
 def test_a_lower_threshold_never_warns_later(tmp_path: Path) -> None:
