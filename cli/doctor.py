@@ -36,7 +36,6 @@ def examine(url: str) -> Iterator[Finding]:
     for extra, modules in (
         ("agent", ("torch",)),
         ("server", ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client")),
-        ("demo", ("matplotlib",)),
         ("grafana", ("grafana_api",)),
     ):
         yield _extra(extra, modules)

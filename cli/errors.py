@@ -16,7 +16,7 @@ _EXTRAS = {
     "sqlalchemy": "server",
     "prometheus_client": "server",
     "structlog": "server",
-    "matplotlib": "demo",
+    "matplotlib": "dev",
     "grafana_api": "grafana",
     "grafana_foundation_sdk": "dev",
     "transformers": "dev",

@@ -76,7 +76,6 @@ def demo(
             "which explodes."
         ),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="With --train: where the closing picture goes.")] = None,
 ) -> None:
     """Play recorded failures on real text beside the run that was switched, in two minutes and without PyTorch.
 
@@ -87,8 +86,8 @@ def demo(
     if not train:
         from foreshock.cli import demo as player
 
-        if seed is not None or picture is not None:
-            raise CommandError("--seed and --picture are for training: give --train as well")
+        if seed is not None:
+            raise CommandError("--seed is for training: give --train as well")
         pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
         player.play(console(), port=port, steps_per_second=pace, report=report)
         return
@@ -96,7 +95,7 @@ def demo(
 
     if steps_per_second is not None:
         raise CommandError("--steps-per-second is for the recorded runs: leave out --train")
-    lab_demo.main(report=report, seed=seed, port=port, picture=picture or Path("foreshock-demo.png"))
+    lab_demo.main(report=report, seed=seed, port=port)
 
 
 @app.command()

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foreshock.contract import wire
 from foreshock.contract.incident_form import page_of
 from foreshock.lab.demo_show import ON_CPU, ON_GPU, Show
-from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import RESCUED, UNTREATED, Arm, variant
@@ -81,7 +80,6 @@ def main(
     report: Path | None = None,
     seed: int | None = None,
     port: int = 8765,
-    picture: Path = Path("foreshock-demo.png"),
     *,
     show: Show | None = None,
     seconds: float = SECONDS,
@@ -130,17 +128,10 @@ def main(
         reached = min(arm["steps"] for arm in result["arms"].values())
         for name, arm in result["arms"].items():
             arm["loss_where_all_are"] = story.records[name].loss_before(reached)
-        head = (story.warning.layer or 0, story.warning.head or 0) if story.warning else (0, 0)
-        marks = {
-            "warned": story.warning.step if story.warning else None,
-            "switched": story.switch.step if story.switch else None,
-        }
         console.print(f"\n{comparison(result)}")
-        records = {variant(name): record for name, record in story.records.items()}
-        draw(picture, records, head, f"{recipe.name}, seed {seed}", marks)
         if report is not None:
             report.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        console.print(f"\nPicture: {picture}" + (f"\nReport: {report}" if report else ""))
+            console.print(f"\nReport: {report}")
         if console.is_terminal and sys.stdin.isatty():
             console.input("\nThe live page stays up until you press Enter. ")
     return result

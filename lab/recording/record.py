@@ -59,14 +59,6 @@ class Record:
         parts = (values[:count] for values in (self.steps, self.offsets, self.scores, self.losses))
         return Record(list(self.heads), *map(list, parts))  # type: ignore[arg-type]
 
-    def series(self, quantity: str, head: tuple[int, int]) -> tuple[list[int], Floats]:
-        """Steps and values of offset or score of a head, or of loss."""
-        if quantity == "loss":
-            return self.steps, np.array(self.losses)
-        row = self.heads.index(head)
-        chosen = self.offsets if quantity == "offset" else self.scores
-        return self.steps, np.array([values[row] for values in chosen])
-
     @property
     def final_loss(self) -> float:
         """Mean loss of the last 500 steps; NaN without any."""

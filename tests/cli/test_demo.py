@@ -100,7 +100,6 @@ def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
     ("given", "sentence"),
     [
         (["--seed", "3"], "give --train as well"),
-        (["--picture", "x.png"], "give --train as well"),
         (["--train", "--steps-per-second", "9"], "leave out --train"),
     ],
 )

@@ -16,7 +16,6 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Slot, identity_row
 from foreshock.lab import demo
 from foreshock.lab.demo_show import NO_KEY_BIAS, ON_CPU, ON_GPU, Show
-from foreshock.lab.picture import draw
 from foreshock.lab.recording.record import Record
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
@@ -103,13 +102,6 @@ def test_a_branch_shares_its_trunk_up_to_the_branching_step_and_no_further() -> 
     assert branch.offsets[-1][0] == 1.5
 
 
-def test_the_picture_is_drawn_with_marks_for_warning_and_switch(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    records = {"untreated": record([1.0, 2.0]), "control": record([0.0, 0.0])}
-    draw(path, records, (0, 0), "title", {"warned": 150, "switched": None})
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def result(**changes: Any) -> dict[str, Any]:
     arm = {"steps": 9, "loss_where_all_are": 1.0, "largest_score": 2.0, "warnings": 0, "heads": [[0, 1]]}
     arms = {
@@ -194,7 +186,6 @@ def test_a_demo_whose_time_runs_out_before_a_warning_says_so(tmp_path: Path) -> 
         tmp_path / "report.json",
         seed=3,
         port=0,
-        picture=tmp_path / "picture.png",
         show=SHOW,
         seconds=0.0,
         console=Console(file=said, width=200),
@@ -215,7 +206,6 @@ def test_the_whole_demo_warns_branches_compares_and_reports(
         tmp_path / "report.json",
         seed=6,  # three of its four heads are far beyond these thresholds, whatever a processor rounds
         port=0,
-        picture=tmp_path / "picture.png",
         show=replace(SHOW, numerics="kernel", without=NO_KEY_BIAS, without_is="the same without"),
         agent_settings={"detectors": EARLY},
         console=Console(file=said, width=200),
@@ -230,7 +220,6 @@ def test_the_whole_demo_warns_branches_compares_and_reports(
     shared = [step for step in untreated if int(step) <= report["branch_step"]]
     assert [rescued[step] for step in shared] == [untreated[step] for step in shared]
     assert all(arm["steps"] == TINY.steps for arm in report["arms"].values())
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
     text = said.getvalue()
     assert "Live page: http://127.0.0.1:" in text
     assert "foreshock, step" not in capfd.readouterr().err, "the demo tells it, once"
