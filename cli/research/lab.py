@@ -52,7 +52,7 @@ def lab_run(
 def lab_run_set(
     name: Annotated[
         str,
-        typer.Argument(help="Which set: real-text, real-text-large, real-text-small or vendor."),
+        typer.Argument(help="Which set: real-text, real-text-large, real-text-small, vendor or vendor-healthy."),
     ],
     folder: Annotated[
         Path, typer.Option(help="Folder for the traces; runs that are there already are not made again.")

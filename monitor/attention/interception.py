@@ -46,17 +46,18 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     leave()
 
 
-def _references() -> int:
-    return sys.getrefcount(_enter)
+def _references(functions: tuple[Any, ...]) -> list[int]:
+    """How often each is held: where by nobody but us, nothing has to be searched."""
+    return list(map(sys.getrefcount, functions))
 
 
-_REFERENCES: Final = _references()
-"""Where no module holds the hook."""
+_HOOKS: Final = (_enter,)
+_HOOKS_UNUSED: Final = _references(_HOOKS)
 
 
 def leave_no_copies() -> None:
     """Take hooks and layers out of copies of watched modules; after their undoing."""
-    if _references() > _REFERENCES:  # to look for who holds it walks the whole heap, twice
+    if _references(_HOOKS) != _HOOKS_UNUSED:
         clean_copies(_enter)
 
 
@@ -154,6 +155,8 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (_original_non_reentrant, _non_reentrant),
     (_original_reentrant, _Reentrant),
 )
+_OURS: Final = tuple(ours for _, ours in _REBOUND)
+_OURS_UNUSED: Final = _references(_OURS)
 
 
 def _held(space: dict[str, Any] | type) -> Mapping[str, Any]:
@@ -217,22 +220,27 @@ class SdpaRebinding:
         """Put every name back when the last agent leaves, except those that somebody rebound since."""
         self._users -= 1
         if self._users == 0:
-            for space, name, before, ours in reversed(self._places):
-                if _held(space).get(name) is ours:
-                    _put(space, name, before)
+            libraries = self._put_back()
             self._leave_flex()
-            # who imported a name in the meantime got ours
-            libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
-            rebound = (*_REBOUND, *libraries)
-            originals = {id(ours): original for original, ours in rebound}
-            for space, name, ours in places_of(*(ours for _, ours in rebound)):
-                space[name] = originals[id(ours)]
-            self._places.clear()
+            if libraries or _references(_OURS) != _OURS_UNUSED:  # who imported a name in the meantime got ours
+                rebound = (*_REBOUND, *libraries)
+                originals = {id(ours): original for original, ours in rebound}
+                for space, name, ours in places_of(*(ours for _, ours in rebound)):
+                    space[name] = originals[id(ours)]
             self._modules = 0
             forget()
             for name, value in self._settings_before.items():
                 setattr(torch._dynamo.config, name, value)
             self._settings_before.clear()
+
+    def _put_back(self) -> list[tuple[Any, Any]]:
+        """Give the names back; returns what stood in for objects of libraries, behind each object."""
+        for space, name, before, ours in reversed(self._places):
+            if _held(space).get(name) is ours:
+                _put(space, name, before)
+        libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
+        self._places.clear()
+        return libraries
 
 
 sdpa_rebinding: Final = SdpaRebinding()
