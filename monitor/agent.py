@@ -79,7 +79,7 @@ class Agent:
         self._notes = Notes(self._heads)
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
         self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
-        self._cadence = self._sampler.cadence
+        self._schedule = self._sampler.schedule
         self._switchboard.acts["qk_clip"] = lambda order: self._clipping.obey(
             order, self.detectors.active, step=self.current_step
         )
@@ -90,7 +90,7 @@ class Agent:
     @property
     def current_step(self) -> int:
         """The last optimizer step that is done."""
-        return self._cadence.step
+        return self._schedule.step
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -120,30 +120,30 @@ class Agent:
                 self._guards["agent"].run(self._boundary, loss, grad_norm, learning_rate, step)
         finally:
             self._busy = False
-            self._cadence.agent_took(time.perf_counter() - began)
+            self._schedule.agent_took(time.perf_counter() - began)
 
     def _begin(self) -> None:
         if self._started:
             return
         self._started = True
-        cadence, faults = self._cadence, self.faults  # no sender's thread keeps a dropped agent alive
-        health = lambda: (cadence.step, dict(faults))  # noqa: E731
+        schedule, faults = self._schedule, self.faults  # no sender's thread keeps a dropped agent alive
+        health = lambda: (schedule.step, dict(faults))  # noqa: E731
         self._guards["sender"].run(self._outbox.start, self.config, self.run, self.boot, health)
         clip = self._guards["qk_clip"].run(lambda: self._clipping.state)
         self._outbox.begin(self._attached.started(self.config, step=self.current_step, qk_clip=clip))
 
     def _boundary(self, loss: object, grad_norm: object, learning_rate: float | None, step: int | None) -> None:
         self._begin()
-        self._cadence.step_done()
+        self._schedule.step_done()
         since_step = self.current_step
-        self._cadence.step = since_step + 1 if step is None else max(int(step), since_step)
+        self._schedule.step = since_step + 1 if step is None else max(int(step), since_step)
         self._sampler.note(loss, grad_norm, learning_rate)
         if found := self._attached.lookout.news():
             self._coverage.add_unwatched(found)
         # before the sample, whose modes are those that ran
         self._guards["answers"].run(self._switching.settle, since_step, self.current_step)
         self._settle(self._sampler.collect(self._switchboard.host, sample=self._sampler.due))
-        self._attached.selector.plan(self.current_step, self._cadence.watch_until)
+        self._attached.selector.plan(self.current_step, self._schedule.watch_until)
 
     def _collect_the_rest(self) -> bool:
         """Sample what was counted since the last sample and have it read; False where the detectors take too long."""
@@ -185,7 +185,7 @@ class Agent:
             self._outbox.emit(verdict)
         self._guards["console"].run(self._note, counted)
         if any(v.state == "raised" and v.severity != "info" for v in verdicts):
-            self._cadence.watch_closely(self.current_step)
+            self._schedule.watch_closely(self.current_step)
         if verdicts:
             report, modes = self._console.report, self._switchboard.named
             self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state))
@@ -277,7 +277,7 @@ class Agent:
     def begin_at(self, step: int) -> None:
         """Number the steps on from `step`, where training resumes without this agent's state. Before step 1 only."""
         if not self._started:
-            self._cadence.step = self._sampler.collector.since_step = step
+            self._schedule.step = self._sampler.collector.since_step = step
 
     def state_dict(self) -> dict[str, Any]:
         """Step, modes and detector state, JSON-able. Call it at a step boundary, where the checkpoint is written.

@@ -86,7 +86,7 @@ class Collector:
 
     @property
     def crowded(self) -> bool:
-        """So many notes that a sample is due whatever the cadence says."""
+        """So many notes that a sample is due whatever the schedule says."""
         return max(len(self._losses), len(self._grad_norms)) >= MAX_NOTES
 
     def note(self, loss: object, grad_norm: object, learning_rate: float | None) -> None:

@@ -316,7 +316,7 @@ def test_every_step_is_measured_while_a_warning_is_fresh() -> None:
     with agent:
         for step in range(5):
             if step == 1:
-                agent._cadence.watch_until = 4
+                agent._schedule.watch_until = 4
             agent.step(train_step(model, optimizer, step))
     assert [sample[0] for sample in rows(listener)] == [5, 0, 5, 5, 0]
 
