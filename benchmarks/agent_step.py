@@ -7,7 +7,7 @@ Four arms train the same weights in turn, block of steps by block of steps, in o
   down, at an address where nobody listens;
 - keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
 A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
-least as long as the time between two samples, so that each one holds a sample. The mean over all blocks, with the spectral norms
+least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
 of every hundredth step, stands beside it.
 """
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from foreshock.monitor.transport.spool import Spool
-from foreshock.monitor.transport.stores import Store
+from foreshock.monitor.transport.spool import Spool, Store
 
 logger: Final = logging.getLogger("foreshock")
 

@@ -21,10 +21,17 @@ from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
 from foreshock.monitor.sampling.sample import SampleDraft
 from foreshock.monitor.transport.outage import Outage
-from foreshock.monitor.transport.posting import Bearer, ResolvingLoop, headers_of, post
-from foreshock.monitor.transport.retry import is_final, is_retryable, retry_delay, without_samples
-from foreshock.monitor.transport.spool import Spool, leftovers, run_folder
-from foreshock.monitor.transport.stores import MemoryStore, Store
+from foreshock.monitor.transport.posting import (
+    Bearer,
+    ResolvingLoop,
+    headers_of,
+    is_final,
+    is_retryable,
+    post,
+    retry_delay,
+    without_samples,
+)
+from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, leftovers, run_folder
 
 logger: Final = logging.getLogger("foreshock")
 

@@ -1,4 +1,4 @@
-"""Unsent batches on disk: an append-only file of framed, checksummed records that outlives the process.
+"""Unsent batches, in memory or on disk: an append-only file of framed, checksummed records that outlives the process.
 
 A record is `FSK1`, payload length, CRC-32 of sequence and payload, sequence, payload; integers little-endian. A record
 is readable once its write returned: it survives SIGKILL, not a power cut (nothing is synced). A torn tail is cut, a
@@ -240,3 +240,39 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
         written = _pwrite(fd, view, offset)
         offset += written
         view = view[written:]
+
+
+class MemoryStore:
+    """Batches in memory, where there is no spool."""
+
+    def __init__(self, boot: str, max_bytes: int) -> None:
+        self.boot: str = boot
+        self.highest: int = 0
+        self._max_bytes = max_bytes
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool:
+        """Keep a batch; False when it does not fit (`force` allows half as much again)."""
+        bound = self._max_bytes * 3 // 2 if force else self._max_bytes
+        if self._bytes + len(payload) > bound:
+            return False
+        self._batches.append((sequence, payload))
+        self._bytes += len(payload)
+        self.highest = max(self.highest, sequence)
+        return True
+
+    def peek(self) -> tuple[int, bytes] | None:
+        """The oldest batch, (sequence, payload)."""
+        return self._batches[0] if self._batches else None
+
+    def pop(self) -> None:
+        """Forget the oldest batch."""
+        self._bytes -= len(self._batches.popleft()[1])
+
+
+Store = Spool | MemoryStore
+"""Batches waiting for their acknowledgement, oldest first."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
-from foreshock.monitor.transport.stores import MemoryStore
+from foreshock.monitor.transport.spool import MemoryStore
 
 COMMAND = b'{"id":"c1","mode":"exact_delta","reason":"asked","issued_by":"ada","heads":[[0,1]]}'
 ACK = b'{"boot":"boot-1","acknowledged":1,"commands":[' + COMMAND + b"]}"

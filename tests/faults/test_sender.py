@@ -188,10 +188,10 @@ def test_with_no_server_the_queue_is_bounded_samples_go_first_and_losses_are_cou
     to.put(finished)
     to.close(IN_ORDER_SECONDS)
     assert to.dropped["queue_full"] > 0
-    waiting = [json.loads(payload) for _, payload in to._own._batches]  # type: ignore[attr-defined]
+    waiting = [json.loads(payload) for _, payload in to._own._batches]  # type: ignore[union-attr]
     kept = [event for batch in waiting for event in batch["events"]]
     assert len(kept) + to.dropped["queue_full"] == 500
-    assert len(b"".join(payload for _, payload in to._own._batches)) <= 2**16 * 3 // 2  # type: ignore[attr-defined]
+    assert len(b"".join(payload for _, payload in to._own._batches)) <= 2**16 * 3 // 2  # type: ignore[union-attr]
     assert kept[-1]["kind"] == "finished"
 
 

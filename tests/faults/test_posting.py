@@ -30,7 +30,7 @@ from tests.faults.sending import (
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport import sender
-from foreshock.monitor.transport.retry import is_retryable, retry_after_seconds, retry_delay
+from foreshock.monitor.transport.posting import is_retryable, retry_after_seconds, retry_delay
 
 
 @pytest.mark.promise("A3")
