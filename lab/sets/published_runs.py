@@ -1,4 +1,4 @@
-"""The sets of runs that `foreshock lab run-set` makes. Those of finished studies are at commit b5a0960."""
+"""The sets of runs that `foreshock lab run-set` makes. Those of finished studies are at commit ba386e0."""
 
 from foreshock.lab.sets.real_text import real_text_sets
 from foreshock.lab.sets.run_set import Entry
