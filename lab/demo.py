@@ -84,13 +84,12 @@ def main(
     show: Show | None = None,
     seconds: float = SECONDS,
     agent_settings: dict[str, Any] | None = None,
-    traces: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Run the demo; what `report` gets as JSON.
 
     show: by default the CPU's, or the GPU's where there is one. seed: by default the one shown for it. seconds: most
-    that training takes. agent_settings: of `attach`, for all arms. traces: a folder where every arm is recorded.
+    that training takes. agent_settings: of `attach`, for all arms.
     Raises OSError when the service does not start, RuntimeError when a worker fails.
     """
     console = console or Console()
@@ -118,7 +117,6 @@ def main(
                 url=url,
                 branch_from=branch if arm.name == RESCUED.name else None,
                 leave_branch=branch if arm.name == UNTREATED.name else None,
-                trace=traces and traces / f"{recipe.name}_{arm.name}_seed{seed}.jsonl.gz",
                 deadline=deadline,
                 agent_settings=agent_settings or {},
             )

@@ -108,7 +108,6 @@ def examine_patient(
             _check(loss, patient.origin)
             with told(f"{patient.origin}: the backward of batch {number}"):
                 loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        vitals.losses.append(loss.item())
         last = {call.layer: call for call in capture.calls if call.grad_out is not None}
         met |= bool(last)
         for layer, call in sorted(last.items()):

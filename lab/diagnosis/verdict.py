@@ -39,7 +39,6 @@ class Vitals:
     """What running one checkpoint showed beside its attention."""
 
     origin: str
-    losses: list[float] = field(default_factory=list)
     bad_weights: list[str] = field(default_factory=list)
     """names of the parameters with values that are not finite"""
     broken: dict[int, str] = field(default_factory=dict)

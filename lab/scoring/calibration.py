@@ -44,11 +44,6 @@ class Forecast:
     seen_until: int
     """the last step at which the head was as it was foreseen: the run's, or that before it was switched"""
 
-    @property
-    def open_ended(self) -> bool:
-        """Only the earliest step was given."""
-        return self.low is not None and self.high is None
-
 
 def forecasts_of(trace: Trace, verdicts: Iterable[Verdict]) -> list[Forecast]:
     """One for each head, at its first warning."""

@@ -240,13 +240,6 @@ class Training:
         """The loss of the run's next batch, [] in nats, with its graph."""
         return self._loss_of(self._next_windows().to(self.device))
 
-    def peek_loss(self) -> Tensor:
-        """As `next_loss`, and the batch stays the next one."""
-        before = self._batches.get_state()
-        loss = self.next_loss()
-        self._batches.set_state(before)
-        return loss
-
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""
         with self.on_stream():
@@ -264,14 +257,6 @@ class Training:
             "arm": _ARM.dump_python(self.arm, mode="json"),
             "seed": self.seed,
         }
-
-    @classmethod
-    def resumed(cls, checkpoint: dict[str, Any], **settings: Any) -> "Training":
-        """The run that left `checkpoint`, at its step; `settings` are the class's other arguments."""
-        recipe, arm = _RECIPE.validate_python(checkpoint["recipe"]), _ARM.validate_python(checkpoint["arm"])
-        training = cls(recipe, arm, int(checkpoint["seed"]), **settings)
-        training.restore(checkpoint)
-        return training
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from `checkpoint`, which may be another arm's. Call it before the first step."""

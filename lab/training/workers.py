@@ -4,7 +4,6 @@ import logging
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -36,8 +35,6 @@ class ArmOrder:
     """a checkpoint to go on from"""
     leave_branch: Path | None = None
     """where the checkpoint before the first warning goes"""
-    trace: Path | None = None
-    """where the run is recorded"""
     deadline: float
     """on the monotonic clock; the worker stops there, wherever it is"""
     agent_settings: dict[str, Any]
@@ -133,8 +130,7 @@ def _work(order: ArmOrder, queue: Any) -> None:
 def _train(order: ArmOrder, queue: Any) -> None:
     import torch
 
-    from foreshock.lab.recording.trace_writer import TraceWriter
-    from foreshock.lab.training.run import Sink, Training, train
+    from foreshock.lab.training.run import Training, train
 
     torch.set_num_threads(1)
     name = order.arm.name
@@ -151,21 +147,14 @@ def _train(order: ArmOrder, queue: Any) -> None:
         torch.save(before, order.leave_branch)
         queue.put(("branch", name, before["step"]))
 
-    with ExitStack() as stack:
-        writer: TraceWriter | None = None
-        sinks: list[Sink] = [lambda event: queue.put(("event", name, event.model_dump_json()))]
-        if order.trace is not None:
-            header = order.recipe.header(order.arm, order.seed, order.run)
-            writer = stack.enter_context(TraceWriter(order.trace, header))
-        train(
-            training,
-            order.steps,
-            sinks=tuple(sinks),
-            on_step=stepped,
-            on_warning=warned if order.leave_branch is not None else None,
-            deadline=order.deadline,
-            writer=writer,
-        )
+    train(
+        training,
+        order.steps,
+        sinks=(lambda event: queue.put(("event", name, event.model_dump_json())),),
+        on_step=stepped,
+        on_warning=warned if order.leave_branch is not None else None,
+        deadline=order.deadline,
+    )
 
 
 def in_seconds(seconds: float) -> float:
