@@ -48,4 +48,7 @@ def test_a_page_names_only_panels_metrics_settings_and_pages_that_exist(alert: A
     assert set(re.findall(r"foreshock_\w+", text)) <= metrics
     assert {name.lower() for name in re.findall(r"FORESHOCK_(\w+)", text)} <= set(Settings.model_fields)
     for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert (RUNBOOKS / link).is_file()
+        page, _, heading = link.partition("#")
+        assert (RUNBOOKS / page).is_file()
+        headings = re.findall(r"^#+ (.*)$", (RUNBOOKS / page).read_text(), re.MULTILINE)
+        assert not heading or heading in {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
