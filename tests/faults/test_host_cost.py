@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.faults.hostile_server import answer, closed_port, drip, hang, hostile_server
+from tests.faults.sending import BUSY_SECONDS
 from torch import nn
 
 from foreshock.benchmarks.agent_cost import HEADS, LAYERS, Attention, counts
@@ -72,6 +73,15 @@ class Training:
             self.step_seconds.append(time.perf_counter() - began)
 
 
+def dearest_step_us(host_seconds: list[float]) -> float:
+    """What the agent costs at the dearest place of a block, the median over all blocks.
+
+    Samples come at the same places of each block, so what a sample costs is seen. A single pause is not: where
+    the host takes a virtual processor away for 4 ms, the thread is charged for them, even if it only reads the clock.
+    """
+    return 1e6 * float(np.median(np.reshape(host_seconds, (-1, BLOCK)), axis=0).max())
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -95,11 +105,12 @@ def measured(trouble: str, folder: Path, blocks: int) -> dict[str, float]:
         leaving = time.monotonic() - began
         quiet.agent.close()
     step = [np.median(np.reshape(each.step_seconds, (blocks, BLOCK)).mean(axis=1)) for each in (quiet, troubled)]
-    p99 = [1e6 * float(np.percentile(each.host_seconds, 99)) for each in (quiet, troubled)]
+    dearest = [dearest_step_us(each.host_seconds) for each in (quiet, troubled)]
     return {
         "step time over that without a service": round(float(step[1] / step[0]), 4),
-        "agent's p99 a step, us": round(p99[1], 0),
-        "the same without a service, us": round(p99[0], 0),
+        "agent's dearest step, us": round(dearest[1], 0),
+        "the same without a service, us": round(dearest[0], 0),
+        "longest step, s": round(max(troubled.step_seconds), 2),
         "memory grown, MiB": round(grown, 1),
         "close, s": round(leaving, 2),
     }
@@ -125,7 +136,8 @@ def test_a_service_in_trouble_costs_a_step_next_to_nothing(
     for name, value in figures.items():
         record_property(f"{trouble}: {name}", value)
     assert figures["memory grown, MiB"] < 16
-    assert figures["close, s"] < 2.0 + 0.3
-    assert figures["agent's p99 a step, us"] - figures["the same without a service, us"] < 200
+    assert figures["close, s"] < 2.0 + BUSY_SECONDS
+    assert figures["agent's dearest step, us"] - figures["the same without a service, us"] < 200
+    assert figures["longest step, s"] < BUSY_SECONDS  # no step waits for the service
     if sizes.long:  # on a busy machine the clock on the wall says little
         assert figures["step time over that without a service"] < 1.01
