@@ -17,6 +17,7 @@ from foreshock.lab.diagnosis.examination import Patient, diagnose, examine_patie
 from foreshock.lab.diagnosis.tables import Row, of_courses, of_tensors
 from foreshock.lab.diagnosis.verdict import judge
 from foreshock.lab.recording.history import History, live, recorded
+from foreshock.lab.recording.packed import PACKED, RECORDED
 
 _WITHOUT_TENSORS = (
     "Who carries the error needs tensors: add a checkpoint (foreshock lab run --checkpoint FILE), or module:factory "
@@ -37,7 +38,7 @@ def report(
     numerics: str | None,
     json: Path | None,
 ) -> None:
-    """Diagnose traces (.gz), checkpoints (other files), models (module:factory) and runs of a service (any other name).
+    """Diagnose traces, checkpoints (other files), models (module:factory) and runs of a service (any other name).
 
     Raises ValueError with a sentence for a source that is none, a head that does not exist, unknown numerics.
     """
@@ -48,7 +49,7 @@ def report(
     patients: list[AbstractContextManager[Patient]] = []
     for source in sources:
         path = Path(source)
-        if path.name.endswith(".gz"):
+        if path.name.endswith((RECORDED, PACKED)):
             histories.append(recorded(path))
         elif path.is_file():
             patients.append(lab_patient(path))

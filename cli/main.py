@@ -263,7 +263,7 @@ def switch(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A recorded run: gzipped JSON lines.")],
+    trace: Annotated[Path, typer.Argument(help="A recorded run (.trace.xz or .jsonl.gz).")],
     url: Annotated[
         str | None, typer.Option(help="Send it to this service; by default a service is started for it.")
     ] = None,
@@ -298,7 +298,7 @@ def diagnose(
     run: Annotated[
         list[str],
         typer.Argument(
-            help="A trace (.gz), a checkpoint of `lab run`, module:factory, or a run's name; may be repeated."
+            help="A trace (.xz or .gz), a checkpoint of `lab run`, module:factory, or a run's name; may be repeated."
         ),
     ],
     state: Annotated[

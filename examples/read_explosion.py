@@ -13,7 +13,7 @@ from foreshock.contract import catalog
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 
-RECORDED = Path(__file__).parents[1] / "lab/traces/cure/shared-values_untreated_seed2.jsonl.gz"
+RECORDED = Path(__file__).parents[1] / "lab/traces/cure/shared-values_untreated_seed2.trace.xz"
 
 
 def main() -> None:

@@ -5,18 +5,18 @@ one that is shown. The header says in `shows` which model was trained and how, t
 """
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any, Final
 
+from foreshock.lab.recording.packed import read_lines, text_of
 from foreshock.lab.training.recipes import find_recipe
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TRACES: Final = ROOT / "lab" / "traces"
 SHOWN: Final = {
-    "left-alone": "cure/kb256b128_untreated_seed3.jsonl.gz",
-    "switched": "cure/kb256b128_rescued-all-row-corrected_seed3.jsonl.gz",
-    "pytorch-flash": "vendor/kb256_flash-untreated_seed21.jsonl.gz",
+    "left-alone": "cure/kb256b128_untreated_seed3.trace.xz",
+    "switched": "cure/kb256b128_rescued-all-row-corrected_seed3.trace.xz",
+    "pytorch-flash": "vendor/kb256_flash-untreated_seed21.trace.xz",
 }
 """The file of each run, by the name that people see. The first two are twins: one recipe, one seed."""
 LAST_STEP: Final = 11_100
@@ -26,8 +26,7 @@ _KINDS: Final = ("started", "sample", "switched")
 
 def lines_of(name: str) -> list[dict[str, Any]]:
     """The lines of one recording as they are shown, the header first."""
-    with gzip.open(TRACES / SHOWN[name], "rt", encoding="utf-8") as file:
-        header, *lines = map(json.loads, file)
+    header, *lines = read_lines(TRACES / SHOWN[name])
     recipe = find_recipe(header["recipe"])
     shows = {
         "file": SHOWN[name],
@@ -49,7 +48,7 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 
 def recordings() -> dict[str, str]:
     """The text of each file, by its name."""
-    return {name: "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines_of(name)) for name in SHOWN}
+    return {name: text_of(lines_of(name)) for name in SHOWN}
 
 
 def main(folder: Path = ROOT / "lab" / "shown") -> None:

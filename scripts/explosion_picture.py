@@ -28,7 +28,7 @@ def first_warning(trace: Trace) -> wire.Verdict:
 
 def main(path: Path = ROOT / "docs" / "images" / "explosion.png") -> Path:
     """Write the picture; returns its file."""
-    traces = {arm: read_trace(RUNS / f"shared-values_{arm}_seed2.jsonl.gz") for arm in ARMS}
+    traces = {arm: read_trace(RUNS / f"shared-values_{arm}_seed2.trace.xz") for arm in ARMS}
     warning = first_warning(traces["untreated"])
     row = traces["untreated"].heads.index((warning.layer or 0, warning.head or 0))
     figure = Figure(figsize=(10, 5.2), layout="constrained")

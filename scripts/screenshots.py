@@ -31,7 +31,7 @@ from foreshock.lab.shown.story import NAMES, recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = tuple(
-    ROOT / "lab" / "traces" / "cure" / f"kb256_{arm}_seed2.jsonl.gz"
+    ROOT / "lab" / "traces" / "cure" / f"kb256_{arm}_seed2.trace.xz"
     for arm in ("untreated", "rescued-all-row-corrected", "control")
 )
 """Runs on real text, of the default mode: the one that drifts, the one that was switched, the one in float32."""

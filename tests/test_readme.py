@@ -63,7 +63,7 @@ def test_the_costs_are_those_that_were_measured() -> None:
 
 def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     picture = runpy.run_path(str(ROOT / "scripts" / "explosion_picture.py"))
-    trace = read_trace(picture["RUNS"] / "shared-values_untreated_seed2.jsonl.gz")
+    trace = read_trace(picture["RUNS"] / "shared-values_untreated_seed2.trace.xz")
     warned = picture["first_warning"](trace).step
     exploded = next(s.step for s in trace.samples if s.step > warned and s.loss is not None and s.loss > 1.5)
     assert f"its warning at step {warned:,}" in README

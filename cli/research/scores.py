@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.sealed import break_seal
@@ -40,7 +41,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None, seal
             each.dangerous_step,
             each.harm_step,
         )
-        table.add_row(Path(each.file).name.removesuffix(".gz").removesuffix(".jsonl"), *map(cell, cells))
+        table.add_row(Path(each.file).name.removesuffix(RECORDED).removesuffix(PACKED), *map(cell, cells))
     console.print(table)
     console.print(
         "warned: step of the first warning. forecast: steps from then until the head's largest |score| is 512."

@@ -14,6 +14,7 @@ import httpx
 
 from foreshock.contract import wire
 from foreshock.lab.recording.pace import Pace
+from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import Trace, read_trace, readings
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 
@@ -43,7 +44,7 @@ def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Ve
 
 def run_of(path: Path) -> str:
     """The run that a trace becomes which is given no name."""
-    return f"replay-{path.name.removesuffix('.gz').removesuffix('.jsonl')}"
+    return f"replay-{path.name.removesuffix(RECORDED).removesuffix(PACKED)}"
 
 
 def replay(

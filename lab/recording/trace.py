@@ -1,4 +1,4 @@
-"""Recorded runs as gzipped JSON lines: our own format and that of the runs that came before the project.
+"""Recorded runs as lines of JSON: our own format and that of the runs that came before the project.
 
 Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
 - the agent's events as they travel on the wire; a sample may name its slots one by one (`slots`) in place of the packed
@@ -9,8 +9,6 @@ Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line 
 What a trace did not record stays NaN (or None); it never becomes a zero.
 """
 
-import gzip
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOTS, Floats, Slot, Words, identity_row
+from foreshock.lab.recording.packed import read_lines
 from foreshock.monitor.detect.readings import Readings
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
@@ -130,15 +129,7 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace of either format. Raises ValueError with a sentence for an empty, truncated or foreign file."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} is not a whole trace: {error}; give gzipped JSON lines, recorded to their end"
-        ) from None
-    if not lines or not all(isinstance(line, dict) for line in lines):
-        raise ValueError(f"{path} holds no lines; give a trace with at least one sample")
+    lines = read_lines(path)
     if "foreshock_trace" in lines[0]:
         trace = _own(path, lines)
     elif {"it", "cc", "lg"} <= lines[0].keys():
@@ -268,7 +259,7 @@ def _foreign(path: Path, lines: list[dict[str, Any]]) -> Trace:
 
 def _foreign_header(path: Path) -> dict[str, Any]:
     """What the file's name tells: RECIPE_NUMERICS_REST."""
-    recipe, _, rest = path.name.removesuffix(".jsonl.gz").partition("_")
+    recipe, _, rest = path.name.split(".")[0].partition("_")
     numerics, _, rest = rest.partition("_")
     shape, _, treated = rest.partition("_")
     control = numerics == "fp32"

@@ -6,15 +6,14 @@ were scored and what was said of them. From then on it refuses any other runs, a
 these: code that became faster may score them again. The file is committed beside the traces.
 """
 
-import gzip
 import hashlib
 import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import foreshock.monitor.detect as detect
+from foreshock.lab.recording.packed import PACKED, RECORDED, read_lines, text_of
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.real_text_split import assigned
@@ -47,7 +46,7 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         )
     told = {
         "detectors": fingerprint(config),
-        "runs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in held_out},
+        "runs": {_name(path): text_hash(path) for path in held_out},
     }
     if not seal.exists():
         seal.write_text(json.dumps({**told, "said": said(held_out, config)}, indent=1) + "\n")
@@ -65,6 +64,11 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         )
 
 
+def text_hash(path: Path) -> str:
+    """SHA-256 of a recording's lines, however they are compressed."""
+    return hashlib.sha256(text_of(read_lines(path)).encode()).hexdigest()
+
+
 def said(paths: Sequence[Path], config: DetectorConfig) -> str:
     """SHA-256 of every warning that the detectors give in the runs of `paths`, by name: its words, cause and forecast.
 
@@ -72,7 +76,7 @@ def said(paths: Sequence[Path], config: DetectorConfig) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(paths, key=lambda path: path.name):
-        digest.update(path.name.encode())
+        digest.update(_name(path).encode())
         for told in verdicts(read_trace(path), config):
             digest.update(told.model_dump_json(exclude={"evidence"}).encode())
     return digest.hexdigest()
@@ -87,13 +91,15 @@ def fingerprint(config: DetectorConfig) -> str:
     return digest.hexdigest()
 
 
+def _name(path: Path) -> str:
+    """The name that a recording was scored under, before it was packed."""
+    return path.name.replace(PACKED, RECORDED)
+
+
 def _held_out(path: Path) -> bool:
     """Raises nothing: a file that is no trace is refused by who reads it whole."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            header: Any = json.loads(file.readline())
-    except (OSError, EOFError, ValueError):
-        return False
-    if not isinstance(header, dict):
+        header = read_lines(path)[0]
+    except ValueError:
         return False
     return assigned(str(header.get("recipe")), header.get("seed")) == "held-out"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.corpus import Corpus
@@ -80,7 +81,7 @@ def run_set(
     started = []
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        for number in range(processes if any(not _trace(folder, entry).exists() for entry in entries) else 0):
+        for number in range(processes if any(not _recorded(folder, entry) for entry in entries) else 0):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[number % len(gpus)]) if gpus else ""
             own = set(cores[number % len(cores) :: processes]) if cores else None
             process = context.Process(target=_work, args=(list(entries), folder, runs_per_process, deadline, own))
@@ -92,13 +93,18 @@ def run_set(
             os.environ["CUDA_VISIBLE_DEVICES"] = before
     for process in started:
         process.join()
-    missing = [entry.name for entry in entries if not _trace(folder, entry).exists()]
+    missing = [entry.name for entry in entries if not _recorded(folder, entry)]
     say(f"{len(entries) - len(missing)} of {len(entries)} traces are in {folder}")
     return missing
 
 
 def _trace(folder: Path, entry: Entry) -> Path:
-    return folder / f"{entry.name}.jsonl.gz"
+    return folder / f"{entry.name}{RECORDED}"
+
+
+def _recorded(folder: Path, entry: Entry) -> bool:
+    """Whether the run was recorded, be it packed since."""
+    return any((folder / f"{entry.name}{ending}").exists() for ending in (RECORDED, PACKED))
 
 
 class _Run:
@@ -166,7 +172,7 @@ def _failed(entry: Entry) -> None:
 
 def _claim(entries: list[Entry], folder: Path) -> Entry | None:
     for entry in entries:
-        if not _trace(folder, entry).exists():
+        if not _recorded(folder, entry):
             try:
                 os.close(os.open(folder / "claims" / entry.name, os.O_CREAT | os.O_EXCL))
             except FileExistsError:

@@ -29,21 +29,21 @@ def test_what_is_printed_of_a_run_is_what_the_report_says_of_it(tmp_path: Path) 
     scores.score([TRACE], console, report=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     [told] = report["traces"]
-    name, truth, steps, *rest = columns(out.getvalue(), TRACE.name.removesuffix(".jsonl.gz"))
-    assert (name, truth, int(steps)) == (TRACE.name.removesuffix(".jsonl.gz"), told["truth"], told["steps"])
+    name, truth, steps, *rest = columns(out.getvalue(), TRACE.name.removesuffix(".trace.xz"))
+    assert (name, truth, int(steps)) == (TRACE.name.removesuffix(".trace.xz"), told["truth"], told["steps"])
     assert told["first_warning_step"] is None
     assert rest[0] == "-"
     assert f"report: {tmp_path / 'report.json'}" in out.getvalue().replace("\n", "")
 
 
 def test_forecasts_and_monitors_are_those_of_the_report(tmp_path: Path) -> None:
-    failing = TRACE.with_name("key-bias_fa2_batch32.jsonl.gz")
+    failing = TRACE.with_name("key-bias_fa2_batch32.trace.xz")
     console, out = wide()
     scores.score([failing, TRACE], console, report=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     told = {each["file"].rsplit("/", 1)[-1]: each for each in report["traces"]}
     for file, each in told.items():
-        line = columns(out.getvalue(), file.removesuffix(".jsonl.gz"))
+        line = columns(out.getvalue(), file.removesuffix(".trace.xz"))
         assert line[3] == scores.cell(each["first_warning_step"])
     assert told[failing.name]["first_warning_step"] is not None
     assert "forecasts, " in out.getvalue()

@@ -10,7 +10,7 @@ import numpy as np
 from foreshock.contract import wire
 
 TRACES = Path(__file__).parents[2] / "lab" / "traces"
-FAILS = TRACES / "key-bias_fa2_batch32.jsonl.gz"
+FAILS = TRACES / "key-bias_fa2_batch32.trace.xz"
 
 
 def write(path: Path, lines: list[Any]) -> Path:

@@ -72,7 +72,7 @@ def foreshock(*words: str) -> Result:
 
 def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints: list[Path]) -> None:
     said = foreshock(
-        "diagnose", str(TRACES / "key-bias_fa2_batch32.jsonl.gz"), str(checkpoints[0]), "--head", "0.0",
+        "diagnose", str(TRACES / "key-bias_fa2_batch32.trace.xz"), str(checkpoints[0]), "--head", "0.0",
         "--batches", "2", "--json", str(tmp_path / "d.json"),
     )  # fmt: skip
     assert said.exit_code == 0, said.output
@@ -85,7 +85,7 @@ def test_the_command_joins_a_trace_and_a_checkpoint(tmp_path: Path, checkpoints:
 
 
 def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
-    said = foreshock("diagnose", str(TRACES / "key-bias_fp32_batch32.jsonl.gz"))
+    said = foreshock("diagnose", str(TRACES / "key-bias_fp32_batch32.trace.xz"))
     assert said.exit_code == 0
     assert "no warning" in said.output
     assert "Keep watching" in said.output
@@ -93,7 +93,7 @@ def test_a_healthy_trace_gets_no_advice_but_to_keep_watching() -> None:
 
 def test_a_run_of_the_service_is_diagnosed_like_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreshock.lab.recording.history._POINTS", 8)
-    trace = TRACES / "key-bias_fa2_batch32.jsonl.gz"
+    trace = TRACES / "key-bias_fa2_batch32.trace.xz"
     with LiveService(tmp_path) as service:
         played = foreshock("replay", str(trace), "--url", service.url, "--run", "played")
         assert played.exit_code == 0, played.output
@@ -135,7 +135,7 @@ def test_what_cannot_be_diagnosed_is_refused_with_a_sentence(
     (tmp_path / "text").write_text("no checkpoint")
     torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
     torch.save(3, tmp_path / "number.pt")
-    trace = str(TRACES / "key-bias_fp32_batch32.jsonl.gz")
+    trace = str(TRACES / "key-bias_fp32_batch32.trace.xz")
     said = foreshock("diagnose", *(word.format(folder=tmp_path, trace=trace) for word in words))
     assert said.exit_code == 1
     assert sentence in (said.output + capfd.readouterr().err)

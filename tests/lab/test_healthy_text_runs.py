@@ -1,14 +1,14 @@
 """The healthy runs on real text that are published: the seal holds of them, and the notebook's steps are theirs."""
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.scoring.score import score_traces
-from foreshock.lab.scoring.sealed import sealed
+from foreshock.lab.scoring.sealed import sealed, text_hash
 from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
 
@@ -18,7 +18,7 @@ FAILING = ("kb256_untreated_seed1", "kb256_untreated_seed2", "kb256b128_untreate
 
 
 def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) -> list[int | None]:
-    traces = [read_trace(TRACES / folder / f"{name}.jsonl.gz") for name in names]
+    traces = [read_trace(TRACES / folder / f"{name}.trace.xz") for name in names]
     return [score.first_warning_step for score in score_traces(traces, config, baselines=())]
 
 
@@ -28,8 +28,9 @@ def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_an
     runs = {name: told for seal in seals for name, told in seal.items()}
     assert len(runs) == sum(map(len, seals))
     assert runs
-    assert runs == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in runs}
-    assert {path.name for path in sealed(sorted(folder.glob("*.gz")))} <= set(runs)
+    packed = {name: folder / name.replace(RECORDED, PACKED) for name in runs}
+    assert runs == {name: text_hash(path) for name, path in packed.items()}
+    assert set(sealed(sorted(folder.glob("*.xz")))) <= set(packed.values())
     scored = {(name.split("_")[0], name.split("_seed")[1].removesuffix(".jsonl.gz")) for name in runs}
     spent = {(recipe, str(seed)) for recipe, halves in real_text_split().items() for seed in halves.get("spent", ())}
     assert spent <= scored  # what detectors may be tuned on now was scored first

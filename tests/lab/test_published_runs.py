@@ -33,7 +33,7 @@ def line(row: Row) -> str:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_page_holds_what_the_published_runs_give() -> None:
-    scores = score_all(sorted((LAB / "traces").glob("*.gz")))
+    scores = score_all(sorted((LAB / "traces").glob("*.xz")))
     assert len(scores) >= 40
     page = (LAB / "NOTEBOOK.md").read_text()
     for split in ("held-out", "tuning"):

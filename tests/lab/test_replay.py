@@ -21,8 +21,8 @@ from foreshock.lab.training.recipes import find_recipe
 from foreshock.lab.training.run import Training, train
 from foreshock.monitor.detect.detectors import Detectors
 
-CONTROL = TRACES / "key-bias_fp32_batch32.jsonl.gz"
-ARRESTED = TRACES / "key-bias_fa2_batch32_exact-delta-from-8000.jsonl.gz"
+CONTROL = TRACES / "key-bias_fp32_batch32.trace.xz"
+ARRESTED = TRACES / "key-bias_fa2_batch32_exact-delta-from-8000.trace.xz"
 
 
 def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_control_is_quiet(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_the_recorded_failure_is_warned_about_thousands_of_steps_ahead_and_its_c
 
 
 def test_a_recorded_run_of_the_demo_is_warned_about_at_the_head_that_drifts_and_its_control_is_quiet() -> None:
-    drifting = TRACES / "key-bias-small_untreated_seed8.jsonl.gz"
-    (untreated, control), _ = lab_score([drifting, TRACES / "key-bias-small_control_seed8.jsonl.gz"])
+    drifting = TRACES / "key-bias-small_untreated_seed8.trace.xz"
+    (untreated, control), _ = lab_score([drifting, TRACES / "key-bias-small_control_seed8.trace.xz"])
     assert untreated.first_warning_step is not None
     assert untreated.first_warning_step <= 4500
     assert untreated.cause == "rounding"

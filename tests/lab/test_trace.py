@@ -1,7 +1,5 @@
 """Recorded runs: read, written, refused, scored and replayed."""
 
-import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from tests.lab.short_traces import FAILS, sample, started, write
 
 from foreshock.contract import catalog, wire
 from foreshock.contract.slots import SLOT_COUNT, Slot
+from foreshock.lab.recording.packed import read_lines
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
 
@@ -83,8 +82,7 @@ def test_a_broken_trace_is_refused_with_a_sentence(what: str, tmp_path: Path) ->
 
 
 def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
-    with gzip.open(FAILS, "rt") as file:
-        lines = [json.loads(line) for line in file][:3]
+    lines = read_lines(FAILS)[:3]
     with pytest.raises(ValueError, match=r"line 3: ValidationError[\s\S]* since_step 300 is after step 200"):
         read_trace(write(tmp_path / "back.jsonl.gz", [lines[0], lines[2], lines[1]]))
 
