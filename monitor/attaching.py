@@ -223,9 +223,9 @@ def _report(model: nn.Module, settings: AgentConfig, found: list[Found], selecto
     now = "kept, sampled" if settings.attention != "kernels" else ours
     numerics = _NUMERICS.get(settings.numerics, settings.numerics)
     danger = rounding(*openness(model, [f for f in found if f.problem is None]))[0]
-    report = f"{danger}\n{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
+    report = f"{table_of(found, now)}\nnumerics: {numerics}\n{selector.describe()}"
     if settings.shows:
-        print(report, file=sys.stderr)
+        print(f"{danger}\n{report}", file=sys.stderr)
     return report
 
 

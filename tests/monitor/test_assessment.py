@@ -102,11 +102,13 @@ def test_what_is_no_module_is_refused_in_a_sentence() -> None:
         assess("gpt2")  # type: ignore[arg-type]
 
 
-def test_attach_says_the_sentence_about_rounding_above_its_table() -> None:
+def test_attach_says_the_sentence_about_rounding_above_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_gpt()
     expected = next(line for line in assess(model).lines if line.startswith("Drift by rounding"))
-    with foreshock.attach(model, url=None, spool_directory=None, quiet=True) as agent:
-        assert agent.report().splitlines()[0] == expected
+    with foreshock.attach(model, url=None, spool_directory=None) as agent:
+        printed = capsys.readouterr().err
+    assert printed.startswith(f"{expected}\nforeshock watches:")
+    assert expected not in agent.report()  # who asks for the table has read the sentence
 
 
 def test_the_doctor_assesses_the_model_before_it_lists_its_layers() -> None:
@@ -114,3 +116,4 @@ def test_the_doctor_assesses_the_model_before_it_lists_its_layers() -> None:
     report_model("tests.monitor.tiny_models:tiny_gpt", console)
     text = console.export_text()
     assert text.index("Drift by rounding: open to it") < text.index("foreshock watches:")
+    assert text.count("Drift by rounding: open to it") == 1
