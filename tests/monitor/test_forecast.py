@@ -27,9 +27,12 @@ from foreshock.monitor.detect.growth import Growth, HeadSignal
 from foreshock.monitor.detect.verdicts import sentence
 
 WIDTH = len(HeadSignal)
-numbers = st.one_of(st.floats(-600.0, 600.0), st.sampled_from([0.0, 512.0, math.nan, 1e-9]))
+special = st.sampled_from([0.0, 512.0, math.nan, 1e-9])
 """Blocks hold no infinite value: what is not finite enters them as NaN."""
-head = st.lists(numbers, min_size=3 * WIDTH, max_size=3 * WIDTH)
+offset_and_score = (st.floats(-600.0, 600.0) | special, st.floats(0.0, 600.0) | special)
+"""A largest |score| is the largest of absolute values: none is below zero, and no course leads there from below."""
+head = st.tuples(*offset_and_score * 3).map(list)
+"""Offset and score at the start, in the middle and at the end of the window."""
 
 
 def one_by_one(growth: Growth, index: int) -> float:
@@ -103,7 +106,7 @@ def test_a_range_lies_about_its_likely_step_and_has_a_latest_one_only_where_the_
             assert told == Forecast()
         elif math.isinf(course):
             assert told == Forecast(in_sight=False)
-        elif course >= 0:  # a largest |score| is no less than 0
+        else:
             assert told.likely is not None
             assert told.earliest is not None
             assert told.in_sight is True
