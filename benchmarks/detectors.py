@@ -17,7 +17,8 @@ from rich.table import Table
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Slot, Words, identity_row
-from foreshock.monitor.detect.detectors import Detectors, Readings
+from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 LAYERS: Final = 80
 HEADS: Final = 64
@@ -57,7 +58,7 @@ def judged(*, drifting: bool) -> Iterator[tuple[float, list[wire.Verdict]]]:
     for start, words in _course(drifting=drifting):
         for step in range(start - 100 + EVERY, start + 1, EVERY):
             began = time.thread_time()
-            seen = Readings.from_words(step=step, since_step=step - EVERY, words=words, modes=modes)
+            seen = Readings(step=step, since_step=step - EVERY, modes=modes, **head_readings(words))
             told = detectors.update(seen)
             yield 1e6 * (time.thread_time() - began), told
 

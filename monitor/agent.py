@@ -25,7 +25,7 @@ from foreshock.monitor.attached_model import AttachedModel
 from foreshock.monitor.attention.coverage import CoverageReport, pause_steps
 from foreshock.monitor.config import AgentConfig, new_run_name
 from foreshock.monitor.console import ConsoleReporter
-from foreshock.monitor.detect.detectors import Detecting, Detectors
+from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.notes import Notes
 from foreshock.monitor.guard import Guard, logger
 from foreshock.monitor.outbox import Outbox, Sink
@@ -68,7 +68,7 @@ class Agent:
         self._switchboard.refuses = attached.selector.refusal
         self._switchboard.serves = attached.selector.serves
         attached.selector.faults = self.faults
-        self.detectors: Detecting = Detectors(self._heads, config.detectors)
+        self.detectors = Detectors(self._heads, config.detectors)
         watched = attached.layers, attached.selector, attached.unwatched
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
         self._detector_thread = DetectorThread(self._detect)

@@ -11,7 +11,7 @@ from foreshock.monitor.attention.backend_selector import BackendSelector
 from foreshock.monitor.attention.layout_proof import LayoutProof
 from foreshock.monitor.attention.lookout import Lookout
 from foreshock.monitor.config import AgentConfig, versions
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, head_readings
 from foreshock.monitor.sampling import collector as collecting
 from foreshock.monitor.sampling.collector import Counted
 
@@ -69,10 +69,10 @@ class AttachedModel:
 
     def readings(self, counted: Counted) -> Readings:
         """What was counted, as the detectors read it."""
-        return Readings.from_words(
+        return Readings(
             step=counted.step,
             since_step=counted.since_step,
-            words=counted.words,
+            **head_readings(counted.words),
             modes=counted.modes,
             loss=collecting.mean(counted.losses),
             grad_norm=collecting.largest(counted.grad_norms),

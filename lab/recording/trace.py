@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOTS, Floats, Slot, Words, identity_row
 from foreshock.lab.recording.packed import read_lines
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _ROWS_OF_A_BATCH = 32 * 256
@@ -333,10 +333,10 @@ def modes_of(sample: wire.Sample, heads: int) -> npt.NDArray[np.int32]:
 
 def reading(trace: Trace, sample: wire.Sample, words: Words) -> Readings:
     """One sample as the detectors read it, of these counts [N, SLOT_COUNT]."""
-    return Readings.from_words(
+    return Readings(
         step=sample.step,
         since_step=sample.since_step,
-        words=words,
+        **head_readings(words),
         modes=modes_of(sample, len(words)),
         loss=sample.loss if sample.loss is None or math.isfinite(sample.loss) else math.nan,
         grad_norm=sample.grad_norm,

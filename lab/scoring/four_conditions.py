@@ -38,7 +38,7 @@ class FourConditions:
     """Follows N heads; `update` takes samples in the order of their steps."""
 
     def __init__(self, heads: int) -> None:
-        self._past = HeadPasts(heads, _WINDOW, _BLOCK)
+        self._past = HeadPasts.begin(heads, _WINDOW, _BLOCK)
         self._bias = np.zeros((3, heads))
         """Delta bias [3, N]: sum over closed blocks, sum of their squares, sum over the open block."""
         self._met = np.zeros(heads, dtype=np.int64)

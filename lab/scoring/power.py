@@ -139,7 +139,7 @@ def _told(trace: Trace, head: int, rows: float | None, seed: int, config: Detect
     bias: list[tuple[int, float]] = []
     biased = None
     for detectors, seen, verdicts in _judged(trace, rows, seed, config):
-        z = float(detectors.push[head] * np.sign(seen.score_offset[head]))
+        z = float(detectors.run.delta_bias_z[head] * np.sign(seen.score_offset[head]))
         bias.append((seen.step, z))
         biased = (seen.step if biased is None else biased) if z >= asked else None
         own = (verdict for verdict in verdicts if (verdict.layer, verdict.head) == trace.heads[head])

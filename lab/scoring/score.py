@@ -209,13 +209,13 @@ def _watched(trace: Trace, config: DetectorConfig) -> tuple[list[wire.Verdict], 
     detectors = Detectors(trace.heads, config)
     told: list[wire.Verdict] = []
     steps: list[int] = []
-    pressure: list[Floats] = []
+    ratios: list[Floats] = []
     for reading in readings(trace):
         reading = replace(reading, rounds=True)  # a control is not told that nothing can happen to it
         told += [verdict for verdict in detectors.update(reading) if verdict.severity != "info"]
         steps.append(reading.step)
-        pressure.append(detectors.pressure.max(axis=1, initial=0.0))
-    values = np.stack(pressure) if pressure else np.zeros((0, len(SIGNAL_NAMES)))
+        ratios.append(detectors.warning_ratios.max(axis=1, initial=0.0))
+    values = np.stack(ratios) if ratios else np.zeros((0, len(SIGNAL_NAMES)))
     step = np.array(steps, dtype=np.int64)
     named = {f"{OURS}: {name}": Signal(step, values[:, row]) for row, name in enumerate(SIGNAL_NAMES)}
     return told, {OURS: Signal(step, values.max(axis=1, initial=0.0)), **named}

@@ -18,8 +18,8 @@ _EVEN: Final = 1e-9
 CAME: Final = (0.14, 0.6, 1.5)
 """The first, the middle and the last of the heads that came to 512, in parts of the steps that their course took: of
 the tuning runs, rounded outwards (lab/NOTEBOOK.md has the table)."""
-NEAR_LIVES: Final = 0.5
-"""A course that ends within this part of the run's life so far is near."""
+NEAR_RUN_MULTIPLE: Final = 0.5
+"""A course that ends within this part of the run so far is near."""
 _NEVER: Final = 1e9
 """Steps that no run has: a course may take any number while a learning rate falls."""
 

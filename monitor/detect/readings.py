@@ -2,11 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
+
+
+class HeadReadings(TypedDict):
+    """The fields of `Readings` that are counted head by head."""
+
+    rows: Floats
+    score_offset: Floats
+    largest_score: Floats
+    delta_bias_sum: Floats
+    nonfinite_rows: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,45 +43,25 @@ class Readings:
     rounds: bool = True
     """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
 
-    @classmethod
-    def from_words(
-        cls,
-        *,
-        step: int,
-        since_step: int,
-        words: Words,
-        modes: npt.NDArray[np.int32],
-        loss: float | None = None,
-        grad_norm: float | None = None,
-        suspect_step: int | None = None,
-        learning_rate: float | None = None,
-        rounds: bool = True,
-    ) -> "Readings":
-        """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
-        # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
-        floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
-        largest_score = np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX])
-        bias = floats[:, Slot.DELTA_BIAS_SUM].copy()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
-        if not (is_finite(offset) and is_finite(largest_score)):
-            empty = rows <= 0
-            offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
-        return cls(
-            step=step,
-            since_step=since_step,
-            rows=rows,
-            score_offset=offset,
-            largest_score=largest_score,
-            delta_bias_sum=bias,
-            nonfinite_rows=slot_values(words, Slot.NONFINITE_ROWS),
-            modes=modes,
-            loss=loss,
-            grad_norm=grad_norm,
-            suspect_step=suspect_step,
-            learning_rate=learning_rate,
-            rounds=rounds,
-        )
+
+def head_readings(words: Words) -> HeadReadings:
+    """Read merged state words [N, SLOT_COUNT]; a head that counted no row reads NaN."""
+    # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
+    floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
+    largest_score = np.fmax(floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.SCORE_MAX])
+    bias = floats[:, Slot.DELTA_BIAS_SUM].copy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        offset = floats[:, Slot.SCORE_OFFSET_SUM] / rows
+    if not (is_finite(offset) and is_finite(largest_score)):
+        empty = rows <= 0
+        offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
+    return {
+        "rows": rows,
+        "score_offset": offset,
+        "largest_score": largest_score,
+        "delta_bias_sum": bias,
+        "nonfinite_rows": slot_values(words, Slot.NONFINITE_ROWS),
+    }
 
 
 def is_finite(values: Floats) -> bool:

@@ -28,7 +28,7 @@ class DetectorConfig(BaseModel):
         "drift that no delta bias supports it is twice that at the first step, and falls evenly until step 5000. "
         "From here on a drift that the delta bias supports is critical",
     )
-    horizon_lives: float | None = Field(
+    horizon_run_multiple: float | None = Field(
         default=3.0,
         gt=0,
         description="a head is warned about only if its forecast lies within so many times the run's life so far; "

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreshock.contract import wire
 from foreshock.contract.decision import cause_of
-from foreshock.monitor.detect.broken import BROKEN
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE, Forecast
+from foreshock.monitor.detect.non_finite import NON_FINITE
 from foreshock.monitor.detect.thresholds import DetectorConfig
 
 _KNOWN: Final[tuple[wire.Cause, ...]] = ("other", "score growth", "rounding")
@@ -18,11 +19,11 @@ _SAYS: Final = {
 }
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """What is to be said of a head now."""
 
     signal: str
-    seen: dict[str, float]
+    evidence: dict[str, float]
     supported: bool
     """its delta bias supports its drift"""
     cause: wire.Cause
@@ -30,13 +31,29 @@ class Found(NamedTuple):
 
     def is_news_after(self, told: wire.Verdict) -> bool:
         """Whether people would do something else than after that verdict."""
-        now = self.severity, self.cause, self.signal == BROKEN
-        return now != (told.severity, told.cause, told.signal == BROKEN)
+        now = self.severity, self.cause, self.signal == NON_FINITE
+        return now != (told.severity, told.cause, told.signal == NON_FINITE)
+
+
+@dataclass(slots=True)
+class GrowthWarnings:
+    """What stands of growth that is not shown to be rounding."""
+
+    first: wire.Cause | None = None
+    """the cause of the oldest such warning"""
+    unexplained: bool = False
+    """whether one is critical that no delta bias supports by now"""
+
+    def add(self, told: wire.Verdict | Finding, *, explained: bool) -> None:
+        """Count one in, if it is of such growth. explained: whether the head's delta bias supports its drift now."""
+        if told.cause != "rounding" and told.signal != NON_FINITE:
+            self.first = self.first or told.cause
+            self.unexplained |= told.severity == "critical" and not explained
 
 
 def cause(
     signal: str,
-    seen: Mapping[str, float],
+    evidence: Mapping[str, float],
     *,
     supported: bool,
     can_round: bool,
@@ -44,7 +61,7 @@ def cause(
     before: wire.Cause | None,
     first: wire.Cause | None,
 ) -> wire.Cause:
-    """Rounding moves all scores of a head the way its delta bias pushes (`supported`); a step too large spreads them.
+    """Rounding moves all scores of a head the way of its delta bias (`supported`); a step too large spreads them.
 
     Where the loss has left its track first (`left_track`), something else came before the scores. No head fails by
     rounding where nothing rounds, where its delta is exact, or before growth is judged (`can_round`): a score that is
@@ -54,20 +71,23 @@ def cause(
     a switch may have been founded on it. first: that of the oldest standing warning of growth that is not rounding; a
     noisy loss would part the heads of one failure into two.
     """
-    moved = abs(seen.get("offset", 0.0)) > abs(seen.get("offset_before", 0.0))
-    drifted = moved and abs(seen["offset"] - seen.get("offset_before", 0.0)) >= DetectorConfig.offset_change
-    found: wire.Cause = "other" if signal == BROKEN or left_track else "score growth"
-    if not ({"offset", "score"} & seen.keys()):
-        found = "other"
-    elif supported and drifted and can_round and not left_track and seen.get("score_before", 0.0) < DANGEROUS_SCORE:
+    offset, offset_before = evidence.get("offset", 0.0), evidence.get("offset_before", 0.0)
+    drifted = abs(offset) > abs(offset_before) and abs(offset - offset_before) >= DetectorConfig.offset_change
+    shown = supported and drifted and can_round and evidence.get("score_before", 0.0) < DANGEROUS_SCORE
+    found: wire.Cause = "score growth"
+    if shown and not left_track:
         found = "rounding"
-    if found != "rounding" and signal != BROKEN:
-        found = first or found
+    elif signal == NON_FINITE:
+        found = "other"
+    elif first is not None:
+        found = first
+    elif left_track or not {"offset", "score"} & evidence.keys():
+        found = "other"
     return found if before is None else max(found, before, key=_KNOWN.index)
 
 
 def verdict(
-    found: Found, *, step: int, layer: int | None, head: int | None, ahead: Forecast, before: wire.Verdict | None
+    found: Finding, *, step: int, layer: int | None, head: int | None, ahead: Forecast, before: wire.Verdict | None
 ) -> wire.Verdict:
     """What is found in the form that is told. before: the word that stands; a cause that differs from its is told as
     its correction."""
@@ -80,7 +100,7 @@ def verdict(
         head=head,
         cause=found.cause,
         signal=found.signal,
-        evidence=found.seen,
+        evidence=found.evidence,
         forecast_steps=ahead.likely,
         forecast_low_steps=ahead.earliest,
         forecast_high_steps=ahead.latest,
@@ -103,7 +123,7 @@ def who(verdict: wire.Verdict) -> str:
 def sentence(verdict: wire.Verdict) -> str:
     """The verdict in words, with its evidence in numbers."""
     subject, seen = who(verdict), verdict.evidence
-    if verdict.signal == BROKEN:
+    if verdict.signal == NON_FINITE:
         what = "its loss or gradient norm is" if verdict.layer is None else "its attention rows are"
         since = f"step {seen['suspect_step']:,.0f}" if "suspect_step" in seen else "this step"
         return f"{subject}: {what} not finite. Every weight is at risk; go back to a checkpoint before {since}."

@@ -31,7 +31,7 @@ TINY = replace(
 )
 SHOW = Show(recipe=TINY, starts_from="It starts from a tiny model.", seed=7, numerics="paper")
 EARLY = EagerDetectors(
-    horizon_lives=None,
+    horizon_run_multiple=None,
     block_steps=25,
     window_steps=200,
     earliest_steps=0,

@@ -97,8 +97,8 @@ def test_a_replay_finds_each_head_as_near_a_warning_as_the_agent_did_that_sample
         np.testing.assert_allclose(replayed.risk, live[sample.step], atol=0.02, err_msg=f"step {sample.step}")
     assert replayed.risk.max() > 0.5
     assert isinstance(training.agent.detectors, Detectors)
-    assert np.abs(replayed.push).max() > 2.0
-    np.testing.assert_allclose(replayed.push, training.agent.detectors.push, atol=0.02)
+    assert np.abs(replayed.run.delta_bias_z).max() > 2.0
+    np.testing.assert_allclose(replayed.run.delta_bias_z, training.agent.detectors.run.delta_bias_z, atol=0.02)
 
 
 def _risk(event: wire.Event) -> dict[int, Floats]:

@@ -16,7 +16,7 @@ from foreshock.contract.decision import cause_of
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.forecast import Forecast
-from foreshock.monitor.detect.verdicts import Found, cause, verdict
+from foreshock.monitor.detect.verdicts import Finding, cause, verdict
 
 CAUSES: tuple[wire.Cause, ...] = ("other", "score growth", "rounding")
 SEEN = {"offset": 12.0, "offset_before": 3.0, "score": 40.0, "score_before": 30.0, "delta_bias_z": 5.0}
@@ -40,8 +40,8 @@ def why(seen: dict[str, float], **changes: Any) -> wire.Cause:
 def test_a_cause_is_corrected_by_what_is_known_better_and_never_taken_back(
     seen: dict[str, float], before: wire.Cause, signal: str, flags: tuple[bool, bool, bool]
 ) -> None:
-    pushed, can_round, left = flags
-    known: dict[str, Any] = {"supported": pushed, "can_round": can_round, "left_track": left}
+    supported, can_round, left = flags
+    known: dict[str, Any] = {"supported": supported, "can_round": can_round, "left_track": left}
     found = cause(signal, seen, **known, before=None, first=None)
     assert cause(signal, seen, **known, before=before, first=None) == max(found, before, key=CAUSES.index)
     joined = cause(signal, seen, **known, before=None, first="other")
@@ -73,11 +73,11 @@ def test_heads_of_one_failure_are_told_under_one_cause_however_noisy_the_loss_is
     assert why(SEEN, first="score growth") == "rounding"
 
 
-def found(why: wire.Cause, signal: str = "score") -> Found:
-    return Found(signal, dict(SEEN), why == "rounding", why, "warning")
+def found(why: wire.Cause, signal: str = "score") -> Finding:
+    return Finding(signal, dict(SEEN), why == "rounding", why, "warning")
 
 
-def word(step: int, what: Found, before: wire.Verdict | None) -> wire.Verdict:
+def word(step: int, what: Finding, before: wire.Verdict | None) -> wire.Verdict:
     return verdict(what, step=step, layer=0, head=3, ahead=Forecast(), before=before)
 
 
@@ -144,7 +144,7 @@ def test_scores_of_thousands_after_a_few_hundred_steps_are_never_called_rounding
 def test_a_failure_within_500_steps_is_corrected_to_rounding_where_the_bias_of_all_that_fail_supports_it(
     failing: list[int], bias: float, expected: str
 ) -> None:
-    """Nothing is called rounding so early; a moment later it is, unless a head fails that no bias pushes."""
+    """Nothing is called rounding so early; a moment later it is, unless a head fails that no bias supports."""
 
     def soon(step: int) -> tuple[Floats, Floats]:
         offset, score = healthy(step)
@@ -167,7 +167,7 @@ def test_a_failure_within_500_steps_is_corrected_to_rounding_where_the_bias_of_a
         assert all(500 <= step <= 520 for step in corrected)
 
 
-def test_one_dangerous_head_that_no_bias_pushes_keeps_an_early_failure_from_being_called_rounding() -> None:
+def test_one_dangerous_head_that_no_bias_supports_keeps_an_early_failure_from_being_called_rounding() -> None:
     def soon(step: int) -> tuple[Floats, Floats]:
         offset, score = healthy(step)
         offset[[SICK, 5]] = 0.5 * 2 ** (step / 42)
@@ -183,9 +183,9 @@ def test_one_dangerous_head_that_no_bias_pushes_keeps_an_early_failure_from_bein
 
 def test_a_score_that_fell_is_not_said_to_grow() -> None:
     seen = {"score": 2300.0, "score_before": 4840.0, "window_steps": 106.0}
-    told = Found("score", seen, supported=False, cause="score growth", severity="critical")
+    told = Finding("score", seen, supported=False, cause="score growth", severity="critical")
     assert (
         "head 3 no longer grows: its largest |score| went from 4,840 to 2,300 in 106" in word(250, told, None).sentence
     )
-    grows = told._replace(seen={**seen, "score": 5000.0})
+    grows = told._replace(evidence={**seen, "score": 5000.0})
     assert "head 3 grows: its largest |score| went from 4,840 to 5,000" in word(250, grows, None).sentence

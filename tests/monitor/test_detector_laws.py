@@ -16,7 +16,7 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
-from foreshock.monitor.detect.growth import BLOCKS_OF_A_LIFE, HeadSignal
+from foreshock.monitor.detect.growth import BLOCKS_PER_RUN, HeadSignal
 from foreshock.monitor.detect.readings import Readings
 
 KINDS = ("line", "step", "settles", "swings", "doubles")
@@ -80,7 +80,7 @@ def test_a_run_of_any_course_that_is_resumed_at_any_sample_says_what_it_would_ha
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     parts += [second.update(seen) for seen in run[cut:]]
     assert parts == uncut
-    np.testing.assert_array_equal(second.pressure, whole.pressure)
+    np.testing.assert_array_equal(second.warning_ratios, whole.warning_ratios)
     assert np.isfinite(whole.risk).all()
 
 
@@ -91,7 +91,7 @@ def test_an_offset_that_is_unknown_hushes_no_score_and_where_it_is_unknown_for_a
 ) -> None:
     random = np.random.default_rng(seed)
     course = course_of(str(random.choice(KINDS)), int(random.integers(0, 3000)), float(random.uniform(-30, 30)))
-    config = DetectorConfig(horizon_lives=None)  # a forecast joins offset and score
+    config = DetectorConfig(horizon_run_multiple=None)  # a forecast joins offset and score
     known, gaps, never = Detectors(HEADS, config), Detectors(HEADS, config), Detectors(HEADS, config)
     for place in range(90):
         seen = reading((place + 1) * EVERY, course)
@@ -101,9 +101,9 @@ def test_an_offset_that_is_unknown_hushes_no_score_and_where_it_is_unknown_for_a
         gaps.update(dataclasses.replace(seen, score_offset=offset))
         never.update(dataclasses.replace(seen, score_offset=np.full(N, np.nan)))
         whole = np.setdiff1d(np.arange(N), [row for _, row in unknown])
-        np.testing.assert_array_equal(gaps.pressure[:, whole], known.pressure[:, whole])
+        np.testing.assert_array_equal(gaps.warning_ratios[:, whole], known.warning_ratios[:, whole])
         # what does not show that a head sharpens may be a drift
-        assert (never.pressure[HeadSignal.SCORE] >= known.pressure[HeadSignal.SCORE]).all()
+        assert (never.warning_ratios[HeadSignal.SCORE] >= known.warning_ratios[HeadSignal.SCORE]).all()
 
 
 def watched_from(since: int, until: int, course: Course, **fields: Any) -> list[wire.Verdict]:
@@ -137,7 +137,7 @@ def now(step: int, every: int, offset: Floats, score: Floats, bias: float, **fie
     return reading(step, lambda _: (offset, score), bias=bias, since_step=step - every, **fields)
 
 
-@pytest.mark.parametrize("bias", [0.6, 0.0], ids=["pushed", "not pushed"])
+@pytest.mark.parametrize("bias", [0.6, 0.0], ids=["supported", "not supported"])
 @pytest.mark.parametrize("length", [10_000, 20_000, 50_000, 100_000])
 @pytest.mark.parametrize("kind", ["evenly", "by doublings"])
 def test_no_head_reaches_512_without_a_word_however_slowly_it_goes_there(length: int, kind: str, bias: float) -> None:
@@ -256,7 +256,7 @@ def test_a_block_says_the_same_however_many_samples_it_is_made_of(
         waiting.append(dataclasses.replace(reading(step, course, bias=bias), since_step=step - every))
         told += often.update(waiting[-1])
         first = waiting[0].since_step
-        if step - first < min(DetectorConfig().block_steps, step / BLOCKS_OF_A_LIFE):
+        if step - first < min(DetectorConfig().block_steps, step / BLOCKS_PER_RUN):
             continue
         together: dict[str, Any] = {
             "score_offset": np.mean([each.score_offset for each in waiting], axis=0),
@@ -265,7 +265,7 @@ def test_a_block_says_the_same_however_many_samples_it_is_made_of(
         }
         said += seldom.update(dataclasses.replace(waiting[-1], since_step=first, **together))
         waiting.clear()
-        np.testing.assert_allclose(often.pressure, seldom.pressure, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(often.warning_ratios, seldom.warning_ratios, rtol=1e-6, atol=1e-9)
     # A warning is cleared, and told again, by the sample that comes first when its time is over.
     assert _first(told) == _first(said)
 

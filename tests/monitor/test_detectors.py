@@ -73,9 +73,9 @@ def test_a_latest_step_is_given_once_a_supported_drift_has_gone_far_and_its_harm
     assert not given[0]
     assert given[-1]
     assert all(truth <= v.step + v.forecast_high_steps for v in told if v.forecast_high_steps is not None)
-    _, unpushed = play(explosion, until=9700)
-    assert unpushed
-    assert all(v.forecast_high_steps is None for v in unpushed)
+    _, unsupported = play(explosion, until=9700)
+    assert unsupported
+    assert all(v.forecast_high_steps is None for v in unsupported)
 
 
 def test_accumulated_delta_bias_alone_never_warns() -> None:
@@ -85,18 +85,18 @@ def test_accumulated_delta_bias_alone_never_warns() -> None:
 
 
 @pytest.mark.parametrize("bias", [-0.6, 0.0])
-def test_a_drift_that_no_delta_bias_pushes_is_believed_by_its_scores_alone(bias: float) -> None:
-    _, pushed = play(explosion, until=6000, bias=0.6)
-    unpushed, silent = play(explosion, until=8000, bias=bias)
+def test_a_drift_that_no_delta_bias_supports_is_believed_by_its_scores_alone(bias: float) -> None:
+    _, supported = play(explosion, until=6000, bias=0.6)
+    unsupported, silent = play(explosion, until=8000, bias=bias)
     assert silent == []
-    assert 0.2 < unpushed.pressure[HeadSignal.OFFSET, SICK] < 1.0  # it is looked at closely all the same
+    assert 0.2 < unsupported.warning_ratios[HeadSignal.OFFSET, SICK] < 1.0  # it is looked at closely all the same
     _, told = play(explosion, until=9700, bias=bias)  # 512 is reached at 9750
-    assert raised(pushed) == raised(told) == [HEADS[SICK]]
-    assert (pushed[0].signal, told[0].signal, told[0].cause) == ("offset", "score", "score growth")
+    assert raised(supported) == raised(told) == [HEADS[SICK]]
+    assert (supported[0].signal, told[0].signal, told[0].cause) == ("offset", "score", "score growth")
     assert {v.severity for v in told} == {"warning"}  # nothing says that harm comes of it
     past = play(explosion, until=10_500, bias=bias)[1]
     assert [v.severity for v in past if v.evidence["score"] >= 512] == ["critical"]
-    assert pushed[0].evidence["score"] < 30
+    assert supported[0].evidence["score"] < 30
     assert play(creep, until=7000, bias=bias, detectors=Detectors(HEADS, HOWEVER_FAR))[1] == []
 
 

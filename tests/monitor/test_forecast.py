@@ -271,7 +271,7 @@ def test_heads_whose_scores_were_not_recorded_are_not_held_back() -> None:
         offset, score = explosion(step)
         return offset, np.full_like(score, math.nan)
 
-    _, told = play(unscored, until=6000, bias=0.6, detectors=Detectors(HEADS, DetectorConfig(horizon_lives=0.1)))
+    _, told = play(unscored, until=6000, bias=0.6, detectors=Detectors(HEADS, DetectorConfig(horizon_run_multiple=0.1)))
     assert raised(told) == [HEADS[SICK]]
-    _, quiet = play(healthy, until=6000, detectors=Detectors(HEADS, DetectorConfig(horizon_lives=0.1)))
+    _, quiet = play(healthy, until=6000, detectors=Detectors(HEADS, DetectorConfig(horizon_run_multiple=0.1)))
     assert quiet == []

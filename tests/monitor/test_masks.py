@@ -16,7 +16,7 @@ from foreshock.kernels.flash_attention.visibility import seen_keys
 from foreshock.monitor import attach
 from foreshock.monitor.attention.probe import Sampling
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 FORMS: dict[str, Any] = {
     "bool": None,
@@ -182,7 +182,7 @@ def test_a_head_whose_scores_grow_is_warned_about_under_a_mask_in_any_form(form:
     for step in range(25, 1501, 25):
         query[:, 0] *= 2 ** (25 / 150)
         words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), mask=mask, numerics="float32")
-        seen = Readings.from_words(step=step, since_step=step - 25, words=words, modes=np.zeros(4, dtype=np.int32))
+        seen = Readings(step=step, since_step=step - 25, modes=np.zeros(4, dtype=np.int32), **head_readings(words))
         warned += [verdict for verdict in detectors.update(seen) if verdict.state == "raised"]
     assert [(verdict.layer, verdict.head, verdict.step) for verdict in warned] == [(0, 0, 550)]
 

@@ -9,7 +9,7 @@ from tests.monitor.courses import EVERY, reading
 from foreshock.contract import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, slot_values
 from foreshock.monitor.detect.detectors import Detectors
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 
 def test_words_are_read_as_means_and_a_head_without_rows_as_unknown() -> None:
@@ -17,7 +17,7 @@ def test_words_are_read_as_means_and_a_head_without_rows_as_unknown() -> None:
     words[0, Slot.ROWS] = 4
     floats = words.view(np.float64)
     floats[0, Slot.SCORE_OFFSET_SUM], floats[0, Slot.ROW_MAX_ABS] = 8.0, 5.0
-    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(2, dtype=np.int32))
+    seen = Readings(step=10, since_step=0, modes=np.zeros(2, dtype=np.int32), **head_readings(words))
     assert (seen.score_offset[0], seen.largest_score[0]) == (2.0, 5.0)
     assert np.isnan([seen.score_offset[1], seen.largest_score[1], seen.delta_bias_sum[1]]).all()
     assert words.shape == (2, SLOT_COUNT)
@@ -28,7 +28,7 @@ def test_words_are_read_as_means_and_a_head_without_rows_as_unknown() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity over a count
 def test_what_is_joined_while_it_is_gathered_is_what_the_catalogue_reads(words: Words) -> None:
     words[:, Slot.SKIPPED_ROWS] %= words[:, Slot.ROWS] + 1  # no more are skipped than there are
-    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(len(words), dtype=np.int32))
+    seen = Readings(step=10, since_step=0, modes=np.zeros(len(words), dtype=np.int32), **head_readings(words))
     apart = {key: catalog.read(f"head.{key}", words) for key in ("score_offset", "score_max", "row_max_abs")}
     bias = np.where(slot_values(words, Slot.ROWS) > 0, slot_values(words, Slot.DELTA_BIAS_SUM), np.nan)
     np.testing.assert_array_equal(seen.rows, slot_values(words, Slot.ROWS))
@@ -43,7 +43,7 @@ def test_in_the_sum_of_delta_bias_each_row_that_a_cadence_looked_at_weighs_the_s
     words = np.tile(identity_row(), (3, 1))
     words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 60, (40, 0, 60)
     words.view(np.float64)[:, Slot.DELTA_BIAS_SUM] = -1.5, 2.5, 0.0
-    seen = Readings.from_words(step=10, since_step=0, words=words, modes=np.zeros(3, dtype=np.int32))
+    seen = Readings(step=10, since_step=0, modes=np.zeros(3, dtype=np.int32), **head_readings(words))
     np.testing.assert_array_equal(seen.delta_bias_sum, [-1.5, 2.5, 0.0])
 
 

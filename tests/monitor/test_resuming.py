@@ -94,7 +94,17 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [(("past",), KeyError), (("alarms",), [1]), (("past",), "?"), (("_rate",), None), (("_bias",), {})],
+    [
+        (("past",), KeyError),
+        (("past",), "?"),
+        (("past", "values"), {}),
+        (("past", "block_steps"), 7),
+        (("alarms",), [1]),
+        (("alarms",), {"9": {}}),
+        (("peak_rate",), None),
+        (("bias_sum",), {}),
+        (("layout",), 3),
+    ],
 )
 def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are_back(
     path: tuple[str, ...], value: Any, caplog: pytest.LogCaptureFixture
@@ -104,10 +114,31 @@ def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are
     take_up(agent, state, 5)
     [line] = refusals(caplog)
     assert "the detectors begin anew; the modes of the heads are as saved" in line
+    assert "\n" not in line
     assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]  # it waits for the first step
     with attach(tiny_gpt(), **QUICK) as fresh:
         assert agent.detectors.state_dict() == fresh.detectors.state_dict()
     assert goes_on(agent).since_step == 5
+
+
+def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_and_its_detectors_begin_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = json.loads((Path(__file__).parent / "agent_state_layout_1.json").read_text())
+    agent = attach(tiny_gpt(), **QUICK)
+    agent.load_state_dict(state)
+    [line] = refusals(caplog)
+    assert "the saved detectors have layout 1, this version reads layout 2" in line
+    assert "\n" not in line
+    assert (agent.run, agent.current_step) == ("saved-before", 5)
+    assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]
+    with attach(tiny_gpt(), **QUICK) as fresh:
+        assert agent.detectors.state_dict() == fresh.detectors.state_dict()
+    assert goes_on(agent).since_step == 5
+    strict = attach(tiny_gpt(), strict=True, **QUICK)
+    with pytest.raises(ValueError, match="layout 1"):
+        strict.load_state_dict(state)
+    strict.close()
 
 
 def test_another_window_and_another_model_resume_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from tests.monitor.courses import (
 from foreshock.contract.modes import Mode
 from foreshock.contract.slots import Floats, Slot, identity_row
 from foreshock.monitor.detect.detectors import DetectorConfig, Detectors
-from foreshock.monitor.detect.readings import Readings
+from foreshock.monitor.detect.readings import Readings, head_readings
 
 
 def test_where_nothing_rounds_no_head_fails_by_rounding() -> None:
@@ -84,7 +84,7 @@ def test_one_sample_raises_a_bounded_number_of_verdicts() -> None:
     heads = [(layer, head) for layer in range(20) for head in range(20)]
     words = np.tile(identity_row(), (len(heads), 1))
     words[:, Slot.NONFINITE_ROWS] = 7
-    sample = Readings.from_words(step=1, since_step=0, words=words, modes=np.zeros(len(heads), dtype=np.int32))
+    sample = Readings(step=1, since_step=0, modes=np.zeros(len(heads), dtype=np.int32), **head_readings(words))
     told = Detectors(heads).update(sample)
     assert 1 <= len(told) <= 17
     assert told[0].layer == 0

@@ -1,32 +1,36 @@
 """Numbers that are not finite: in which heads, since when, and from which checkpoint a run can still be resumed."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.readings import Readings
 
 RUN: Final = -1
 """Index that stands for the whole run."""
-BROKEN: Final = "nonfinite"
+NON_FINITE: Final = "nonfinite"
 """The signal of what is not finite."""
 
 
-class Broken:
-    """What a run's samples hold that is not finite, in the order of their steps."""
+@dataclass(slots=True)
+class NonFiniteTracker:
+    """Since when samples hold values that are not finite; None while none does.
 
-    def __init__(self, overflow_steps: int) -> None:
-        self._overflow_steps = overflow_steps
-        self.since: Floats = np.full(3, np.nan)
-        """of samples in a row whose gradients alone overflowed, the step of the first and the step suspected with it;
-        of samples in a row that are broken, the step suspected with the first: its update may have broken weights"""
+    The step suspected is the one whose update may have broken the weights.
+    """
 
-    def update(self, readings: Readings) -> Sequence[int]:
-        """The heads, and the run, that are broken."""
-        overflowed = self._only_overflowed(readings)
+    overflow_step: int | None = None
+    """of samples in a row whose gradients alone overflowed, the first"""
+    overflow_suspect_step: int | None = None
+    """the step suspected with it"""
+    suspect_step: int | None = None
+    """the step suspected with the first of the samples in a row that are broken"""
+
+    def update(self, readings: Readings, overflow_steps: int) -> list[int]:
+        """The heads, and the run, that are broken; after so many steps of overflow these too."""
+        overflowed = self._only_overflowed(readings, overflow_steps)
         heads = np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
         if not overflowed:
             heads |= readings.nonfinite_rows > 0
@@ -34,22 +38,23 @@ class Broken:
         is_broken = any(value is not None and not math.isfinite(value) for value in of_run)
         broken = [*([RUN] if is_broken else []), *np.flatnonzero(heads).tolist()]
         if not broken:
-            self.since[2] = math.nan
-        elif math.isnan(self.since[2]):
-            self.since[2] = _suspected(readings) if math.isnan(self.since[1]) else self.since[1]
+            self.suspect_step = None
+        elif self.suspect_step is None:
+            since_overflow = self.overflow_suspect_step
+            self.suspect_step = _suspected(readings) if since_overflow is None else since_overflow
         return broken
 
-    def _only_overflowed(self, readings: Readings) -> bool:
+    def _only_overflowed(self, readings: Readings, overflow_steps: int) -> bool:
         """Whether gradients alone were not finite, and not for long: a GradScaler finds its scale by such steps, which
         it skips. After a step that was not skipped the loss would not be finite either."""
         loss, norm = readings.loss, readings.grad_norm
         in_gradients = bool((readings.nonfinite_rows > 0).any()) if norm is None else not math.isfinite(norm)
         if loss is None or not math.isfinite(loss) or not in_gradients:
-            self.since[:2] = math.nan
+            self.overflow_step = self.overflow_suspect_step = None
             return False
-        if math.isnan(self.since[0]):
-            self.since[:2] = readings.step, _suspected(readings)
-        return bool(readings.step - self.since[0] < self._overflow_steps)
+        if self.overflow_step is None:
+            self.overflow_step, self.overflow_suspect_step = readings.step, _suspected(readings)
+        return readings.step - self.overflow_step < overflow_steps
 
 
 def _suspected(readings: Readings) -> int:
