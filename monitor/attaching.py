@@ -29,6 +29,7 @@ from foreshock.monitor.config import AgentConfig, make_config
 from foreshock.monitor.model.discovery import Found, find_attention
 from foreshock.monitor.model.table import table_of
 from foreshock.monitor.model.weights import device_of
+from foreshock.monitor.qk_clip.latent_proof import LatentProof
 
 _NO_ATTENTION: Final = (
     "no attention was found in {model}: the code of no module was seen to call "
@@ -153,7 +154,10 @@ def _layers_of(watched: list[Found], state: Tensor, modes: Tensor, settings: Age
     layers = []
     for f, own_state, own_modes in zip(watched, state.split(sizes), modes.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         layer = WatchedLayer(f.name or "model", own_state, own_modes, settings.numerics, strict=settings.strict)
-        layer.layout = LayoutProof(f.projection, f.unmeasured)
+        if f.owner is None:
+            layer.layout = LayoutProof(f.projection, f.unmeasured)
+        else:
+            layer.layout = LatentProof(f.owner, f.heads, f.unmeasured)
         layers.append(layer)
     return layers
 

@@ -6,7 +6,7 @@ its queries and keys. At the next reading of the norms these numbers tell the la
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -68,9 +68,12 @@ class LayoutProof:
             return
         query, key = (rows.holder for rows in (self._found.query, self._found.key))
         for holder, hook in ((query, _note_both),) if query is key else ((query, _note_query), (key, _note_key)):
-            vars(holder)[LAYOUT_ATTRIBUTE] = self
-            holder._forward_hooks[_HOOK_ID] = hook
-            self._undo.append(functools.partial(_unhook, holder, leave_no_trace_in_copies(holder)))
+            self._watch(holder, hook)
+
+    def _watch(self, holder: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> None:
+        vars(holder)[LAYOUT_ATTRIBUTE] = self
+        holder._forward_hooks[_HOOK_ID] = hook
+        self._undo.append(functools.partial(_unhook, holder, leave_no_trace_in_copies(holder)))
 
     def stop(self) -> None:
         """Take the hooks out again."""
@@ -95,7 +98,7 @@ class LayoutProof:
 
     @property
     def proved(self) -> Projection | None:
-        """What `current` gave last."""
+        """What `scalable` gave last, but for sentences."""
         return None if self.gone else self._proved
 
     @property
@@ -110,9 +113,9 @@ class LayoutProof:
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
-    def meet(self, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        """Attention is given query [..., H, S, D] and key [..., Hkv, S, D]: keep a few tokens of them and of what the
-        projections gave. Compiled code cannot keep: it returns them, for the probe to `keep`. Never raises.
+    def meet(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few tokens of them and of
+        what the projections gave. Compiled code cannot keep: it returns them, for the probe to `keep`. Never raises.
         """
         of_query, of_key = self.of_query, self.of_key
         self.of_query = self.of_key = None
@@ -203,11 +206,20 @@ class LayoutProof:
         self._accept_proof(placed.of_weights_alone("heads are normalised") if normalised else placed)
 
     def _accept_proof(self, placed: Projection) -> None:
-        for holder in filter(computes_otherwise, self.holders):
+        for why in self._otherwise(self.holders):
+            placed = placed.of_weights_alone(why)
+        self._proved, self._changes = placed, {}
+
+    def _otherwise(self, holders: Iterable[nn.Module]) -> Iterator[str]:
+        """Why outputs of projections do not follow from their weights, as far as their calls showed."""
+        for holder in filter(computes_otherwise, holders):
             both = self._changes.get(holder)
             if both is None or not bool((both[0] - both[1]).norm() <= _ALLOWED * both[1].norm()):
-                placed = placed.of_weights_alone(f"{type(holder).__name__} has a forward of its own")
-        self._proved, self._changes = placed, {}
+                yield f"{type(holder).__name__} has a forward of its own"
+
+    def scalable(self) -> Projection | str:
+        """What QK-Clip may scale now, or why it may not."""
+        return self.current() or self.describe().removeprefix("norms unknown: ")
 
     def describe(self) -> str:
         """Where the weights lie, or why that is unknown."""
@@ -223,24 +235,24 @@ def _unhook(holder: nn.Module, stay_clean: Callable[[], None]) -> None:
 
 
 def _note_query(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := _proof_of(module, output)) is not None:
+    if (proof := proof_of(module, output)) is not None:
         proof.note(module, args, output)
         proof.of_query = output.detach()
 
 
 def _note_key(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := _proof_of(module, output)) is not None:
+    if (proof := proof_of(module, output)) is not None:
         proof.note(module, args, output)
         proof.of_key = output.detach()
 
 
 def _note_both(module: nn.Module, args: Any, output: Any) -> None:
-    if (proof := _proof_of(module, output)) is not None:
+    if (proof := proof_of(module, output)) is not None:
         proof.note(module, args, output)
         proof.of_query = proof.of_key = output.detach()
 
 
-def _proof_of(module: nn.Module, output: Any) -> LayoutProof | None:
+def proof_of(module: nn.Module, output: Any) -> LayoutProof | None:
     """The proof that is to take note of an output; None where nothing is open or the output is no plain tensor."""
     proof: LayoutProof | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     if proof is None or not isinstance(output, Tensor) or output.dim() < 2:

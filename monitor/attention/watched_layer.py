@@ -274,7 +274,7 @@ class WatchedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
         """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
-        tokens = () if self.layout is None else self.layout.meet(query, key)
+        tokens = () if self.layout is None else self.layout.meet(query, key, value)
         if tokens and self.tick is not None:  # compiled code, which has no probe here
             torch.ops.foreshock.keep_tokens(self.tick, tokens, self.sampling)
         self._note(**options)
@@ -327,7 +327,7 @@ class WatchedLayer:
         self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *, packed: Packed | None = None, **options: Any
     ) -> Tensor:
         """`out` [..., H, Sq, D] of the model's own attention, of which the backward measures a sample where asked."""
-        tokens = () if self.layout is None else self.layout.meet(query, key)
+        tokens = () if self.layout is None else self.layout.meet(query, key, value)
         if self.tick is None or not self._meets(query, out):
             return out
         if (reason := self._misfit(query, key, value)) is not None:

@@ -25,6 +25,7 @@ from foreshock.monitor.model.callees import (
     own_name,
 )
 from foreshock.monitor.model.layers import (
+    NOT_FOUND,
     Projection,
     all_query_heads,
     find_projection,
@@ -118,6 +119,8 @@ class Found:
     projection: Projection | None = None
     unmeasured: str = ""
     """Why the norms of its weights are not measured, where there is no projection."""
+    owner: nn.Module | None = None
+    """Whose children make its queries and keys, where no name tells which."""
     problem: str | None = None
     also: tuple[str, ...] = ()
     """Other names of the very same module: the layers of a model may share one."""
@@ -224,8 +227,11 @@ def _describe(name: str, module: nn.Module, parent: nn.Module | None, route: Rou
         kv_heads = key_heads_by_width(owner, heads, head_dim)
         if 0 < kv_heads < heads:
             projection = find_projection(owner, heads, kv_heads, head_dim)
-    why = "" if projection is not None else why_unmeasured(owner)
-    return Found(name, module, route, heads, kv_heads, head_dim, projection=projection, unmeasured=why)
+    if projection is not None:
+        return Found(name, module, route, heads, kv_heads, head_dim, projection=projection)
+    why = why_unmeasured(owner)
+    unnamed = owner if why == NOT_FOUND else None
+    return Found(name, module, route, heads, kv_heads, head_dim, unmeasured=why, owner=unnamed)
 
 
 def _share(found: Found, model: nn.Module) -> Found:

@@ -137,6 +137,13 @@ class Projection:
     query: HeadRows
     key: HeadRows
     owner: nn.Module
+    query_of_shared: HeadRows | None = None
+    """The query features that meet keys which all heads share, where `key` is only what is each head's own."""
+
+    @property
+    def sides(self) -> list[HeadRows]:
+        """All rows that are a head's own."""
+        return [side for side in (self.query, self.key, self.query_of_shared) if side is not None]
 
     def of_heads(self, heads: range, kv_heads: range) -> "Projection":
         """The same for some of its heads only."""
@@ -186,7 +193,7 @@ class Projection:
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
     """W_Q and W_K of an attention module, or None where they cannot be told (`why_unmeasured` says why)."""
-    if why_unmeasured(module) != _NOT_FOUND:
+    if why_unmeasured(module) != NOT_FOUND:
         return None
     projection = _find_projection(module, heads, kv_heads, head_dim)
     if projection is None:
@@ -194,7 +201,7 @@ def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int)
     return projection.of_weights_alone("heads are normalised") if normalises_heads(module) else projection
 
 
-_NOT_FOUND: Final = "W_Q and W_K were not found"
+NOT_FOUND: Final = "W_Q and W_K were not found"
 _FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEAD_NORM: Final = re.compile(r"(q|k|query|key|qk)_?(layer_?norm|norm|ln)|(layer_?norm|norm|ln)_?(q|k|query|key|qk)")
 _HEAD_NORM_FLAGS: Final = ("qk_norm", "norm_qk", "use_qk_norm", "qk_layernorm")
@@ -220,10 +227,15 @@ def why_unmeasured(module: nn.Module) -> str:
             return f"the weight of {name} is kept as {dtype} and scaled elsewhere"
         if isinstance(weight, Tensor) and is_wrapped(weight):
             return f"the weight of {name} is kept as {type(weight).__name__}"
-        if name in _PROJECTIONS and child is not None and why_unread(child) is not None:
-            package = type(child).__module__.partition(".")[0]
-            return f"{name} is {package}'s {type(child).__name__}, {why_unread(child)}"
-    return _NOT_FOUND
+        if name in _PROJECTIONS and child is not None and (why := why_projection_unread(name, child)):
+            return why
+    return NOT_FOUND
+
+
+def why_projection_unread(name: str, projection: nn.Module) -> str:
+    """Why the weight of a module's projection cannot be told, in words; "" where it can."""
+    package, why = type(projection).__module__.partition(".")[0], why_unread(projection)
+    return "" if why is None else f"{name} is {package}'s {type(projection).__name__}, {why}"
 
 
 def _find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:

@@ -2,7 +2,9 @@
 
 Kimi K2 (arXiv 2507.20534, section 2.1): with S the largest score of a head in the step just made and tau the threshold,
 gamma = min(1, tau / S); W_Q and the bias of the queries are scaled by gamma^alpha, W_K and the bias of the keys by
-gamma^(1 - alpha), so that the same scores would be tau at most. It changes the weights, so it is asked for by itself.
+gamma^(1 - alpha), so that the same scores would be tau at most. In multi-head latent attention that is so for the part
+of the keys that is each head's own; the queries of the part that all heads share are scaled by gamma, its keys not at
+all. It changes the weights, so it is asked for by itself.
 
 It mends scores that grow by a learning rate that is too high. It does not mend a drift by rounding: there the large
 scores are a shift that softmax does not see, and scaling would cut what the head has learnt.
@@ -26,6 +28,8 @@ from foreshock.monitor.model.weights import is_conv1d, stored
 
 ALPHA: Final = 0.5
 """The share of the queries in the scaling, as in Kimi K2."""
+_QUERY, _KEY, _QUERY_ALONE = range(3)
+"""What a part of the weights is to the scores: scaled together with the other, or for both."""
 logger: Final = logging.getLogger("foreshock")
 
 
@@ -98,8 +102,9 @@ class QKClip:
         self._total = len(self._scores)
         self._sources: list[_Source] = []
         self._parts: list[_Parts] = []
-        self._exponents = torch.zeros((2, self._total), dtype=torch.float64, device=state.device)
-        """Of each head's gamma, for the queries and for the keys."""
+        exponents = [[ALPHA], [1.0 - ALPHA], [1.0]]
+        self._exponents: Final = torch.tensor(exponents, dtype=torch.float64, device=state.device)
+        """Of each head's gamma, by what a part is to the scores."""
         self._unfit = torch.ones_like(self._scores)
         """1 for heads of layers that are refused, else 0."""
         self.done = torch.zeros((2, self._total), dtype=torch.float64, device=state.device)
@@ -125,25 +130,18 @@ class QKClip:
             for place in sharing if len(sharing) > 1 else ():
                 others = ", ".join(str(self._layers[other].layer) for other in sorted(sharing - {place}))
                 whys[place] = whys[place] or f"it shares W_Q or W_K with layer {others}, which would be scaled with it"
-        unfit, exponents = np.ones(self._total), np.zeros((2, self._total))
+        unfit = np.ones(self._total)
         parts: dict[torch.dtype, tuple[list[Tensor], list[int]]] = {}
         start = 0
         for layer, projection, why in zip(self._layers, projections, whys, strict=True):
-            heads = slice(start, start + len(layer.heads))
             if why is not None:
                 self.refused[layer.layer] = why
             elif isinstance(projection, Projection):
-                # Query heads that read one key head pass the threshold one by one. There queries alone are scaled: the
-                # scores of a head change by its own gamma, and the other heads of its group do not change at all.
-                grouped = len(set(projection.key.starts)) < len(layer.heads)
-                unfit[heads] = 0.0
-                exponents[:, heads] = [[1.0], [0.0]] if grouped else [[ALPHA], [1.0 - ALPHA]]
-                self._add(projection.query, start, parts)
-                if not grouped:
-                    self._add(projection.key, self._total + start, parts)
+                unfit[start : start + len(layer.heads)] = 0.0
+                for side, role in _roles(projection, len(layer.heads)):
+                    self._add(side, role * self._total + start, parts)
             start += len(layer.heads)
         self._unfit.copy_(torch.from_numpy(unfit))
-        self._exponents.copy_(torch.from_numpy(exponents))
         self._parts = [_Parts(*of_dtype) for of_dtype in parts.values() if of_dtype[0]]
 
     def _add(self, side: HeadRows, place: int, parts: dict[torch.dtype, tuple[list[Tensor], list[int]]]) -> None:
@@ -235,6 +233,18 @@ class QKClip:
         self.done[1].zero_()
 
 
+def _roles(projection: Projection, heads: int) -> Iterator[tuple[HeadRows, int]]:
+    """The parts of the weights that are scaled, and what each is to the scores."""
+    # Query heads that read one key head pass the threshold one by one. There queries alone are scaled: the scores of a
+    # head change by its own gamma, and the other heads of its group do not change at all.
+    grouped = len(set(projection.key.starts)) < heads
+    yield projection.query, _QUERY_ALONE if grouped else _QUERY
+    if not grouped:
+        yield projection.key, _KEY
+    if projection.query_of_shared is not None:
+        yield projection.query_of_shared, _QUERY_ALONE
+
+
 def _why_refused(projection: Projection | str | None, device: torch.device) -> str | None:
     """Why the heads of a layer cannot be scaled; None where they can."""
     if projection is None:
@@ -243,7 +253,7 @@ def _why_refused(projection: Projection | str | None, device: torch.device) -> s
         return projection
     if "norms of the weights alone" in projection.layout:
         return f"its scores do not follow from its weights alone ({projection.layout})"
-    for side in (projection.query, projection.key):
+    for side in projection.sides:
         weight = stored(side.holder, side.weight)
         if not isinstance(weight, nn.Parameter):
             return "its weight is computed from others"
@@ -261,7 +271,7 @@ def _why_refused(projection: Projection | str | None, device: torch.device) -> s
 
 def parameters_of(projection: Projection) -> Iterator[nn.Parameter]:
     """Weights and biases of queries and keys."""
-    for side in (projection.query, projection.key):
+    for side in projection.sides:
         yield from (parameter for _, parameter, _ in _of(side))
 
 

@@ -23,9 +23,9 @@ def projection_of(
         return why
     if layer.unserved:
         return f"some of its calls are not watched ({next(iter(layer.unserved))})"
-    found = layout.current()
-    if found is None:
-        return layout.describe().removeprefix("norms unknown: ")
+    found = layout.scalable()
+    if isinstance(found, str):
+        return found
     for parameter in parameters_of(found):
         if (why := _why_not_owned(parameter, optimizers)) is not None:
             return why

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.test_clipping import EVERY, TAU, two_layers
-from tests.monitor.test_foreign_models import DECODER, EXPERTS, LATENT, logits_and_gradients, tiny
+from tests.monitor.test_foreign_models import DECODER, EXPERTS, logits_and_gradients, tiny
 from tests.monitor.tiny_models import CausalSelfAttention, batch, train_step
 from torch import Tensor, nn
 
@@ -42,13 +42,7 @@ def tied() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-MULTI_HEAD_LATENT = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "latent": (lambda: tiny("DeepseekV3", **MULTI_HEAD_LATENT), "W_Q and W_K were not found"),
-    "latent, queries in one piece": (
-        lambda: tiny("DeepseekV3", **MULTI_HEAD_LATENT | {"q_lora_rank": None}),
-        "W_Q and W_K were not found",
-    ),
     "norms of queries and keys": (
         lambda: tiny("Qwen3", **DECODER),
         "its scores do not follow from its weights alone (separate (q_proj, k_proj), norms of the weights alone: "

@@ -1,0 +1,389 @@
+"""QK-Clip scales multi-head latent attention as Kimi K2 did: by rows that a call showed, or not at all."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.latent_models import (
+    AsInThePaper,
+    FeaturesFirst,
+    LatentAttention,
+    RotaryFirst,
+    in_halves,
+    inputs_of,
+    neighbours_to_halves,
+    scores,
+    two_latent_layers,
+    unturned,
+)
+from tests.monitor.test_clipping import EVERY
+from tests.monitor.test_foreign_models import DECODER, LATENT, X, tiny
+from tests.monitor.tiny_models import batch
+from torch import Tensor, nn
+
+from foreshock.monitor import attach
+from foreshock.monitor.qk_clip import scaling
+
+CLIPS: dict[str, Any] = EVERY | {"qk_clip": "always", "qk_clip_every_steps": 1, "numerics": "float32"}
+OF_TRANSFORMERS = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}
+HAND_WRITTEN: dict[str, Callable[[], LatentAttention]] = {
+    "DeepSeek's own code": LatentAttention,
+    "rotary in halves": lambda: LatentAttention(in_halves),
+    "neighbours put into halves": lambda: LatentAttention(neighbours_to_halves),
+    "no positions": lambda: LatentAttention(unturned),
+    "with biases": lambda: LatentAttention(bias=True),
+    "rotary first, all heads of a part together": RotaryFirst,
+    "features before heads": FeaturesFirst,
+    "a matrix for each part": AsInThePaper,
+}
+
+
+def hand_written(kind: str) -> tuple[nn.Module, list[Any], Callable[..., Any]]:
+    model = two_latent_layers(HAND_WRITTEN[kind])
+    return model, list(model.blocks), lambda block, head: block.rows(head)
+
+
+def of_transformers(kind: str, **sizes: Any) -> tuple[nn.Module, list[Any], Callable[..., Any]]:
+    model: Any = tiny(kind, **OF_TRANSFORMERS | sizes)
+    model.config.use_cache = False
+
+    def rows(attention: Any, head: int) -> list[tuple[Any, list[int], str]]:
+        nope, both = attention.qk_nope_head_dim, attention.qk_head_dim
+        query, key = head * both, head * (nope + attention.v_head_dim)
+        of_query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+        return [
+            (of_query, list(range(query, query + nope)), "query"),
+            (of_query, list(range(query + nope, query + both)), "query alone"),
+            (attention.kv_b_proj, list(range(key, key + nope)), "key"),
+        ]
+
+    return model, [layer.self_attn for layer in model.model.layers], rows
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any], Callable[..., Any]]]] = {
+    **{kind: lambda kind=kind: hand_written(kind) for kind in HAND_WRITTEN},  # type: ignore[misc]
+    "DeepSeek-V2": lambda: of_transformers("DeepseekV2"),
+    "DeepSeek-V2-Lite, queries from no latent": lambda: of_transformers("DeepseekV2", q_lora_rank=None),
+    "DeepSeek-V3": lambda: of_transformers("DeepseekV3"),
+    "DeepSeek-V3, values of another width": lambda: of_transformers("DeepseekV3", v_head_dim=6, qk_nope_head_dim=12),
+    "DeepSeek-V3, rotary in halves": lambda: of_transformers("DeepseekV3", rope_interleave=False),
+    "DeepSeek-V3.2": lambda: of_transformers("DeepseekV32"),
+    "MiniCPM3": lambda: of_transformers("MiniCPM3"),
+    "GLM-4.7-Flash": lambda: of_transformers("Glm4MoeLite"),
+    "Mistral 4": lambda: of_transformers("Mistral4"),
+    "Youtu": lambda: of_transformers("Youtu"),
+}
+
+
+def step(model: nn.Module, ids: Tensor = X) -> None:
+    """A forward and a backward; no optimizer changes anything."""
+    out: Any = model(ids)
+    logits = getattr(out, "logits", out)
+    torch.autograd.backward(logits.square().mean())
+
+
+def left_out(agent: Any) -> str:
+    return str(agent.report().partition("left out: ")[2])
+
+
+@pytest.mark.promise("A26")
+@pytest.mark.parametrize("alpha", [0.5, 0.3])
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_part_of_a_head_is_scaled_as_a_float64_loop_has_it_and_its_scores_by_gamma(
+    kind: str, attention: Any, alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "ALPHA", alpha)
+    model, blocks, rows = MODELS[kind]()
+    with inputs_of(*blocks) as given:
+        step(model)
+    before = [scores(block, each) for block, each in zip(blocks, given, strict=True)]
+    largest = torch.stack([each.amax((0, 2, 3)) for each in before])
+    in_order = largest.flatten().sort().values
+    tau = float(in_order[3:5].mean())  # some heads pass it, and some do not
+    gamma = torch.where(largest > tau, tau / largest, 1.0)
+    assert 0 < int((gamma < 1).sum()) < gamma.numel()
+    expected = {id(p): p.detach().double() for p in model.parameters()}
+    for block, of_heads in zip(blocks, gamma.tolist(), strict=True):
+        for head, factor in enumerate(of_heads):
+            powers = {"query": factor**alpha, "key": factor ** (1 - alpha), "query alone": factor}
+            for projection, own, role in rows(block, head):
+                for parameter in projection.parameters():  # its weight, and its bias
+                    for row in own:
+                        expected[id(parameter)][row] = expected[id(parameter)][row] * powers[role]
+    weights = {id(p): p.detach().clone() for p in model.parameters()}
+    with attach(model, **CLIPS | {"attention": attention, "qk_clip_threshold": tau}) as agent:
+        step(model)
+        agent.step()
+        assert left_out(agent) == ""
+        assert agent.faults == {}
+    for name, parameter in model.named_parameters():
+        true = expected[id(parameter)]
+        torch.testing.assert_close(parameter.detach().double(), true, rtol=1e-5, atol=0, msg=name)
+        same = true == weights[id(parameter)].double()
+        assert torch.equal(parameter[same], weights[id(parameter)][same]), name
+    for block, each, old, factors in zip(blocks, given, before, gamma, strict=True):
+        new = scores(block, each)  # of the same input
+        wanted = old * factors[:, None, None]
+        hidden = wanted == float("-inf")
+        torch.testing.assert_close(
+            new.masked_fill(hidden, 0), wanted.masked_fill(hidden, 0), rtol=1e-4, atol=1e-5 * float(largest.max())
+        )
+
+
+class NormedQueries(LatentAttention):
+    """A norm of each head's queries behind the up-projection."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return nn.functional.rms_norm(query, query.shape[-1:]), key, value
+
+
+class NormedOwnKeys(LatentAttention):
+    """A norm of the keys that are each head's own."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, torch.cat([nn.functional.rms_norm(key[..., :6], (6,)), key[..., 6:]], -1), value
+
+
+class NormedRotaryQueries(LatentAttention):
+    """A norm of the rotary part of the queries, of all heads together."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        rope = query[..., 6:]
+        rope = rope / rope.square().mean((1, 3), keepdim=True).sqrt()
+        return torch.cat([query[..., :6], rope], -1), key, value
+
+
+class NormedSharedKeys(LatentAttention):
+    """A norm of the rotary key that all heads share: it is not scaled, so that nothing stands in the way."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, torch.cat([key[..., :6], nn.functional.rms_norm(key[..., 6:], (4,))], -1), value
+
+
+class KeysAreValues(LatentAttention):
+    """Each head reads its own keys."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = super().heads(x)
+        return query, key, key[..., :6]
+
+
+class OneHead(LatentAttention):
+    """A single head."""
+
+    n_heads = 1
+
+
+class OneKeyHead(LatentAttention):
+    """All query heads read one key head, which has all that is left of the latent."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, key[:, :1], value[:, :1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Rounding(nn.Linear):
+    """Its weight is rounded in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, (4 * self.weight).round() / 4)
+
+
+class Adapted(nn.Linear):
+    """A projection with an adapter that does nothing yet, as adapters begin."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.lora_A = nn.Parameter(torch.randn(2, base.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight + self.lora_B @ self.lora_A)
+
+
+def with_projections(name: str, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    model: Any = two_latent_layers()
+    for block in model.blocks:
+        setattr(block, name, make(getattr(block, name)))
+    return model  # type: ignore[no-any-return]
+
+
+def one_up_projection() -> nn.Module:
+    """Two layers that compute with one module."""
+    model: Any = two_latent_layers()
+    model.blocks[1].wkv_b = model.blocks[0].wkv_b
+    return model  # type: ignore[no-any-return]
+
+
+def one_weight() -> nn.Module:
+    """Two layers whose modules hold one weight."""
+    model: Any = two_latent_layers()
+    model.blocks[1].wkv_b.weight = model.blocks[0].wkv_b.weight
+    return model  # type: ignore[no-any-return]
+
+
+def rounding(old: nn.Linear) -> nn.Module:
+    new = Rounding(old.in_features, old.out_features, bias=False)
+    new.weight = old.weight
+    return new
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    model.get_parameter("embedding.weight").requires_grad_()
+    return model
+
+
+NOTHING_FITS = "in no known order do the outputs of its projections (wq_a, wq_b, wkv_a, wkv_b) give its "
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS + "queries"),
+    "own keys normed behind it": (lambda: two_latent_layers(NormedOwnKeys), NOTHING_FITS + "own keys"),
+    "rotary queries normed behind it": (
+        lambda: two_latent_layers(NormedRotaryQueries),
+        NOTHING_FITS + "queries of the shared keys",
+    ),
+    "values that are keys": (lambda: two_latent_layers(KeysAreValues), "wkv_b are keys and values at once"),
+    "a single head": (lambda: two_latent_layers(OneHead), "of a single head no call can show"),
+    "one key head": (lambda: two_latent_layers(OneKeyHead), "its 4 query heads read 1 key heads"),
+    "a rounded weight": (lambda: with_projections("wq_b", rounding), "Rounding has a forward of its own"),
+    "adapters": (lambda: with_projections("wkv_b", Adapted), "wkv_b is tests's Adapted, which has adapters"),
+    "one module in two layers": (one_up_projection, "another layer computes with its wkv_b as well"),
+    "one weight in two layers": (one_weight, "it shares W_Q or W_K with layer"),
+    "frozen weights": (lambda: frozen(two_latent_layers()), "its weight is frozen"),
+}
+
+
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reason(kind: str, attention: Any) -> None:
+    make, why = REFUSED[kind]
+    model = make()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with attach(model, **CLIPS | {"attention": attention, "qk_clip_threshold": 1e-6}) as agent:
+        for number in range(4):
+            step(model, batch(number))
+            agent.step()
+        assert why in left_out(agent)
+        assert "blocks.0" in left_out(agent)
+        assert "blocks.1" in left_out(agent)
+        assert agent.faults == {}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("make", "scaled"),
+    [
+        (LatentAttention, True),
+        (AsInThePaper, True),
+        (RotaryFirst, True),
+        (NormedSharedKeys, True),
+        (NormedQueries, False),
+        (NormedOwnKeys, False),
+        (NormedRotaryQueries, False),
+    ],
+)
+def test_rounding_neither_hides_the_rows_nor_a_norm(make: type[LatentAttention], scaled: bool, dtype: Any) -> None:
+    model = two_latent_layers(make).to(dtype)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with attach(model, **CLIPS | {"numerics": "auto", "qk_clip_threshold": 1e-3}) as agent:
+        agent.qk_clip_with(optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        for number in range(4):
+            step(model, batch(number))
+            agent.step()
+        assert (left_out(agent) == "") == scaled
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert same != scaled
+
+
+def test_a_call_that_does_not_tell_scales_nothing_and_the_next_that_does_is_enough() -> None:
+    model = two_latent_layers()
+    same = torch.full((2, 12), 7)  # all tokens of the first layer are one
+    weight: Any = model.get_parameter("blocks.0.wq_b.weight")
+    before = weight.detach().clone()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        for ids in (same, batch(0)[:, :2], same, same, same):
+            step(model, ids)
+            agent.step()
+            assert "no call of uncompiled code has shown yet which rows are which head's" in left_out(agent)
+            assert torch.equal(weight, before)
+        step(model, batch(0))
+        agent.step()
+        assert left_out(agent) == ""
+        assert not torch.equal(weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_compiled_code_shows_nothing_and_goes_on_being_scaled_after_one_step_without_it() -> None:
+    model = two_latent_layers()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        step(compiled, batch(0))
+        agent.step()
+        assert "no call of uncompiled code has shown yet" in left_out(agent)
+    torch._dynamo.reset()
+    model = two_latent_layers()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        step(model, batch(0))
+        agent.step()
+        compiled = torch.compile(model, backend="aot_eager")
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            model.embedding.weight.mul_(100)
+        step(compiled, batch(1))
+        agent.step()
+        assert left_out(agent) == ""
+        changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)]
+        assert sum(changed) == 1 + 2 * 2  # the embedding, and wq_b and wkv_b of both layers
+    torch._dynamo.reset()
+
+
+def test_a_projection_that_is_replaced_is_found_again() -> None:
+    model: Any = two_latent_layers()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6, "norms_every_steps": 1}) as agent:
+        for number in range(2):
+            step(model, batch(number))
+            agent.step()
+        assert left_out(agent) == ""
+        for block in model.blocks:
+            block.wkv_b = nn.Linear(12, 48, bias=False)
+            nn.init.normal_(block.wkv_b.weight)
+        new = [block.wkv_b.weight.detach().clone() for block in model.blocks]
+        for number in range(3):
+            step(model, batch(number))
+            agent.step()
+        assert left_out(agent) == ""
+        assert all(not torch.equal(block.wkv_b.weight, old) for block, old in zip(model.blocks, new, strict=True))
+
+
+def test_projections_carry_nothing_of_ours_once_their_rows_are_known_nor_do_copies_before() -> None:
+    model = two_latent_layers()
+    bare = [sorted(vars(module)) for module in model.modules()]
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [sorted(vars(module)) for module in other.modules()] == bare
+            assert not any(module._forward_hooks for module in other.modules())
+        step(model, batch(0))
+        agent.step()
+        projections = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        assert not any(module._forward_hooks for module in projections)
+    assert [sorted(vars(module)) for module in model.modules()] == bare
+
+
+def test_its_norms_stay_unknown() -> None:
+    with attach(two_latent_layers(), **CLIPS | {"norms_every_steps": 1}) as agent:
+        assert "norms are not measured: W_Q and W_K were not found" in agent._attached.report
