@@ -20,6 +20,8 @@ Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
 
 CAUSES: Final[tuple[IncidentCause, ...]] = ("rounding", "score growth", "not finite", "other")
+TOGETHER: Final[frozenset[IncidentCause]] = frozenset(("rounding", "score growth"))
+"""Causes that are one incident where they stand at one time: the cure of the one must not hide or harm the other's."""
 SHOWN_BY: Final[dict[IncidentCause, str]] = {
     "rounding": "head.score_offset",
     "score growth": "head.score_max",
@@ -107,17 +109,15 @@ def decision(
     over: bool = False,
     ended: bool = False,
     clip: str | None = None,
-    drifts: bool = False,
 ) -> Decision:
     """What is done about an incident, and what is left to people.
 
     heads: those that are warned about, 0 where that is not known; switched: how many of them have a cure; before_step:
     where the incident began, where that is known; finite: False where numbers that are not finite were seen;
     orders_known: whether the reader knows what was ordered, as the service does; order: the newest that concerns it;
-    over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`; drifts: whether
-    rounding drives heads of the run too, and no switch has ended that.
+    over: whether nothing grows any more; ended: whether the run has ended; clip: `Started.qk_clip`.
     """
-    act = act_on(cause, policy, clip) if not drifts else act_on(cause, policy)
+    act = act_on(cause, policy, clip)
     checkpoint = "a checkpoint before " + ("the first warning" if before_step is None else f"step {before_step:,}")
     if ended and progress != "arrested":
         how = _RESUMED["rounding, cured" if curable(cause) and progress == "not arrested" else cause]
@@ -132,7 +132,7 @@ def decision(
             "rate.",
         )
     if cause == "score growth" and clip is not None:
-        return _clipped(act, clip, checkpoint, order, drifts)
+        return _clipped(act, clip, checkpoint, order)
     if not curable(cause):
         return Decision(
             act,
@@ -170,7 +170,23 @@ def decision(
     return _unswitched(act, mitigation, scope, switched, heads, order, orders_known, over)
 
 
-def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None, drifts: bool) -> Decision:
+def in_order(drift: Decision, growth: Decision, clip: str | None, *, judged: bool) -> Decision:
+    """What is done where rounding drives heads and scores grow too, made of what is done about either alone.
+
+    First the switch: it changes rounding alone and can be undone. QK-Clip, which would also cut heads that have
+    drifted, has its turn once every switch is `judged`. clip: as `decision`.
+    """
+    if judged:
+        return Decision(growth.act, f"Rounding: {drift.done} Score growth: {growth.done}", growth.to_do, growth.ask)
+    first = "Wait for the verdict on the newest switch." if drift.to_do == "Nothing." else drift.to_do
+    then = {
+        "never": "QK-Clip, which scales weights for good, comes only after the verdict on the switch.",
+        None: f"{_LOWER}.",
+    }
+    return Decision(drift.act, drift.done, f"{first} Scores grow too: {then.get(clip, growth.done)}", drift.ask)
+
+
+def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None) -> Decision:
     """Scores grow where QK-Clip can scale: no mode holds them, and it changes weights, so that people decide."""
     otherwise = f"{_LOWER[0].lower()}{_LOWER[1:]}, or resume from {checkpoint}"
     if clip == "on":
@@ -178,13 +194,6 @@ def _clipped(act: Act, clip: str, checkpoint: str, order: Ordered | None, drifts
             act,
             f"QK-Clip is on: after each step it scales heads whose largest score passed its threshold.{_way(order)}",
             f"Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
-        )
-    if drifts:
-        return Decision(
-            act,
-            f"QK-Clip is off. {_NO_MODE}",
-            "First end the drift: do what the incident rounding asks for. If scores still grow then, switch QK-Clip "
-            f"on; it would also cut heads that have drifted. Or {otherwise}.",
         )
     if order is not None and order.state in ("pending", "delivered"):
         return Decision(act, f"{order.way}.", "Wait for the agents' answer.")

@@ -1,9 +1,10 @@
-"""Incidents: what all warnings of a run come to, one for each cause.
+"""Incidents: what all warnings of a run come to, one for each cause; one for rounding and score growth together.
 
 Warnings speak of heads, and every rank has its own; people need one voice. An incident opens with the first warning of
 its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
 harm. A warning whose cause is corrected goes over to the incident of that cause. Where that one is not open, the
-incident goes on under another name, from the step at which it was first told, and says so.
+incident goes on under another name, from the step at which it was first told, and says so. Rounding and score growth
+that stand at one time are one incident, whose remedies have an order (contract.decision.in_order).
 
 It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
 acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
@@ -12,38 +13,33 @@ have incidents too. The agent reads its own warnings with the same function.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
-from foreshock.contract.decision import CAUSES, IncidentCause, Progress, cause_of, curable, decision
+from foreshock.contract.decision import (
+    CAUSES,
+    TOGETHER,
+    IncidentCause,
+    Progress,
+    cause_of,
+    curable,
+)
 from foreshock.contract.incident_form import Acknowledged as Acknowledged
 from foreshock.contract.incident_form import HeadState as HeadState
 from foreshock.contract.incident_form import Incident as Incident
 from foreshock.contract.incident_form import IncidentHead as IncidentHead
 from foreshock.contract.incident_form import IncidentState as IncidentState
+from foreshock.contract.incident_form import Remedy as Remedy
+from foreshock.contract.incident_form import RemedyState as RemedyState
 from foreshock.contract.incident_form import SwitchOutcome as SwitchOutcome
 from foreshock.contract.incident_form import Warned as Warned
 from foreshock.contract.incident_form import counted as counted
 from foreshock.contract.incident_form import sentence
-from foreshock.contract.modes import CLIP_ORDERS, ROUNDING_ENDS, is_mode, parse_mode
+from foreshock.contract.modes import ROUNDING_ENDS, is_mode, parse_mode
 from foreshock.contract.orders import Ordered
+from foreshock.contract.remedies import Known, answer, falls, progress_of, switched_of
 from foreshock.contract.wire import HeadRef, Policy, Severity, Verdict
 
 _SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
-
-
-class _Known(NamedTuple):
-    """What is known of a run beside its warnings: the keywords of `incidents`."""
-
-    modes: Mapping[HeadRef, str]
-    judged: Sequence[SwitchOutcome]
-    acknowledged: Sequence[Acknowledged]
-    policy: Policy | None
-    mitigation: str
-    scope: str | None
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]] | None
-    held: Collection[HeadRef]
-    ended: bool
-    clip: str | None
 
 
 def incident_id(cause: IncidentCause) -> str:
@@ -73,16 +69,18 @@ def incidents(
     known. held: heads that a person took a mitigation from, which no machine switches. ended: the run has ended. clip:
     `Started.qk_clip` as it is now. Warnings of severity info are notes, and open nothing.
     """
-    known = _Known(modes or {}, list(judged), list(acknowledged), policy, mitigation, scope, orders, held, ended, clip)
-    by_cause: dict[IncidentCause, list[Warned]] = {}
+    known = Known(modes or {}, list(judged), list(acknowledged), policy, mitigation, scope, orders, held, ended, clip)
+    together: dict[frozenset[IncidentCause], list[Warned]] = {}
     for one in warned:
         if one.verdict.severity != "info":
-            by_cause.setdefault(cause_of(one.verdict), []).append(one)
+            together.setdefault(_mates(cause_of(one.verdict)), []).append(one)
     found: list[Incident] = []
-    for cause, all_of_it in sorted(by_cause.items(), key=lambda one: CAUSES.index(one[0])):
-        drifts = any(one.cause == "rounding" and one.state not in ("closed", "arrested") for one in found)
+    for all_of_it in together.values():
         at = max(last_step, *(one.verdict.step for one in all_of_it))
-        found.append(_incident(cause, _episodes(all_of_it), known, at, drifts))
+        by_cause: dict[IncidentCause, list[list[Warned]]] = {}
+        for episode in _episodes(all_of_it):
+            by_cause.setdefault(_causes(episode)[0], []).append(episode)
+        found += [_incident(episodes, known, at) for episodes in by_cause.values()]
     return sorted(found, key=urgency)
 
 
@@ -93,12 +91,27 @@ def urgency(incident: Incident) -> tuple[bool, int, float, int]:
     return closed, -_SEVERITIES.index(incident.severity), left, CAUSES.index(incident.cause)
 
 
+def _mates(cause: IncidentCause) -> frozenset[IncidentCause]:
+    """The causes that are one incident with this one where they stand at one time."""
+    return TOGETHER if cause in TOGETHER else frozenset((cause,))
+
+
+def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
+    return sorted({cause_of(one.verdict) for one in warned}, key=CAUSES.index)
+
+
+def _since(one: Warned) -> int:
+    """Since when it speaks of its incident's causes."""
+    mates = _mates(cause_of(one.verdict))
+    return one.raised_step if one.verdict.corrected_from in mates else one.joined_step
+
+
 def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
     """Warnings that stood at one time belong together; what comes after all were quiet opens the incident again."""
     found: list[list[Warned]] = []
     until = -math.inf
-    for one in sorted(warned, key=lambda one: (one.joined_step, one.rank, one.verdict.id)):
-        if one.joined_step > until:
+    for one in sorted(warned, key=lambda one: (_since(one), one.rank, one.verdict.id)):
+        if _since(one) > until:
             found.append([])
         found[-1].append(one)
         until = max(until, math.inf if _stands(one) else one.verdict.step)
@@ -107,66 +120,50 @@ def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
 
 def _opened(started: Warned, episode: Sequence[Warned]) -> int:
     """The step of the first warning: of an incident that was told under another cause before, the first of those."""
-    if started.verdict.corrected_from is None:
-        return started.joined_step
-    return min(one.raised_step for one in episode if one.joined_step == started.joined_step)
+    told = [one.raised_step for one in episode if one.joined_step == started.joined_step]
+    return min([_since(one) for one in episode] + (told if started.verdict.corrected_from is not None else []))
 
 
 def _stands(one: Warned) -> bool:
     return one.verdict.state != "cleared"
 
 
-def _incident(
-    cause: IncidentCause, episodes: Sequence[Sequence[Warned]], known: _Known, last_step: int, drifts: bool
-) -> Incident:
+def _incident(episodes: Sequence[Sequence[Warned]], known: Known, last_step: int) -> Incident:
     episode = episodes[-1]
+    causes = _causes(episode)
+    cause = causes[0]
     by_head: dict[tuple[int | None, int | None], list[Warned]] = {}
     for one in episode:
         by_head.setdefault((one.verdict.layer, one.verdict.head), []).append(one)
-    heads = [_head(cause, own, known.modes, known.judged, last_step) for own in by_head.values()]
+    heads = [_head(own, known.modes, known.judged, last_step) for own in by_head.values()]
     heads.sort(key=_soonest)
     standing = [head for head in heads if head.state != "quiet"]
-    loose = [head for head in standing if head.state != "arrested"]
-    started = min(episode, key=lambda one: (one.joined_step, one.verdict.corrected_from is not None))
+    loose = [head for head in standing if not _is_cured(head)]
+    started = min(
+        (one for one in episode if cause_of(one.verdict) == cause),
+        key=lambda one: (one.joined_step, one.verdict.corrected_from is not None),
+    )
     opened, was = _opened(started, episode), started.verdict.corrected_from
-    mine = [a for a in known.acknowledged if a.cause in (cause, was) and a.step >= opened]
-    seen = max(mine, key=lambda a: (a.step, a.unix_seconds, a.who, a.reason), default=None)
-    progress = _progress(standing)
-    switched = sum(head.state != "unswitched" for head in standing)
+    mine = [a for a in known.acknowledged if a.cause in (*causes, was) and a.step >= opened]
+    seen = max(mine, key=lambda a: (a.step, a.unix_seconds, a.who, a.reason, a.cause), default=None)
     first = heads[0]
     severity = max((head.severity for head in loose or heads), key=_SEVERITIES.index)
     if not loose and standing:
         severity = "info"
     suspect = [head.evidence["suspect_step"] for head in standing if "suspect_step" in head.evidence]
-    rejected = {(one.verdict.layer, one.verdict.head) for one in episode if _stands(one) and one.rejected}
-    order = None
-    if curable(cause):
-        order = _order(standing, progress, known.orders or (), rejected, known.held)
-    elif cause == "score growth":
-        order = _clip_order(standing, known.orders or (), rejected)
-    what = decision(
-        cause,
-        known.policy,
-        mitigation=known.mitigation,
-        scope=known.scope,
-        progress=progress,
-        switched=switched,
-        heads=len(standing),
-        before_step=min([opened, *map(int, filter(math.isfinite, suspect))]),
-        finite=all(head.signal != "nonfinite" for head in standing),
-        orders_known=known.orders is not None,
-        order=order,
-        over=bool(standing) and all(_falls(head.evidence) for head in standing),
-        ended=known.ended,
-        clip=known.clip,
-        drifts=drifts,
-    )
+    before = min([opened, *map(int, filter(math.isfinite, suspect))])
+    what, order, remedies = answer(cause, episode, standing, known, before)
+    driven = [head for head in standing if "rounding" in head.causes]
+    progress = progress_of(driven)
+    if progress == "arrested" and loose:
+        progress = "unswitched"  # what grows by itself is open
     state: IncidentState = "closed" if not standing else "open" if progress == "unswitched" else progress
     if state == "open" and seen is not None:
         state = "acknowledged"
     return Incident(
         id=incident_id(cause),
         cause=cause,
+        causes=causes,
         state=state,
         severity=severity,
         opened_step=opened,
@@ -176,7 +173,7 @@ def _incident(
         closed_step=None if standing else max(head.step for head in heads),
         times=len(episodes),
         standing=len(standing),
-        switched=switched,
+        switched=switched_of(driven),
         layers=sorted({head.layer for head in standing or heads if head.layer is not None}),
         steps_left=first.steps_left if loose else None,
         harm_step=first.harm_step if loose else None,
@@ -185,68 +182,21 @@ def _incident(
         heads=heads,
         acknowledged=seen,
         act=what.act if standing else "none",
-        sentence=sentence(cause, heads, standing, opened, was, started.joined_step),
+        sentence=sentence(causes, heads, standing, opened, was, started.joined_step),
         done=what.done if standing else "All warnings are quiet.",
         to_do=what.to_do if standing else "Nothing.",
         ask=what.ask if standing else "none",
         order=order,
+        remedies=remedies,
     )
 
 
-def _falls(evidence: Mapping[str, float]) -> bool:
-    """Whether what had grown in a head became less over the window: offset and largest score, as far as known."""
-    both = [(evidence.get(key), evidence.get(f"{key}_before")) for key in ("offset", "score")]
-    known = [(abs(now), abs(before)) for now, before in both if now is not None and before is not None]
-    return bool(known) and all(now < before for now, before in known)
-
-
-def _order(
-    standing: Sequence[IncidentHead],
-    progress: Progress,
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]],
-    rejected: Collection[tuple[int | None, int | None]],
-    held: Collection[HeadRef],
-) -> Ordered | None:
-    """The newest order that tells where the incident's heads stand.
-
-    Of heads that are not switched: the newest one for any of them. A rejection or a switch that was taken back counts
-    while it holds for all of them. Of heads that are switched: the newest one that did it, or a proposal of more.
-    A proposal that waits goes before newer orders, since it is what people can answer.
-    """
-    bare = {(head.layer, head.head) for head in standing if head.state == "unswitched"}
-    own = bare or {(head.layer, head.head) for head in standing}
-    for heads, order in sorted(orders, key=lambda each: each[1].state != "proposed"):
-        if order.mode in CLIP_ORDERS:
-            continue
-        if heads is not None and own.isdisjoint(heads):
-            continue
-        cures = is_mode(order.mode) and bool(parse_mode(order.mode) & ROUNDING_ENDS)
-        if progress != "unswitched":
-            counts = cures and order.state in ("applied", "proposed")
-        elif order.state == "rejected":
-            counts = own <= set(rejected)
-        elif order.state == "applied":
-            counts = not cures and own <= set(held)
-        else:
-            counts = cures
-        if counts:
-            return order
-    return None
-
-
-def _clip_order(
-    standing: Sequence[IncidentHead],
-    orders: Sequence[tuple[frozenset[HeadRef] | None, Ordered]],
-    rejected: Collection[tuple[int | None, int | None]],
-) -> Ordered | None:
-    """The newest order about QK-Clip, a proposal that waits first; a rejection counts while it holds for all heads."""
-    refused = {(head.layer, head.head) for head in standing} <= set(rejected)
-    clips = [order for _, order in orders if order.mode in CLIP_ORDERS and (order.state != "rejected" or refused)]
-    return min(clips, key=lambda order: order.state != "proposed", default=None)
+def _is_cured(head: IncidentHead) -> bool:
+    """Whether all that a head is warned about has stopped."""
+    return head.state == "arrested" and head.causes == ["rounding"]
 
 
 def _head(
-    cause: IncidentCause,
     own: Sequence[Warned],
     modes: Mapping[HeadRef, str],
     judged: Sequence[SwitchOutcome],
@@ -262,12 +212,14 @@ def _head(
     state: HeadState = "quiet"
     if standing:
         state = "unswitched"
-        if curable(cause) and verdict.layer is not None and verdict.head is not None:
-            latest = max(one.raised_step for one in standing)
+        driven = [one for one in standing if curable(cause_of(one.verdict))]
+        if driven and verdict.layer is not None and verdict.head is not None:
+            latest = max(one.raised_step for one in driven)
             state = _cure((verdict.layer, verdict.head), latest, modes, judged)
     return IncidentHead(
         layer=verdict.layer,
         head=verdict.head,
+        causes=_causes(standing or own),
         state=state,
         severity=_severity(standing or own),
         signal=verdict.signal,
@@ -287,8 +239,8 @@ def _head(
 def _severity(own: Sequence[Warned]) -> Severity:
     """The worst of what ranks say of a head; what has begun to fall by itself is a warning at most."""
     worst = max((one.verdict.severity for one in own), key=_SEVERITIES.index)
-    falls = all(one.verdict.signal != "nonfinite" and _falls(one.verdict.evidence) for one in own)
-    return "warning" if falls and worst == "critical" else worst
+    fall = all(one.verdict.signal != "nonfinite" and falls(one.verdict.evidence) for one in own)
+    return "warning" if fall and worst == "critical" else worst
 
 
 def _cure(ref: HeadRef, raised_step: int, modes: Mapping[HeadRef, str], judged: Sequence[SwitchOutcome]) -> Progress:
@@ -301,15 +253,6 @@ def _cure(ref: HeadRef, raised_step: int, modes: Mapping[HeadRef, str], judged: 
         return "switched"
     newest = max(one.step for one in spoken)  # of several at one step the worse word counts
     return "arrested" if all(one.arrested for one in spoken if one.step == newest) else "not arrested"
-
-
-def _progress(standing: Sequence[IncidentHead]) -> Progress:
-    states = {head.state for head in standing}
-    if "not arrested" in states:
-        return "not arrested"
-    if not states or "unswitched" in states:
-        return "unswitched"
-    return "arrested" if states == {"arrested"} else "switched"
 
 
 def _step_of(verdict: Verdict, steps: float | None) -> int | None:
@@ -328,7 +271,7 @@ def _soonest(head: IncidentHead) -> tuple[bool, bool, bool, float, int, int, int
     """What is not finite is harmed already; then by the step of harm; what is arrested or quiet comes last."""
     return (
         head.state == "quiet",
-        head.state == "arrested",
+        _is_cured(head),
         head.signal != "nonfinite",
         math.inf if head.harm_step is None else head.harm_step,
         -_SEVERITIES.index(head.severity),

@@ -13,6 +13,7 @@ from foreshock.contract.decision import Act, Ask, IncidentCause
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Severity, Verdict
 
+RemedyState = Literal["now", "later", "done"]
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
 
@@ -53,12 +54,25 @@ class Acknowledged(BaseModel):
     unix_seconds: float
 
 
+class Remedy(BaseModel):
+    """One of an incident's remedies."""
+
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
+    name: Literal["switch", "qk_clip"] = Field(
+        description="switch: changes rounding alone, and can be undone; qk_clip: scales weights for good"
+    )
+    state: RemedyState = Field(
+        description="now: its turn, until it is judged; later: another has to be judged before; done: judged, or on"
+    )
+
+
 class IncidentHead(BaseModel):
     """A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     layer: int | None
     head: int | None
+    causes: list[IncidentCause] = Field(description="why it is warned about; several where ranks tell different ones")
     state: HeadState = Field(description="quiet: no warning stands any more; else where the cure of this head stands")
     severity: Severity
     signal: str
@@ -75,11 +89,15 @@ class IncidentHead(BaseModel):
 
 
 class Incident(BaseModel):
-    """All warnings of one cause in a run. `id` names it within its run: its cause, with a dash for a space."""
+    """All warnings of one cause in a run, or of rounding and score growth where both stood at one time.
+
+    `id` names it within its run: its cause, with a dash for a space.
+    """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     id: str
-    cause: IncidentCause
+    cause: IncidentCause = Field(description="the first of `causes`: its remedy comes first")
+    causes: list[IncidentCause] = Field(description="every cause that its warnings have")
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
     opened_step: int = Field(
@@ -91,7 +109,7 @@ class Incident(BaseModel):
     closed_step: int | None
     times: int = Field(description="how often it has opened in this run")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
-    switched: int = Field(description="how many of them have a mode under which growth by rounding ends")
+    switched: int = Field(description="how many of those that rounding drives have a mode under which that ends")
     layers: list[int] = Field(description="of the heads that stand, or of all where none does")
     steps_left: float | None = Field(description="of the head that comes to harm first")
     harm_step: int | None
@@ -105,6 +123,7 @@ class Incident(BaseModel):
     to_do: str = Field(description="what is left to people, in words")
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
     order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
+    remedies: list[Remedy] = Field(description="what helps against what stands, in the order in which it is tried")
 
     @property
     def standing_heads(self) -> int:
@@ -128,7 +147,7 @@ _WORDS: Final[dict[IncidentCause, str]] = {
 
 
 def sentence(
-    cause: IncidentCause,
+    causes: Sequence[IncidentCause],
     heads: Sequence[IncidentHead],
     standing: Sequence[IncidentHead],
     opened: int,
@@ -136,7 +155,9 @@ def sentence(
     corrected: int,
 ) -> str:
     shown = standing or heads
-    said = f"{_WORDS[cause]} in {in_words(shown)}, since step {opened:,}."
+    parts = [(_WORDS[cause], [head for head in shown if cause in head.causes]) for cause in causes]
+    named = [f"{words} in {in_words(own)}" for words, own in parts if own]
+    said = f"{', and '.join([named[0], *(f'{one[0].lower()}{one[1:]}' for one in named[1:])])}, since step {opened:,}."
     if was is not None:
         said += f" Corrected: until step {corrected:,} this was told as {was}."
     if not standing:

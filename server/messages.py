@@ -52,7 +52,7 @@ def of_run(run: str, changed: Sequence[Incident], other: Sequence[str], page: st
             to_do = incident.to_do if ended else to_do_of(run, incident)
             lines += ["The run has ended."] * ended + [f"Done: {incident.done}", f"To do: {to_do}"]
     if len(ranked) > _IN_FULL:
-        more = ", ".join(f"{one.cause} ({_head(one).lower()})" for one in ranked[_IN_FULL:])
+        more = ", ".join(f"{' and '.join(one.causes)} ({_head(one).lower()})" for one in ranked[_IN_FULL:])
         lines.append(f"In the same run: {more}.")
     told = list(dict.fromkeys(other))
     lines += [f"Run {run}: {sentence}" for sentence in told[:_SENTENCES]]
@@ -80,10 +80,12 @@ def of_many(changed: Mapping[str, Sequence[Incident]], other: Mapping[str, Seque
 def to_do_of(run: str, incident: Incident) -> str:
     """What is left to people, and the command that does it where it is a switch."""
     named = _ORDERED.search(incident.to_do)
-    option = "--qk-clip always" if incident.ask == "qk_clip" else f"--mode {named[1]}" if named else None
+    option, why = f"--mode {named[1]}" if named else None, incident.cause
+    if incident.ask == "qk_clip":
+        option, why = "--qk-clip always", incident.causes[-1]
     if option is None:
         return incident.to_do
-    return f'{incident.to_do} Type: foreshock switch {shlex.quote(run)} {option} --reason "{incident.cause}"'
+    return f'{incident.to_do} Type: foreshock switch {shlex.quote(run)} {option} --reason "{why}"'
 
 
 def words_of(run: str, incident: Incident) -> tuple[str, str, str, str]:
@@ -132,7 +134,7 @@ def _place(run: str, ranked: Sequence[Incident], page: str) -> str:
         first = incident.first
         if first.layer is not None and first.head is not None:
             asked["head"] = f"{first.layer}.{first.head}"
-        asked["metric"] = SHOWN_BY[incident.cause]
+        asked["metric"] = SHOWN_BY[first.causes[0]]
         since = incident.opened_step - max(STEPS_BEFORE, 2 * (incident.step - incident.opened_step))
         if since > 0:
             asked["steps"] = f"{since}-"
@@ -147,4 +149,4 @@ def _head(incident: Incident) -> str:
 
 
 def _brief(incident: Incident) -> str:
-    return f"{incident.cause}, {counted(incident.heads)} since step {incident.opened_step:,}"
+    return f"{' and '.join(incident.causes)}, {counted(incident.heads)} since step {incident.opened_step:,}"

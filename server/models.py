@@ -70,6 +70,9 @@ class IncidentChange(Response):
 
     id: str
     cause: IncidentCause
+    causes: list[IncidentCause] = Field(
+        default_factory=list, description="as of the incident; empty where an older service told it"
+    )
     state: IncidentState
     severity: Severity
     opened_step: int
@@ -86,7 +89,7 @@ class IncidentChange(Response):
 
 
 class IncidentList(Response):
-    """Every incident of a run, one for each cause, the most urgent first."""
+    """Every incident of a run, the most urgent first: one for each cause, or for rounding and score growth together."""
 
     incidents: list[Incident]
 

@@ -51,10 +51,11 @@ async def exchange(
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
+    verify_steps: int,
 ) -> Orders:
     """Take in the answers that a group of batches brought, and give out what each boot is ordered to do.
 
-    The caller holds the runs (`Store.lock_runs`).
+    verify_steps: as for `incidents_of`. The caller holds the runs (`Store.lock_runs`).
     """
     telling = {run_ids[batch.run] for batch, _ in switched}
     held = await heads_by_rank(connection, telling) if telling else {}
@@ -64,7 +65,7 @@ async def exchange(
             await _answer(connection, run_ids[batch.run], held, batch, answer)
     for batch, answer, verdicts in grouped([(b, answer) for b, answer in switched if answer.command is None]):
         run_id = run_ids[batch.run]
-        await propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts)
+        await propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts, verify_steps)
     rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
     if not rows:
         return {}

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.modes import CLIP_ORDERS, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import switches
 from foreshock.contract.wire import Batch, HeadRef, Switched
+from foreshock.server.commands.clip_proposals import may_be_proposed
 from foreshock.server.commands.heads_by_rank import RankHeads
 from foreshock.server.commands.lifecycle import OPEN, Order, create, details_of
 from foreshock.server.models import CommandState
@@ -71,11 +72,13 @@ async def propagate(
     batch: Batch,
     switched: Switched,
     verdicts: frozenset[str | None],
+    verify_steps: int,
 ) -> None:
     """Write down what a rank did or proposed, and order or propose the same to the others that hold the heads.
 
     ranks: who holds which heads of the run. said: by run what its living process starts said of themselves, kept here
-    from the first switch on that asks for it. verdicts: the warnings that are named for it.
+    from the first switch on that asks for it. verdicts: the warnings that are named for it. verify_steps: as for
+    `incidents_of`.
     """
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     own = ranks.get(batch.rank)
@@ -101,8 +104,10 @@ async def propagate(
             state = "applied"
         elif justified:
             state = "pending"
-        elif await _enough_proposed(connection, run_id, heads, mode) or await _is_rejected(
-            connection, run_id, verdicts
+        elif (
+            await _enough_proposed(connection, run_id, heads, mode)
+            or await _is_rejected(connection, run_id, verdicts)
+            or (mode in CLIP_ORDERS and not await may_be_proposed(connection, run_id, verify_steps))
         ):
             continue
         order = Order(

@@ -23,13 +23,14 @@ from foreshock.contract.orders import switches
 from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
+from foreshock.server.commands.clip_proposals import propose_after_switches
 from foreshock.server.curves.answers import Line
 from foreshock.server.curves.drawing import Curve, Window, draw
 from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
 from foreshock.server.curves.series import edges
 from foreshock.server.models import Verification
-from foreshock.server.runs.incidents import present, record_incidents
+from foreshock.server.runs.incidents import incidents_of, present, record_incidents
 from foreshock.server.runs.newest import described
 from foreshock.server.runs.words import heads_in_words
 from foreshock.server.settings import Settings
@@ -96,6 +97,8 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     for due in found:
         async with store.write() as connection:
             await _judge(connection, settings, due)
+            after = await incidents_of(connection, [due.row.run_id], settings.verify_steps)
+            await propose_after_switches(settings, connection, after)
 
 
 async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) -> list[Due]:

@@ -19,13 +19,13 @@ from sqlalchemy import Row, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
-from foreshock.contract.decision import curable
-from foreshock.contract.incident import Incident
+from foreshock.contract.incident import Incident, Remedy
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
 from foreshock.contract.orders import clip_order, switches
 from foreshock.server.access.auth import Actor
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
+from foreshock.server.commands.clip_proposals import has_its_turn
 from foreshock.server.commands.heads_by_rank import heads_by_rank, modes_here, nobody_left
 from foreshock.server.models import CommandState, Problem, WebhookResult
 from foreshock.server.requests import Storable
@@ -111,15 +111,16 @@ async def _act(settings: Settings, connection: AsyncConnection, alert: Alert, pr
     if meant is None:
         return "refused: the run has no such incident"
     if meant.act == "none":
-        known = _told_policy(await _boots(connection, row.id)) if curable(meant.cause) else ""
-        why = f"the run's policy is {known}" if known else f"no switch helps against {meant.cause}"
+        switch = meant.causes == ["rounding"] or Remedy(name="switch", state="now") in meant.remedies
+        known = _told_policy(await _boots(connection, row.id)) if switch else ""
+        why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
         await audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
         return f"observed: {why}"
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}".encode()).hexdigest()
     if not await _first_time(connection, key):
         return "duplicate: this alert has acted before"
-    answer = _switch if curable(meant.cause) else _propose_clip
+    answer = _propose_clip if has_its_turn(meant) else _switch
     order = commands.Order(
         run_id=row.id,
         run=run,
@@ -149,7 +150,8 @@ async def _switch(settings: Settings, connection: AsyncConnection, order: comman
     mitigation, scope = said.get("mitigation", DEFAULT_MITIGATION), said.get("switch_scope") or "head"
     ranks = (await heads_by_rank(connection, [run_id])).get(run_id, {})
     here, held = await modes_here(connection, run_id)
-    bare = {(head.layer, head.head) for head in incident.heads if head.state == "unswitched"}
+    driven = [head for head in incident.heads if "rounding" in head.causes]
+    bare = {(head.layer, head.head) for head in driven if head.state == "unswitched"}
     asked = {(layer, head) for layer, head in bare if layer is not None and head is not None}
     loose = asked - await rejected_heads(connection, run_id)
     known = is_mode(mitigation)

@@ -13,6 +13,7 @@ from foreshock.contract.wire import Ack, Batch
 from foreshock.server.access import quotas
 from foreshock.server.access.limits import retry_after
 from foreshock.server.access.problems import ProblemError
+from foreshock.server.commands.clip_proposals import propose_after_switches
 from foreshock.server.commands.delivery import Orders, exchange
 from foreshock.server.counters import Counters
 from foreshock.server.curves.rollups import Roller
@@ -181,9 +182,10 @@ class Writer:
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
             await quotas.count(connection, own)
-            orders = await exchange(connection, done.run_ids, done.switched, group)
+            orders = await exchange(connection, done.run_ids, done.switched, group, self._settings.verify_steps)
             if told := done.told | self._mode_comes(done):
-                await record_incidents(connection, told, self._settings.verify_steps)
+                found = await record_incidents(connection, told, self._settings.verify_steps)
+                await propose_after_switches(self._settings, connection, found)
             return done, orders
 
         done, orders = await self._store.transact(take_in)

@@ -161,14 +161,17 @@ async def _acknowledged(connection: AsyncConnection, run_ids: Collection[int]) -
     return found
 
 
-async def record_incidents(connection: AsyncConnection, run_ids: Collection[int], verify_steps: int) -> None:
+async def record_incidents(
+    connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
+) -> dict[int, list[Incident]]:
     """Write into the log which incidents of these runs have opened, turned worse, grown tenfold or changed their state.
 
-    The caller holds the runs (`Store.lock_runs`).
+    The caller holds the runs (`Store.lock_runs`). Returns the incidents.
     """
     now = time.time()
     rows = []
-    for run_id, found in (await incidents_of(connection, run_ids, verify_steps)).items():
+    known = await incidents_of(connection, run_ids, verify_steps)
+    for run_id, found in known.items():
         for incident in found:
             before = await _told(connection, run_id, incident.cause)
             change = change_of(incident)
@@ -180,6 +183,7 @@ async def record_incidents(connection: AsyncConnection, run_ids: Collection[int]
             if before is not None and before.state != "closed":
                 rows.append(_event(run_id, now, closed_by(before, incident)))
     await write_events(connection, rows)
+    return known
 
 
 def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
@@ -189,15 +193,18 @@ def _event(run_id: int, now: float, change: IncidentChange) -> dict[str, Any]:
 
 
 def _gone_over(found: Iterable[Incident]) -> dict[IncidentCause, Incident]:
-    """Causes of which nothing is told any more, and the incident that a warning of theirs went over to."""
+    """Causes of which nothing is told apart any more, and the incident that a warning of theirs went over to."""
     present = {incident.cause for incident in found}
     corrected = ((head.corrected_from, incident) for incident in found for head in incident.heads)
-    return {was: incident for was, incident in corrected if was is not None and was not in present}
+    joined = ((cause, incident) for incident in found for cause in incident.causes)
+    return {was: incident for was, incident in (*corrected, *joined) if was is not None and was not in present}
 
 
 def closed_by(before: IncidentChange, goes_on: Incident) -> IncidentChange:
-    """The end of an incident whose cause was corrected, as the log keeps it."""
+    """The end of an incident that goes on in another, as the log keeps it."""
     sentence = f"What was told as {before.cause} is told as {goes_on.cause}: its cause is corrected."
+    if before.cause in goes_on.causes:
+        sentence = f"What was told as {before.cause} is told together with {goes_on.cause}: both stand in this run."
     ends = {"state": "closed", "step": max(before.step, goes_on.step), "standing": 0, "steps_left": None}
     return before.model_copy(update={**ends, "grown": False, "sentence": sentence})
 
@@ -210,7 +217,8 @@ def change_of(incident: Incident) -> IncidentChange:
 
 def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True) -> bool:
     """Whether an incident has changed so much since it was last told that people should hear of it."""
-    if (before.state, before.times) != (now.state, now.times):
+    joined = set(now.causes) - {before.cause, *before.causes}
+    if joined or (before.state, before.times) != (now.state, now.times):
         return True
     worse = ("info", "warning", "critical")
     grown = growth and len(str(now.standing)) > len(str(before.standing))

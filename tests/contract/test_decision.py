@@ -143,9 +143,3 @@ def test_rounding_is_never_answered_by_qk_clip(state: Any, policy: Any, progress
     made = decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3, clip=state)
     assert "QK-Clip" not in made.done + made.to_do
     assert made == decision("rounding", policy, mitigation="row_corrected", progress=progress, heads=3)
-
-
-def test_where_heads_drift_too_the_drift_is_ended_first() -> None:
-    made = clip("never", "auto", drifts=True)
-    assert (made.act, made.ask) == ("none", "none")
-    assert made.to_do.startswith("First end the drift: do what the incident rounding asks for.")

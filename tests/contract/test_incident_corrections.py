@@ -40,29 +40,40 @@ def test_who_acknowledged_it_under_its_first_name_still_takes_care_of_it() -> No
 
 def test_a_correction_into_an_incident_that_stands_only_makes_that_one_grow() -> None:
     [alone] = of(warned(1, 1, step=2900, raised=1000))
-    [both] = of(warned(1, 1, step=2900, raised=1000), corrected())
+    [both] = of(warned(1, 1, step=2900, raised=1000), corrected(was="other"))
     assert (both.standing, both.opened_step, both.times) == (2, alone.opened_step, alone.times)
     assert both.corrected_from is None
     assert "Corrected" not in both.sentence
-    assert [head.corrected_from for head in both.heads] == ["score growth", None]
+    assert [head.corrected_from for head in both.heads] == ["other", None]
+    [grew] = of(warned(1, 1, step=2900, raised=1000), corrected())  # that it grew made it one incident from the start
+    assert (grew.causes, grew.opened_step, grew.times, grew.corrected_from) == (["rounding"], 500, 1, None)
 
 
 def test_a_correction_long_after_such_an_incident_was_closed_opens_it_again() -> None:
-    [again] = of(warned(1, 1, step=2000, raised=1000, state="cleared"), corrected())
-    assert (again.state, again.times, again.opened_step, again.corrected_from) == ("open", 2, 500, "score growth")
+    quiet = warned(1, 1, step=2000, raised=1000, state="cleared")
+    [again] = of(quiet, corrected(was="other"))
+    assert (again.state, again.times, again.opened_step, again.corrected_from) == ("open", 2, 500, "other")
+    [grew] = of(quiet, corrected())  # it grew all the time, so that the incident never closed
+    assert (grew.state, grew.times, grew.opened_step) == ("open", 1, 500)
 
 
-def test_heads_whose_cause_was_not_corrected_stay_where_they_were() -> None:
-    found = of(corrected(), warned(0, 1, step=900, raised=600, cause="score growth"))
-    assert [(i.id, i.standing, i.corrected_from) for i in found] == [
-        ("rounding", 1, "score growth"),
-        ("score-growth", 1, None),
-    ]
+def test_heads_whose_cause_was_not_corrected_keep_it_in_the_one_incident() -> None:
+    [both] = of(corrected(), warned(0, 1, step=900, raised=600, cause="score growth"))
+    assert (both.causes, both.opened_step, both.corrected_from) == (["rounding", "score growth"], 500, "score growth")
+    assert {head.head: head.causes for head in both.heads} == {0: ["rounding"], 1: ["score growth"]}
+
+
+def test_heads_that_were_told_as_another_cause_than_the_corrected_stay_where_they_were() -> None:
+    found = of(corrected(was="other"), warned(0, 1, step=900, raised=600, cause="other"))
+    assert [(i.id, i.standing, i.corrected_from) for i in found] == [("rounding", 1, "other"), ("other", 1, None)]
 
 
 def test_of_several_that_were_corrected_at_one_step_the_first_to_be_told_says_since_when() -> None:
-    [incident] = of(corrected(0, raised=700), corrected(1, raised=400), corrected(2, raised=100, at=3500))
+    heads = ((0, 700, 3000), (1, 400, 3000), (2, 100, 3500))
+    [incident] = of(*(corrected(head, raised=raised, at=at, was="other") for head, raised, at in heads))
     assert (incident.opened_step, incident.corrected_step, incident.standing) == (400, 3000, 3)
+    [grew] = of(*(corrected(head, raised=raised, at=at) for head, raised, at in heads))
+    assert (grew.opened_step, grew.corrected_step, grew.standing) == (100, 3000, 3)
 
 
 @given(

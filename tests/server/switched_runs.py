@@ -13,7 +13,7 @@ ORDER = {"who": "ann", "reason": "it drifts", "heads": [[0, 2]], "mode": "exact_
 WINDOW = 1000
 
 
-def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
+def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0, mode: int = 0) -> Sample:
     """A sample in which every head's offset and largest score are base * exp(rate * step / WINDOW)."""
     words = rank.words(step)
     floats = words.view(np.float64)
@@ -21,7 +21,7 @@ def grown(rank: FakeRank, step: int, rate: float, base: float = 1.0) -> Sample:
     floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 12 * size
     floats[:, Slot.SCORE_OFFSET_SUM] = -size * words[:, Slot.ROWS]
     floats[:, Slot.SCORE_OFFSET_SUMSQ] = size**2 * words[:, Slot.ROWS]
-    return rank.sample(step, since=step - 20).model_copy(update={"states": Array.of(words)})
+    return rank.sample(step, since=step - 20, mode=mode).model_copy(update={"states": Array.of(words)})
 
 
 async def switched(

@@ -138,20 +138,6 @@ def test_what_a_rank_says_it_did_by_itself_orders_qk_clip_of_nobody(play: Any) -
     play(story)
 
 
-def test_rounding_is_mended_first_and_never_by_qk_clip(play: Any) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        drift = growing(id="w-2", head=1, cause="rounding", signal="offset", sentence="Layer 0 head 1 drifts.")
-        await service.store(rank, rank.started(policy="approve", qk_clip="never"), growing(), drift)
-        found = {i["cause"]: i for i in (await service.get("/v1/runs/run-1/incidents"))["incidents"]}
-        assert "QK-Clip" not in found["rounding"]["to_do"] + found["rounding"]["done"]
-        grown = found["score growth"]
-        assert (grown["act"], grown["ask"]) == ("none", "none")
-        assert grown["to_do"].startswith("First end the drift: do what the incident rounding asks for.")
-
-    play(story)
-
-
 def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()

@@ -44,15 +44,17 @@ def test_a_corrected_cause_leaves_one_incident_that_says_so_and_an_end_of_the_ol
     play(story)
 
 
-def test_growth_that_comes_after_a_correction_is_told_as_an_incident_of_its_own(play: Any) -> None:
+def test_growth_that_comes_after_a_correction_joins_the_one_incident_and_is_told(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank(heads=(0, 1, 2))
         await service.store(rank, rank.started(), rank.sample(5), growth(rank, 5))
         await service.store(rank, rank.sample(9), corrected(rank, 9))
         await service.store(rank, rank.sample(12), growth(rank, 12, head=1, name="warn-2"))
-        assert (await log_of(service))[-1] == ("score growth", "open")
-        found = (await service.get(f"{RUN}/incidents"))["incidents"]
-        assert [(each["cause"], each["standing"]) for each in found] == [("rounding", 1), ("score growth", 1)]
+        assert (await log_of(service))[-1] == ("rounding", "open")
+        [found] = (await service.get(f"{RUN}/incidents"))["incidents"]
+        assert (found["id"], found["causes"], found["standing"]) == ("rounding", ["rounding", "score growth"], 2)
+        [short] = (await service.get(RUN))["incidents"]
+        assert short["causes"] == found["causes"]
 
     play(story)
 

@@ -243,10 +243,13 @@ export interface Health {
   checks: Record<string, string>;
 }
 
-/** All warnings of one cause in a run. `id` names it within its run: its cause, with a dash for a space. */
+/** All warnings of one cause in a run, or of rounding and score growth where both stood at one time. `id` names it within its run: its cause, with a dash for a space. */
 export interface Incident {
   id: string;
+  /** the first of `causes`: its remedy comes first */
   cause: "rounding" | "score growth" | "not finite" | "other";
+  /** every cause that its warnings have */
+  causes: ("rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   /** of its worst head that is neither quiet nor arrested */
   severity: "info" | "warning" | "critical";
@@ -263,7 +266,7 @@ export interface Incident {
   times: number;
   /** heads that are warned about now; the whole run counts as one */
   standing: number;
-  /** how many of them have a mode under which growth by rounding ends */
+  /** how many of those that rounding drives have a mode under which that ends */
   switched: number;
   /** of the heads that stand, or of all where none does */
   layers: number[];
@@ -287,12 +290,16 @@ export interface Incident {
   ask: "approve" | "switch" | "qk_clip" | "none";
   /** the newest order for its heads, or the proposal that waits */
   order: Ordered | null;
+  /** what helps against what stands, in the order in which it is tried */
+  remedies: Remedy[];
 }
 
 /** An incident in short: in the list of runs, in the event log, in the stream. */
 export interface IncidentChange {
   id: string;
   cause: "rounding" | "score growth" | "not finite" | "other";
+  /** as of the incident; empty where an older service told it */
+  causes: ("rounding" | "score growth" | "not finite" | "other")[];
   state: "open" | "acknowledged" | "switched" | "arrested" | "not arrested" | "closed";
   severity: "info" | "warning" | "critical";
   opened_step: number;
@@ -314,6 +321,8 @@ export interface IncidentChange {
 export interface IncidentHead {
   layer: number | null;
   head: number | null;
+  /** why it is warned about; several where ranks tell different ones */
+  causes: ("rounding" | "score growth" | "not finite" | "other")[];
   /** quiet: no warning stands any more; else where the cure of this head stands */
   state: "unswitched" | "switched" | "arrested" | "not arrested" | "quiet";
   severity: "info" | "warning" | "critical";
@@ -336,7 +345,7 @@ export interface IncidentHead {
   evidence: Record<string, number>;
 }
 
-/** Every incident of a run, one for each cause, the most urgent first. */
+/** Every incident of a run, the most urgent first: one for each cause, or for rounding and score growth together. */
 export interface IncidentList {
   incidents: Incident[];
 }
@@ -471,6 +480,14 @@ export interface RankAnswer {
   before: string[];
   after: string[];
   reason: string;
+}
+
+/** One of an incident's remedies. */
+export interface Remedy {
+  /** switch: changes rounding alone, and can be undone; qk_clip: scales weights for good */
+  name: "switch" | "qk_clip";
+  /** now: its turn, until it is judged; later: another has to be judged before; done: judged, or on */
+  state: "now" | "later" | "done";
 }
 
 /** Everything known of one run at its last step. */

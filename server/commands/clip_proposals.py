@@ -1,0 +1,55 @@
+"""QK-Clip as a proposal: only where it has its turn among an incident's remedies, whoever asks for it.
+
+It scales weights for good. Where rounding drives heads too, it waits for the verdict on their switch
+(contract.decision.in_order): what an agent proposes before that is left out, and the service proposes it afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from foreshock.contract.incident import Incident, Remedy
+from foreshock.contract.modes import CLIP_ORDERS
+from foreshock.server.commands.bounds import refusal
+from foreshock.server.commands.lifecycle import Order, create
+from foreshock.server.runs.incidents import incidents_of
+from foreshock.server.settings import Settings
+from foreshock.server.store.schema import runs
+
+
+def has_its_turn(incident: Incident) -> bool:
+    """Whether QK-Clip is what helps now."""
+    return Remedy(name="qk_clip", state="now") in incident.remedies
+
+
+async def may_be_proposed(connection: AsyncConnection, run_id: int, verify_steps: int) -> bool:
+    """Whether an incident of the run calls for it. verify_steps: as for `incidents_of`."""
+    return any(map(has_its_turn, (await incidents_of(connection, [run_id], verify_steps)).get(run_id, ())))
+
+
+async def propose_after_switches(
+    settings: Settings, connection: AsyncConnection, found: Mapping[int, Sequence[Incident]]
+) -> None:
+    """Propose it, once, in the runs whose scores grow on when the switch of the heads that drifted is judged.
+
+    found: the incidents of runs that the caller holds (`Store.lock_runs`).
+    """
+    for run_id, incident in ((run_id, one) for run_id, own in found.items() for one in own):
+        known = incident.order is not None and incident.order.mode in CLIP_ORDERS
+        if len(incident.causes) < 2 or known or incident.act != "propose" or not has_its_turn(incident):
+            continue
+        if await refusal(settings, connection, run_id, [], clip=True) is not None:
+            continue
+        run = (await connection.execute(select(runs.c.name).where(runs.c.id == run_id))).scalar_one()
+        order = Order(
+            run_id=run_id,
+            run=run,
+            source="service",
+            issued_by="service",
+            reason=incident.sentence,
+            heads=None,
+            mode="qk_clip_always",
+            state="proposed",
+        )
+        await create(connection, order)
