@@ -73,7 +73,7 @@ def incidents(
     together: dict[frozenset[IncidentCause], list[Warned]] = {}
     for one in warned:
         if one.verdict.severity != "info":
-            together.setdefault(_mates(cause_of(one.verdict)), []).append(one)
+            together.setdefault(mates(cause_of(one.verdict)), []).append(one)
     found: list[Incident] = []
     for all_of_it in together.values():
         at = max(last_step, *(one.verdict.step for one in all_of_it))
@@ -91,7 +91,7 @@ def urgency(incident: Incident) -> tuple[bool, int, float, int]:
     return closed, -_SEVERITIES.index(incident.severity), left, CAUSES.index(incident.cause)
 
 
-def _mates(cause: IncidentCause) -> frozenset[IncidentCause]:
+def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
     """The causes that are one incident with this one where they stand at one time."""
     return TOGETHER if cause in TOGETHER else frozenset((cause,))
 
@@ -102,8 +102,8 @@ def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
 
 def _since(one: Warned) -> int:
     """Since when it speaks of its incident's causes."""
-    mates = _mates(cause_of(one.verdict))
-    return one.raised_step if one.verdict.corrected_from in mates else one.joined_step
+    within = one.verdict.corrected_from in mates(cause_of(one.verdict))
+    return one.raised_step if within else one.joined_step
 
 
 def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:

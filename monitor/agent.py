@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foreshock.contract import wire
+from foreshock.contract.decision import calls_for_switch
 from foreshock.contract.metric import GUARDED
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.apart import apart
@@ -191,7 +192,8 @@ class Agent:
             self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state))
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
-        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+        drifts = any(map(calls_for_switch, (*verdicts, *self.detectors.active)))
+        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step, drifts=drifts)
 
     def _note(self, counted: Counted) -> None:
         largest = slot_values(counted.words, Slot.SCORE_MAX)
@@ -325,7 +327,8 @@ class Agent:
         except Exception as error:  # whatever a damaged state holds: of half of it nothing stays
             self.detectors = Detectors(self._heads, self.config.detectors)
             raise ValueError(f"{error} (the detectors begin anew; the modes of the heads are as saved)") from error
-        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step)
+        drifts = any(map(calls_for_switch, self.detectors.active))
+        self._guards["qk_clip"].run(self._clipping.follow, self.detectors.active, step=self.current_step, drifts=drifts)
         if self.config.policy != "observe":  # it may be another than that of the process that warned
             # "updated", since a new warning would end the hold that a person has put on a head
             standing = [verdict.model_copy(update={"state": "updated"}) for verdict in self.detectors.active]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from foreshock.contract import wire
 from foreshock.contract.decision import IncidentCause, cause_of
-from foreshock.contract.incident import Incident, Warned, incidents
+from foreshock.contract.incident import Incident, Warned, incidents, mates
 from foreshock.monitor.config import AgentConfig
 
 
@@ -22,6 +22,8 @@ class _Open:
     critical: bool = False
     told: tuple[int, bool] = (0, False)
     """How many digits its heads had, and whether it was critical."""
+    causes: set[IncidentCause] = field(default_factory=set)
+    """Those that were told of it."""
 
 
 class ConsoleReporter:
@@ -33,7 +35,8 @@ class ConsoleReporter:
         self.first = config.rank == 0 or bool(parts)
         """Whether this process is the first of those that hold the same heads, as far as the settings tell."""
         self._speaks = not config.quiet and self.first
-        self._open: dict[IncidentCause, _Open] = {}
+        self._open: dict[frozenset[IncidentCause], _Open] = {}
+        """By the causes that are one incident."""
         self._switched = 0
         self._clip: str | None = None
 
@@ -47,14 +50,16 @@ class ConsoleReporter:
             if verdict.severity != "info":
                 self._take(verdict)
         lines = []
-        for cause, own in list(self._open.items()):
+        for causes, own in list(self._open.items()):
             now = (len(str(len(own.standing))) if own.standing else 0, own.critical)
             if not own.standing:
-                del self._open[cause]
+                del self._open[causes]
                 if own.warned:  # else all of it turned out to be of another cause
                     lines.append(f"foreshock: {self._of(own, modes).sentence}")
-            elif now > own.told or now[1] > own.told[1]:
-                own.told = max(now, own.told)
+                continue
+            stand = {cause_of(one.verdict) for one in own.warned.values() if one.verdict.id in own.standing}
+            if now > own.told or now[1] > own.told[1] or not stand <= own.causes:
+                own.told, own.causes = max(now, own.told), own.causes | stand
                 said = self._of(own, modes)
                 word = "critical" if own.critical else "warning"
                 lines.append(f"foreshock: {word}: {said.sentence} {said.done} To do: {said.to_do}")
@@ -86,29 +91,28 @@ class ConsoleReporter:
             print(line, file=sys.stderr)
 
     def _take(self, verdict: wire.Verdict) -> None:
-        cause = cause_of(verdict)
+        causes = mates(cause_of(verdict))
         raised = verdict.step
         for other, own in self._open.items():
             if (before := own.warned.get(verdict.id)) is not None:
                 raised = before.raised_step
-                if other != cause:  # the detectors know better by now
+                if other != causes:  # the detectors know better by now
                     del own.warned[verdict.id]
                     own.standing.discard(verdict.id)
-        if verdict.state == "cleared" and cause not in self._open:
+        if verdict.state == "cleared" and causes not in self._open:
             return
-        own = self._open.setdefault(cause, _Open())
+        own = self._open.setdefault(causes, _Open())
         own.warned[verdict.id] = Warned(self._config.rank, raised, verdict)
         (own.standing.discard if verdict.state == "cleared" else own.standing.add)(verdict.id)
         own.critical |= verdict.severity == "critical" and verdict.state != "cleared"
 
     def _of(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]]) -> Incident:
         config = self._config
-        [found] = incidents(
+        return incidents(
             own.warned.values(),
             modes=modes(),
             policy=config.policy,
             mitigation=config.mitigation,
             scope=config.switch_scope,
             clip=self._clip,
-        )
-        return found
+        )[0]

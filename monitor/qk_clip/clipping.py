@@ -161,14 +161,15 @@ class Clipping:
         self._emit(event)
         return event
 
-    def follow(self, verdicts: Iterable[wire.Verdict], *, step: int) -> None:
-        """Switch on for a warning of scores that grow where that was agreed to, or propose to ask people."""
+    def follow(self, verdicts: Iterable[wire.Verdict], *, step: int, drifts: bool = False) -> None:
+        """Switch on for a warning of scores that grow where that was agreed to, or propose to ask people; where heads
+        drift too (`drifts`) the service proposes it, once their switch is judged."""
         if self.on or self._over:
             return
         for verdict in filter(calls_for_clip, verdicts):
             new = verdict.state == "raised" or verdict.corrected_step == verdict.step
             if self.when != "warned":
-                if new and (order := clip_order(self.state, self._config.policy)) is not None:
+                if new and not drifts and (order := clip_order(self.state, self._config.policy)) is not None:
                     self._propose(order, verdict, step)
                     return
             elif not self._held or new:

@@ -90,6 +90,20 @@ def test_no_policy_clips_by_itself_and_those_that_act_propose_it_once(policy: An
     assert proposals == ([] if policy == "observe" else [("proposed", ("qk_clip_always",), ((0, 0),))])
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_where_a_head_drifts_too_the_agent_proposes_the_switch_alone(together: bool) -> None:
+    """QK-Clip comes after the verdict on the switch, which the service knows."""
+    drift = growing(1, cause="rounding").model_copy(update={"id": "d", "head": 1})
+    listener, model = Listener(), two_layers()
+    with attach(model, policy="approve", **EVERY) as agent:
+        agent.subscribe(listener)
+        agent.detectors = scripted = ScriptedDetectors(4, {1: [growing(1), drift] if together else [growing(1)]})
+        scripted.active = [drift]
+        assert not changed(agent, model, 4)
+    proposed = {mode for each in listener.of(wire.Switched) for mode in each.after}
+    assert proposed == ({"row_corrected"} if together else set())
+
+
 def test_rounding_proposes_no_qk_clip() -> None:
     listener, model = Listener(), two_layers()
     with attach(model, policy="approve", **EVERY) as agent:

@@ -57,6 +57,21 @@ def test_a_warning_that_turns_out_to_be_rounding_moves_to_that_incident() -> Non
     assert "Quiet since step 90" in quiet
 
 
+def test_growth_that_joins_a_drift_is_one_line_more_of_the_same_incident_and_names_the_switch_first() -> None:
+    speaks = console()
+    [first] = speaks.lines_for([told(0)], dict, "never")
+    assert "QK-Clip" not in first
+    [both] = speaks.lines_for([told(1, step=20, cause="score growth")], dict, "never")
+    assert "Scores drift as rounding drives them in layer 0 head 0, and scores grow" in both
+    assert "To do: Switch every head to row_corrected. Scores grow too: QK-Clip, which scales weights for good" in both
+    assert speaks.lines_for([told(2, step=30, cause="score growth"), told(3, step=30)], dict, "never") == []
+    ends = [told(0, state="cleared", step=90), told(3, state="cleared", step=90)]
+    assert speaks.lines_for(ends, dict, "never") == []
+    grew = [told(n, state="cleared", step=95, cause="score growth") for n in (1, 2)]
+    [quiet] = speaks.lines_for(grew, dict, "never")
+    assert quiet.endswith("Quiet since step 95.")
+
+
 def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
     nan = told(3, cause="other", signal="nonfinite", severity="critical")
     [line] = console("auto").lines_for([nan], dict)
