@@ -97,6 +97,9 @@ def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, se
             lambda s: s.series("team-a/run-9", "head.score_offset"),
             "name a layer of run team-a/run-9; it has 0, 1, 2",
         ),
+        (lambda s: s.series("team-a/run-9", "head.score_offset", layer=9), "run team-a/run-9 has no layer 9"),
+        (lambda s: s.series("team-a/run-9", "head.score_offset", layer=1, head=3), "has no layer 1 head 3"),
+        (lambda s: s.series("team-a/run-9", "head.score_offset", head=3), "head needs layer"),
         (lambda s: s.switch("team-a/run-9", "fast", reason="x"), "mode"),
     ],
 )

@@ -24,11 +24,10 @@ from foreshock.contract.wire import HeadRef, Switched
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.clip_proposals import propose_after_switches
-from foreshock.server.curves.answers import Line
-from foreshock.server.curves.drawing import Curve, Window, draw
+from foreshock.server.curves.answers import CurveLine
+from foreshock.server.curves.drawing import Curve, Window, draw, edges
 from foreshock.server.curves.merging import axis_of
 from foreshock.server.curves.rollups import Roller
-from foreshock.server.curves.series import edges
 from foreshock.server.models import Verification
 from foreshock.server.runs.incidents import incidents_of, present, record_incidents
 from foreshock.server.runs.newest import described
@@ -224,11 +223,9 @@ async def growth_of(
     return found
 
 
-def _growth(line: Line | None) -> tuple[float, float] | None:
+def _growth(line: CurveLine) -> tuple[float, float] | None:
     """Logarithm of the size of the last third over that of the first, and that last size; medians, so that one sample
     decides nothing."""
-    if line is None:
-        return None
     size = np.abs(np.array([value for value in line.last if value is not None and math.isfinite(value)]))
     if len(size) < _LEAST_POINTS:
         return None

@@ -1,13 +1,19 @@
-"""Series, curves and matrices as the API answers them."""
+"""Curves and matrices as the API answers them."""
 
 from pydantic import Field
 
 from foreshock.server.models import Number, Response
 
 
-class Line(Response):
-    """One curve. The four lists have one entry per point; a point spans the steps since the one before."""
+class CurveLine(Response):
+    """One curve, without points where the run has no such head.
 
+    The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and
+    maximum.
+    """
+
+    metric: str
+    unit: str
     layer: int | None
     head: int | None = Field(description="null for a run-level metric, and for the worst head of a layer")
     steps: list[int]
@@ -15,35 +21,19 @@ class Line(Response):
     high: list[Number]
     last: list[Number]
     worst_head: list[int | None] | None = Field(
-        default=None, description="for the worst head of a layer: which head it is"
+        default=None, description="for the worst head of a layer: which head it is, the largest in absolute value"
     )
 
 
-class Series(Response):
-    """One metric against the step, at most max_points points per curve, keeping each point's minimum and maximum.
+class Curves(Response):
+    """Curves over the same steps, in the order in which they were asked for; at most max_points points each.
 
-    A run-level metric gives one line. A per-head metric gives the line of `layer` and `head`; without `head` the worst
-    head of `layer` at each point; without both, that of every layer. Worst means largest in absolute value.
+    Where no layer was named for a metric of heads, the lines of all layers stand in its place.
     """
 
     run: str
-    metric: str
-    unit: str
-    lines: list[Line]
-
-
-class CurveLine(Line):
-    """One of many curves; without points where the run has no such head."""
-
-    metric: str
-    unit: str
-
-
-class Curves(Response):
-    """Many curves over the same steps, in the order in which they were asked for; drawn as those of Series."""
-
-    run: str
     lines: list[CurveLine]
+    unknown: list[str] = Field(description="lines that were asked for of a layer or head that the run does not have")
 
 
 class Matrix(Response):

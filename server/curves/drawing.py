@@ -1,8 +1,8 @@
-"""Curves against the step: many at once, in one pass over the roll-ups and samples of a run."""
+"""Curves against the step: what may be asked for, and many drawn in one pass over the roll-ups and samples of a run."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,10 +11,21 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY
+from foreshock.contract.environment import meant
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats
-from foreshock.server.curves.answers import Line
-from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, MergedSteps, arrays_of, merge, stream_chunks
+from foreshock.server.access.problems import ProblemError
+from foreshock.server.curves.answers import CurveLine, Curves
+from foreshock.server.curves.merging import (
+    LIVE_SAMPLES,
+    SERIES_KEYS,
+    Axis,
+    MergedSteps,
+    arrays_of,
+    axis_of,
+    merge,
+    stream_chunks,
+)
 from foreshock.server.curves.rollups import COARSE, FINE, RUN_LEVEL, Roller, built_spans, read, whole_spans
 from foreshock.server.curves.spans import Spans
 from foreshock.server.store.schema import samples
@@ -22,11 +33,16 @@ from foreshock.server.store.schema import samples
 _SAMPLES_READ: Final = 2000
 _BYTES_READ: Final = 256 * 2**20
 """Up to so many samples, of so many bytes, are read one by one where roll-ups would draw too few points."""
+Ends = tuple[int | None, int | None]
+_VALUES: Final = 2**24
+_VALUES_OF_POINT: Final = 32
+"""An answer takes so many numbers at most: those of the heads that it is read from, and for each point what its four
+Python numbers take. Beyond, lines have fewer points: many lines of a wide model would fill the memory."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is asked for: a metric of the run, of one head, or of the worst head of a layer."""
+    """What is asked for: a metric of the run, of one head, or of the worst head of a layer, or of each layer."""
 
     metric: Metric
     layer: int | None = None
@@ -41,6 +57,42 @@ class Curve:
         """Where its heads stand on the axis; none for what the run does not have."""
         own = axis.columns.get(self.place[1], slice(0, 0))
         return [i for i in range(own.start, own.stop) if self.head in (None, axis.heads[i][1])]
+
+    def each(self, axis: Axis) -> "list[Curve]":
+        """The curves that are drawn for it: of a metric of heads without a layer one for each layer."""
+        if self.metric.head is None or self.layer is not None:
+            return [self]
+        return [replace(self, layer=layer) for layer in axis.layers]
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+        return ":".join(str(part) for part in (self.metric.key, self.layer, self.head) if part is not None)
+
+
+def metric_of(key: str, *, per_head: bool = False) -> Metric:
+    """A metric that has such a view. Raises ProblemError for others."""
+    metric = BY_KEY.get(key)
+    if metric is None or (metric.head is None and (per_head or not metric.has_series)):
+        allowed = [m.key for m in BY_KEY.values() if m.head is not None]
+        allowed += [] if per_head else list(SERIES_KEYS)
+        what = f"does not exist; {meant(key, allowed)}" if metric is None else "cannot be shown in this way; "
+        raise ProblemError(422, f"metric {key[:64]!r} {what}allowed are {', '.join(allowed)}.")
+    return metric
+
+
+def curve_of(text: str) -> Curve:
+    """Read METRIC, METRIC:LAYER or METRIC:LAYER:HEAD. Raises ProblemError for anything else."""
+    key, *where = text.split(":")
+    metric = metric_of(key)
+    numbers = [int(part) for part in where if part.isascii() and part.isdigit() and len(part) < 7]
+    if len(numbers) != len(where) or len(where) > (2 if metric.head else 0):
+        raise ProblemError(
+            422,
+            f"line {text[:80]!r} has another form than METRIC, for a metric of the run or the worst head of every "
+            "layer, METRIC:LAYER, for the worst head of a layer, or METRIC:LAYER:HEAD.",
+        )
+    return Curve(metric, *numbers)
 
 
 @dataclass(frozen=True)
@@ -135,13 +187,13 @@ class Drawing:
                 values, bad = run_values[:, None], given & np.isnan(run_values)
             spans.add(readings.steps, values, values, values, bad)
 
-    def line(self, curve: Curve) -> Line | None:
-        """What was drawn; None for a head that the run does not have."""
+    def line(self, curve: Curve) -> CurveLine:
+        """What was drawn; no points for a head that the run does not have."""
         spans = self.spans.get(curve.place)
         of_layer = slice(0, 0) if curve.layer is None else self.only.columns.get(curve.layer, slice(0, 0))
         heads = [head for _, head in self.only.heads[of_layer]]
         if spans is None or (curve.head is not None and curve.head not in heads):
-            return None
+            return _empty(curve)
         filled = np.flatnonzero(spans.steps >= 0)
         low, high, last = (values[filled] for values in (spans.low, spans.high, spans.last))
         worst_head = None
@@ -156,7 +208,9 @@ class Drawing:
         finals = _numbers(last)
         for i in np.flatnonzero(spans.bad[filled]):
             finals[i] = math.nan
-        return Line(
+        return CurveLine(
+            metric=curve.metric.key,
+            unit=curve.metric.unit,
             layer=curve.layer,
             head=curve.head,
             steps=spans.steps[filled].tolist(),
@@ -169,11 +223,56 @@ class Drawing:
 
 async def draw(
     connection: AsyncConnection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
-) -> list[Line | None]:
-    """The line of each curve; None for a head that the run does not have. For a executor beside the event loop."""
+) -> list[CurveLine]:
+    """The line of each curve; without points for a head that the run does not have."""
     drawing = Drawing(axis, curves, window)
     await drawing.take_in(connection, roller)
     return [drawing.line(curve) for curve in curves]
+
+
+async def curves(
+    connection: AsyncConnection, roller: Roller, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int
+) -> Curves:
+    """Many curves in one pass over the store; see answers.Curves. For work beside the event loop."""
+    axis = await axis_of(connection, run.id)
+    each = [one for curve in wanted for one in curve.each(axis)]
+    unknown = [one.name for one in each if one.layer is not None and not one.heads(axis)]
+    lines = [_empty(curve) for curve in each]
+    lowest, highest = await edges(connection, run.id)
+    if lowest is not None and highest is not None:
+        first, last = max(lowest, ends[0] or 0), min(highest, highest if ends[1] is None else ends[1])
+        reach = 0 if first == lowest else first, last // COARSE * COARSE + COARSE - 1 if last == highest else last
+        values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in each)
+        points = max(1, min(max_points, _VALUES // max(1, values)))
+        if first <= last:
+            lines = await draw(connection, roller, axis, each, Window(run.id, first, last, points, reach))
+    return Curves(run=run.name, lines=lines, unknown=unknown)
+
+
+async def edges(connection: AsyncConnection, run_id: int) -> Ends:
+    """The first and the last step of a run. Each by itself is one look into the index; together they would scan it."""
+    own = samples.c.run_id == run_id
+    lowest = select(func.min(samples.c.step)).where(own).scalar_subquery()
+    highest = select(func.max(samples.c.step)).where(own).scalar_subquery()
+    first, last = (await connection.execute(select(lowest, highest))).one()
+    return first, last
+
+
+def as_json(answer: Curves) -> bytes:
+    """An answer as it travels, written line by line: written at once, many lines would hold every other thread up."""
+    head = answer.model_dump_json(exclude={"lines"}).encode()
+    lines = b",".join(line.model_dump_json().encode() for line in answer.lines)
+    return head[:-1] + b',"lines":[' + lines + b"]}"
+
+
+def _empty(curve: Curve) -> CurveLine:
+    metric, layer, head = curve.metric, curve.layer, curve.head
+    return CurveLine(metric=metric.key, unit=metric.unit, layer=layer, head=head, steps=[], low=[], high=[], last=[])
+
+
+def number(value: float) -> float | None:
+    """A value for an answer: NaN, where nothing was counted, becomes null."""
+    return None if math.isnan(value) else float(value)
 
 
 def _numbers(values: Floats) -> list[float | None]:

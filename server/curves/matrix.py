@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from foreshock.contract.metric import Metric
 from foreshock.contract.slots import Floats
 from foreshock.server.curves.answers import Matrix
+from foreshock.server.curves.drawing import edges, number
 from foreshock.server.curves.merging import LIVE_SAMPLES, Axis, arrays_of, axis_of, merge
 from foreshock.server.curves.rollups import COARSE, FINE, built_spans, read
-from foreshock.server.curves.series import edges, number
 from foreshock.server.store.schema import boots, rollups, samples
 
 _CELLS: Final = 2**18

@@ -1,4 +1,4 @@
-"""The API that people and the page use: runs, series, matrix, events, commands, audit trail, session."""
+"""The API that people and the page use: runs, curves, matrix, events, commands, audit trail, session."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,9 +15,9 @@ from foreshock.server.access.auth import COOKIE, Actor, Caller, Keyring, Reader,
 from foreshock.server.access.problems import ProblemError
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.heads_by_rank import plan
-from foreshock.server.curves.answers import Curves, Matrix, Series
+from foreshock.server.curves.answers import Curves, Matrix
+from foreshock.server.curves.drawing import as_json, curve_of, curves, metric_of
 from foreshock.server.curves.matrix import matrix
-from foreshock.server.curves.series import as_json, curve_of, curves, metric_of, series
 from foreshock.server.http.exposition import Exposer
 from foreshock.server.models import (
     AuditPage,
@@ -88,28 +88,6 @@ async def get_runs(
     return await _read_much(request, read)
 
 
-@router.get("/v1/runs/{run:path}/series", response_model=Series)
-async def get_series(
-    request: Request,
-    _: Reader,
-    run: str,
-    metric: Annotated[str, Query(max_length=64)],
-    layer: Annotated[int | None, Query(ge=0, lt=100_000)] = None,
-    head: Annotated[int | None, Query(ge=0, lt=100_000)] = None,
-    from_step: StepQuery = None,
-    to_step: StepQuery = None,
-    max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Response:
-    """One metric against the step."""
-    roller, wanted, span = request.app.state.roller, metric_of(metric), (from_step, to_step)
-
-    async def read(connection: AsyncConnection) -> bytes:
-        run_id = (await find_run(connection, run)).id
-        return as_json(await series(connection, roller, run_id, run, wanted, layer, head, span, max_points))
-
-    return await _read_much(request, read)
-
-
 @router.get("/v1/runs/{run:path}/curves", response_model=Curves)
 async def get_curves(
     request: Request,
@@ -120,12 +98,13 @@ async def get_curves(
     to_step: StepQuery = None,
     max_points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
-    """Many curves at once; each `line` is METRIC, METRIC:LAYER for the layer's worst head, or METRIC:LAYER:HEAD."""
+    """Metrics against the step; each `line` is METRIC, METRIC:LAYER:HEAD, or METRIC:LAYER for the layer's worst head,
+    which METRIC alone gives of every layer."""
     roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
 
     async def read(connection: AsyncConnection) -> bytes:
-        run_id = (await find_run(connection, run)).id
-        return as_json(await curves(connection, roller, run_id, run, wanted, (from_step, to_step), max_points))
+        found = await find_run(connection, run)
+        return as_json(await curves(connection, roller, found, wanted, (from_step, to_step), max_points))
 
     return await _read_much(request, read)
 

@@ -29,7 +29,7 @@ from foreshock.server.runs.words import printable
 
 log = structlog.get_logger()
 PATH: Final = "/v1/batches"
-RESERVED: Final = ("series", "curves", "matrix", "events", "commands", "switches", "incidents", "acknowledge")
+RESERVED: Final = ("curves", "matrix", "events", "commands", "switches", "incidents", "acknowledge")
 """Last words of an address under /v1/runs/{run}; a run may not end in /word."""
 _LARGE_BYTES: Final = 2**16
 """Larger bodies of a token are read one after another: each may hold up the event loop for some tenths of a second."""

@@ -14,8 +14,8 @@ from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_ST
 from foreshock.contract.incident import Warned
 from foreshock.contract.modes import mode_name
 from foreshock.contract.wire import AgentHealth, Layer
+from foreshock.server.curves.drawing import number
 from foreshock.server.curves.merging import MergedSteps, axis_of, merge
-from foreshock.server.curves.series import number
 from foreshock.server.models import ActiveWarning, LayerState, RunDetail, RunList, RunSummary
 from foreshock.server.runs.incidents import change_of, incidents_of, warned_of
 from foreshock.server.runs.newest import condition_of, described, newest_samples, status_of

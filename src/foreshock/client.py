@@ -195,25 +195,23 @@ class Service:
 
         A metric of heads needs `layer`; without `head` it is that of the layer's worst head at each point.
         """
+        if head is not None and layer is None:
+            raise ServiceError("head needs layer: heads are numbered within their layer")
+        name = ":".join(str(part) for part in (metric, layer, head) if part is not None)
         reply = self.get(
-            f"/v1/runs/{run}/series",
-            metric=metric,
-            layer=layer,
-            head=head,
-            from_step=from_step,
-            to_step=to_step,
-            max_points=max_points,
+            f"/v1/runs/{run}/curves", line=name, from_step=from_step, to_step=to_step, max_points=max_points
         )
-        lines = reply["lines"]
-        if len(lines) > 1:
-            has = ", ".join(str(line["layer"]) for line in lines)
+        if reply["unknown"]:
+            raise ServiceError(f"run {run} has no layer {layer}" + ("" if head is None else f" head {head}"))
+        if len(reply["lines"]) != 1:
+            has = ", ".join(str(line["layer"]) for line in reply["lines"]) or "none yet"
             raise ServiceError(f"{metric} belongs to heads: name a layer of run {run}; it has {has}")
-        line = lines[0] if lines else {"layer": layer, "head": head, "steps": [], "low": [], "high": [], "last": []}
+        [line] = reply["lines"]
         worst = line.get("worst_head")
         return Series(
             run=reply["run"],
-            metric=reply["metric"],
-            unit=reply["unit"],
+            metric=line["metric"],
+            unit=line["unit"],
             layer=line["layer"],
             head=line["head"],
             steps=np.asarray(line["steps"], np.int64),

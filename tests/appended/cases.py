@@ -110,7 +110,7 @@ def test_an_old_and_a_new_rank_of_one_run_are_merged_and_an_old_store_goes_on(pl
         expected = slot_values(truth, Slot.SCORE_OFFSET_SUM) / slot_values(truth, Slot.ROWS)
         assert found["step"] == 1500
         assert np.array(found["values"]).reshape(-1).tolist() == expected.tolist()
-        await service.get("/v1/runs/golden/ranks/series", metric="head.score_max")
+        await service.get("/v1/runs/golden/ranks/curves", line="head.score_max")
 
     play(story, verify_steps=0)
 

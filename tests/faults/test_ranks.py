@@ -51,7 +51,7 @@ def test_a_rank_that_dies_and_comes_back_is_a_new_boot_and_no_step_counts_twice(
         assert set(codes[:-1]) == {1}, "the exception of the collective ends the others, as without us"
         again = start_ranks(service, tmp_path, ranks, RESUMED_AT, LAST)
         assert [process.wait(60) for process in again] == [0] * ranks
-        [line] = client.get("/v1/runs/ranks/series?metric=run.loss&max_points=10000").json()["lines"]
+        [line] = client.get("/v1/runs/ranks/curves?line=run.loss&max_points=10000").json()["lines"]
         assert client.get("/v1/runs/ranks").json()["status"] == "completed"
         active = client.get("/v1/runs/ranks/events?kind=verdict").json()["events"]
     known = boots(tmp_path / "foreshock.db")

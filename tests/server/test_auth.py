@@ -110,7 +110,7 @@ def test_a_reader_of_some_runs_sees_only_those(play: Any) -> None:
             "team-a/1"
         ]
         assert "team-b" not in (await service.client.get("/metrics", headers=own)).text
-        for path in ("/v1/runs/team-b/1", "/v1/runs/team-b/1/series?metric=run.loss", "/v1/audit"):
+        for path in ("/v1/runs/team-b/1", "/v1/runs/team-b/1/curves?line=run.loss", "/v1/audit"):
             assert (await service.client.get(path, headers=own)).status_code == 403
 
     play(story, token=SECRET, tokens=(some,))

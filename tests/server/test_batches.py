@@ -22,7 +22,7 @@ def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(play: Any) -
         assert first.json() == again.json()
         both = await asyncio.gather(*(service.post(rank.batch(rank.sample(20), sequence=2)) for _ in range(5)))
         assert [answer.status_code for answer in both] == [200] * 5
-        assert (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"][0]["steps"] == [10, 20]
+        assert (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"][0]["steps"] == [10, 20]
         told = (await service.get("/v1/runs/run-1/events"))["events"]
         assert sorted(event["kind"] for event in told) == ["incident", "started", "verdict"]
         assert service.app.state.counters.batches == {"stored": 2, "duplicate": 5, "refused": 0, "busy": 0, "quota": 0}
@@ -118,7 +118,7 @@ def test_the_largest_batch_is_taken(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         await service.store(rank, *(rank.sample(step) for step in range(1, MAX_EVENTS + 1)))
-        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=10_000))["lines"]
+        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10_000))["lines"]
         assert line["steps"] == list(range(1, MAX_EVENTS + 1))
 
     play(story)

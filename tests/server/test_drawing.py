@@ -10,15 +10,15 @@ from tests.server.drawn_runs import store_run
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.wire import Array
 from foreshock.server.access.problems import ProblemError
+from foreshock.server.curves.drawing import metric_of
 from foreshock.server.curves.rollups import build
-from foreshock.server.curves.series import metric_of
 from foreshock.server.testing import FakeRank
 
 
-def test_a_series_keeps_every_minimum_and_maximum(play: Any) -> None:
+def test_a_curve_keeps_every_minimum_and_maximum(play: Any) -> None:
     async def story(service: Any) -> None:
         await store_run(service, range(1, 1001))
-        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=7))["lines"]
+        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=7))["lines"]
         assert len(line["steps"]) == 7
         values = np.arange(1, 1001) % 97
         bounds = [0, *line["steps"]]
@@ -37,9 +37,9 @@ def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(play: Any) 
             assert metric.head is not None
             assert metric.head.read is not None
             truth = np.stack([metric.head.read(rank.words(step)) for step in (1, 2, 3)])
-            [own] = (await service.get("/v1/runs/run-1/series", metric=key, layer=1, head=2))["lines"]
+            [own] = (await service.get("/v1/runs/run-1/curves", line=f"{key}:1:2"))["lines"]
             assert own["last"] == truth[:, 5].tolist()
-            lines = (await service.get("/v1/runs/run-1/series", metric=key))["lines"]
+            lines = (await service.get("/v1/runs/run-1/curves", line=key))["lines"]
             assert [line["layer"] for line in lines] == [0, 1]
             worst = np.argmax(metric.badness(truth[:, 3:]), axis=1)
             assert lines[1]["worst_head"] == worst.tolist()
@@ -62,14 +62,14 @@ def test_many_curves_at_once_say_what_each_says_alone(play: Any) -> None:
             "head.risk:9",
         ]
         for query in ({"max_points": 8}, {"max_points": 500, "from_step": 2000, "to_step": 3000}):
-            found = (await service.get("/v1/runs/run-1/curves", line=names, **query))["lines"]
+            answer = await service.get("/v1/runs/run-1/curves", line=names, **query)
+            found = answer["lines"]
             assert [line["metric"] for line in found] == [name.split(":")[0] for name in names]
-            assert found.pop()["steps"] == []  # the run has no layer 9
+            assert answer["unknown"] == ["head.risk:9"]
+            assert found.pop()["steps"] == []
             for name, line in zip(names, found, strict=False):
-                metric, *where = name.split(":")
-                alone = dict(zip(("layer", "head"), where, strict=False))
-                [same] = (await service.get("/v1/runs/run-1/series", metric=metric, **alone, **query))["lines"]
-                assert {key: line[key] for key in same} == same
+                [same] = (await service.get("/v1/runs/run-1/curves", line=name, **query))["lines"]
+                assert line == same
                 assert len(same["steps"]) > 5
 
     play(story)
@@ -80,7 +80,7 @@ def test_what_would_fill_the_memory_is_drawn_in_fewer_points(play: Any, monkeypa
         await store_run(service, range(1, 101))
         query = {"line": ["run.loss", "head.score_max:0", "head.score_max:1:2"], "max_points": 50}
         whole = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
-        monkeypatch.setattr("foreshock.server.curves.series._VALUES", 10 * (3 * 32 + 3 + 1))
+        monkeypatch.setattr("foreshock.server.curves.drawing._VALUES", 10 * (3 * 32 + 3 + 1))
         some = (await service.get("/v1/runs/run-1/curves", **query))["lines"]
         assert [len(line["steps"]) for line in whole] == [50] * 3
         assert [len(line["steps"]) for line in some] == [10] * 3

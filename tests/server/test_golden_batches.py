@@ -35,7 +35,7 @@ async def state_of(service: Any) -> Any:
     run = "/v1/runs/golden/run-1"
     state: dict[str, Any] = {"run": timeless(await service.get(run))}
     for metric in ("run.loss", "run.grad_norm", "run.worst_risk"):
-        state[metric] = (await service.get(f"{run}/series", metric=metric))["lines"]
+        state[metric] = (await service.get(f"{run}/curves", line=metric))["lines"]
     for metric in ("head.score_offset", "head.query_norm", "head.mode"):
         state[metric] = timeless(await service.get(f"{run}/matrix", metric=metric))
     kinds = ["started", "verdict", "switched", "command", "finished"]  # incidents open and close in another order

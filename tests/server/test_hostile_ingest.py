@@ -255,7 +255,7 @@ async def others(url: str, rounds: int) -> list[tuple[str, int, str]]:
             answers.append(("stream", 200, await listener))
             await ask("/metrics")
             await ask("/v1/runs?search=a/")
-            for part in ("", "/series?metric=head.score_max", "/matrix?metric=head.score_max", "/events", "/incidents"):
+            for part in ("", "/curves?line=head.score_max", "/matrix?metric=head.score_max", "/events", "/incidents"):
                 await ask(f"/v1/runs/a/job{part}")
             await ask("/v1/webhooks/alertmanager", HOOK, hook)
             for path in ("/healthz", "/readyz", "/", "/v1/session"):

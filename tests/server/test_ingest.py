@@ -24,7 +24,7 @@ def test_what_is_not_finite_arrives_and_is_shown(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(1, loss=math.inf), rank.sample(2, loss=math.nan))
-        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
         assert line["last"] == ["Infinity", "NaN"]
         metrics = (await service.client.get("/metrics")).text
         assert 'foreshock_run_loss{run="run-1"} NaN' in metrics

@@ -75,7 +75,7 @@ def test_a_restarted_rank_replaces_the_steps_that_it_does_again(play: Any) -> No
         await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)))
         await service.store(old, old.verdict(30))
         await service.store(new, new.started(step=15), new.sample(20, since=15, loss=2.0))
-        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
         assert (line["steps"], line["last"]) == ([10, 20], [1.0, 2.0])
         detail = await service.get("/v1/runs/run-1")
         assert detail["last_step"] == 20

@@ -81,7 +81,7 @@ WAYS = [
     "//etc/passwd",
     "/v1/runs/../../../../etc/passwd",
     "/v1/runs/%2e%2e%2f%2e%2e%2fetc%2fpasswd",
-    "/v1/runs/..%5c..%5cetc%5cpasswd/series?metric=run.loss",
+    "/v1/runs/..%5c..%5cetc%5cpasswd/curves?line=run.loss",
     "/v1/runs/a;b%00c/matrix?metric=head.risk",
     "/v1/commands/..%2f..%2fetc%2fpasswd",
     "file:///etc/passwd",

@@ -21,10 +21,10 @@ READS = (
     "/v1/runs/{run}",
     "/v1/runs/{run}/events",
     "/v1/runs/{run}/commands",
-    "/v1/runs/{run}/series?metric=run.loss",
-    "/v1/runs/{run}/series?metric=run.worst_risk",
-    "/v1/runs/{run}/series?metric=head.score_offset",
-    "/v1/runs/{run}/series?metric=head.query_norm",
+    "/v1/runs/{run}/curves?line=run.loss",
+    "/v1/runs/{run}/curves?line=run.worst_risk",
+    "/v1/runs/{run}/curves?line=head.score_offset",
+    "/v1/runs/{run}/curves?line=head.query_norm",
     "/v1/runs/{run}/curves?line=head.mode:0&line=run.loss",
     "/v1/runs/{run}/matrix?metric=head.mode",
     "/v1/runs/{run}/matrix?metric=head.risk",
@@ -136,7 +136,7 @@ def test_a_start_that_would_make_an_acknowledged_sample_unreadable_is_refused(pl
             assert "4 heads" in answer.json()["detail"]
             assert "6" in answer.json()["detail"]
         await service.store(rank, rank.started(), rank.sample(3))
-        line = (await service.get("/v1/runs/run-1/series", metric="head.risk", layer=1, head=2))["lines"][0]
+        line = (await service.get("/v1/runs/run-1/curves", line="head.risk:1:2"))["lines"][0]
         assert line["steps"] == [1, 3]
         assert None not in line["last"]
 

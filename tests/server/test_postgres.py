@@ -53,7 +53,7 @@ def test_the_whole_path_works_on_postgresql(postgres: str, player: Any) -> None:
         assert (await service.get(f"/v1/commands/{made.json()['id']}"))["state"] == "applied"
         detail = await service.get("/v1/runs/run-1")
         assert (detail["last_step"], detail["active_warnings"]) == (20, 1)
-        [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+        [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
         assert line["last"] == ["NaN", 3.0]
         assert (await service.get("/v1/audit"))["intact"]
         assert 'foreshock_run_step{run="run-1"} 20.0' in (await service.client.get("/metrics")).text
@@ -100,7 +100,7 @@ def test_no_text_that_postgresql_cannot_store_makes_it_fail(postgres: str, playe
         rank = FakeRank(run="texts")
         await service.store(rank, rank.started())
         quoted = quote(text_.encode("utf-8", "surrogatepass"))
-        for address in (f"/v1/runs/{quoted}", f"/v1/runs/{quoted}/series?metric=run.loss", f"/v1/commands/{quoted}"):
+        for address in (f"/v1/runs/{quoted}", f"/v1/runs/{quoted}/curves?line=run.loss", f"/v1/commands/{quoted}"):
             assert (await service.client.get(address)).status_code in taken, address
         json_ = {"content-type": "application/json"}
         for field in ("who", "reason", "mode"):
@@ -213,7 +213,7 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
                 answers = client.get(f"/v1/commands/{name}").json()["ranks"]
                 assert [(a["rank"], a["step"]) for a in answers] == [(s.rank.rank, s.orders[name]) for s in senders]
             assert client.get("/v1/audit").json()["intact"]
-            query = "/v1/runs/killed/series?metric=run.loss&max_points=10000"
+            query = "/v1/runs/killed/curves?line=run.loss&max_points=10000"
             [line] = client.get(query).json()["lines"]
             # Ranks that stand at a step say the same loss: a doubled or a lost one would not change it, a gap would.
             assert line["last"] == [float(step) for step in line["steps"]]

@@ -124,7 +124,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         old, live = FakeRank(run="old", layers=1), FakeRank(run="live", layers=1)
         for rank in (old, live):
             await service.store(rank, rank.started(), *(rank.sample(step) for step in range(1, 200)))
-        before = await service.get("/v1/runs/live/series", metric="head.risk")
+        before = await service.get("/v1/runs/live/curves", line="head.risk")
         async with store.write() as connection:
             await connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
             ids = {r.name: r.id for r in await connection.execute(text("SELECT id, name FROM runs"))}
@@ -149,7 +149,7 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         assert await retention.sweep(monotonic=60.0) == 1
         assert await rollups.build(store, ids["live"], 0)
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["live"]
-        after = await service.get("/v1/runs/live/series", metric="head.risk")
+        after = await service.get("/v1/runs/live/curves", line="head.risk")
         assert after["lines"][0]["steps"] == before["lines"][0]["steps"]
         assert (await service.get("/v1/audit"))["intact"]
 

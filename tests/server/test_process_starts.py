@@ -33,7 +33,7 @@ def play_on_both(request: pytest.FixtureRequest, play: Any, player: Any) -> Call
 
 
 async def losses(service: Any) -> tuple[list[int], list[float]]:
-    [line] = (await service.get("/v1/runs/run-1/series", metric="run.loss"))["lines"]
+    [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
     return line["steps"], line["last"]
 
 

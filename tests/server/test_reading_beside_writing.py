@@ -33,7 +33,7 @@ def test_batches_are_stored_while_readers_hold_every_connection(play: Any) -> No
 
 
 LARGE = (
-    "/v1/runs/run-1/series?metric=head.score_max",
+    "/v1/runs/run-1/curves?line=head.score_max",
     "/v1/runs/run-1/curves?" + "&".join(f"line=head.score_max:{layer}" for layer in range(100)),
     "/v1/runs/run-1/matrix?metric=head.score_max",
     "/v1/runs/run-1",
@@ -83,7 +83,7 @@ def test_readers_of_a_run_of_400_x_128_heads_do_not_stop_ingest(play: Any, sizes
         await service.store(wide, wide.started())
         for step in (1, 2):
             await service.store(wide, wide.sample(step))
-        path = "/v1/runs/run-1/series?metric=head.score_max"
+        path = "/v1/runs/run-1/curves?line=head.score_max"
         # The framework builds its routes at the first request, once: as long as a reader of this run takes in all.
         assert (await service.client.get(path.replace("run-1", "nobody"))).status_code == 404
         with watched_loop() as watch:
@@ -118,7 +118,7 @@ def test_sigterm_ends_the_service_in_order_while_many_read_and_many_send(tmp_pat
                     if (await client.post("/v1/batches", content=body, headers=headers)).status_code != 200:
                         break
 
-            path = "/v1/runs/run-1/series?metric=head.score_max"
+            path = "/v1/runs/run-1/curves?line=head.score_max"
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(client.get(path)) for _ in range(readers)]
             tasks += [asyncio.create_task(send(number)) for number in range(8)]
             await asyncio.sleep(0.5)
@@ -153,7 +153,7 @@ def test_few_large_reads_are_at_work_at_once_and_a_crowd_is_told_to_come_back(
             return merge(*given)
 
         monkeypatch.setattr(drawing, "merge", slow)
-        path = "/v1/runs/run-1/series?metric=head.score_max"
+        path = "/v1/runs/run-1/curves?line=head.score_max"
         reads = [asyncio.create_task(service.client.get(path)) for _ in range(120)]
         await asyncio.sleep(0.1)
         await service.store(rank, rank.sample(2))

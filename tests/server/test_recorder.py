@@ -63,9 +63,9 @@ async def everything_shown(service: Any) -> dict[str, Any]:
     for key in ("first_seen_unix_seconds", "last_seen_unix_seconds", "last_step_unix_seconds"):
         shown["detail"].pop(key)
     for key in KEYS:
-        shown[key] = await service.get("/v1/runs/run-1/series", metric=key)
+        shown[key] = await service.get("/v1/runs/run-1/curves", line=key)
         shown[f"{key} at 30"] = await service.get("/v1/runs/run-1/matrix", metric=key, step=30)
-    shown["loss"] = await service.get("/v1/runs/run-1/series", metric="run.loss")
+    shown["loss"] = await service.get("/v1/runs/run-1/curves", line="run.loss")
     kinds = ["started", "verdict", "switched", "command", "finished"]  # incidents open and close in another order
     events = (await service.get("/v1/runs/run-1/events", kind=kinds))["events"]
     # that two processes of a rank live beside each other is seen, or not, by when their messages come

@@ -15,16 +15,14 @@ from foreshock.server.testing import FakeRank
 def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> None:
     async def story(service: Any) -> None:
         await store_run(service, range(4, 9000, 4))
-        query = {"metric": metric, "max_points": 8, "from_step": 0}
-        if metric.startswith("head."):
-            query |= {"layer": 1, "head": 2}
-        before = await service.get("/v1/runs/run-1/series", **query)
+        query = {"line": metric + ":1:2" * metric.startswith("head."), "max_points": 8, "from_step": 0}
+        before = await service.get("/v1/runs/run-1/curves", **query)
         for span in range(8):
             assert await build(service.app.state.store, 1, span)
         async with service.app.state.store.read() as connection:
             count = (await connection.execute(text("SELECT count(*) FROM rollups"))).scalar()
         assert count > 0
-        after = await service.get("/v1/runs/run-1/series", **query)
+        after = await service.get("/v1/runs/run-1/curves", **query)
         for old, new in zip(before["lines"], after["lines"], strict=True):
             # A span of 1024 steps counts where it ends, so compare where both series hold all that came before.
             for key, pick in (("low", min), ("high", max)):
@@ -64,20 +62,16 @@ async def heads_read_once(service: Any) -> FakeRank:
 
 
 HEADS = ("states", "modes", "risk")
-READS: dict[str, dict[str, Any]] = {
-    "series": {"metric": "head.score_max", "max_points": 10},
-    "curves": {"line": "head.score_max:0", "max_points": 10},
-}
 
 
 @pytest.mark.promise("S5")
-@pytest.mark.parametrize("path", READS)
-def test_a_late_sample_of_the_only_span_with_heads_is_drawn_at_once(play: Any, path: str) -> None:
+@pytest.mark.parametrize("line", ["head.score_max", "head.score_max:0"])
+def test_a_late_sample_of_the_only_span_with_heads_is_drawn_at_once(play: Any, line: str) -> None:
     async def story(service: Any) -> None:
         rank = await heads_read_once(service)
         await service.store(rank, rank.sample(1300))
-        [line] = (await service.get(f"/v1/runs/run-1/{path}", **READS[path]))["lines"]
-        assert [step for step, value in zip(line["steps"], line["last"], strict=True) if value is not None] == [1300]
+        [drawn] = (await service.get("/v1/runs/run-1/curves", line=line, max_points=10))["lines"]
+        assert [step for step, value in zip(drawn["steps"], drawn["last"], strict=True) if value is not None] == [1300]
 
     play(story)
 
@@ -93,7 +87,7 @@ def test_a_span_that_was_forgotten_is_rolled_up_again_after_a_restart(play: Any)
 
     async def after(service: Any) -> None:
         assert await built(service) == {0, 2, 3}
-        await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=10)
+        await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=10)
         await service.app.state.roller.build_cold()
         assert await built(service) == {0, 1, 2, 3}
 
@@ -108,7 +102,7 @@ def test_a_late_sample_throws_its_roll_up_away(play: Any) -> None:
             assert await build(service.app.state.store, 1, span)
         late = FakeRank(rank=1)
         await service.store(late, late.started(), late.sample(500, loss=-500.0))
-        lines = (await service.get("/v1/runs/run-1/series", metric="run.loss", max_points=4))["lines"]
+        lines = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=4))["lines"]
         assert min(lines[0]["low"]) == (-500.0 + 500 % 97) / 2
         assert rank.sequence > 1
 

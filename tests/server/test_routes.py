@@ -11,19 +11,14 @@ from foreshock.server.testing import FakeRank
 @pytest.mark.parametrize(
     ("path", "status", "word"),
     [
-        ("/v1/runs/nobody/series?metric=run.loss", 404, "no run"),
-        ("/v1/runs/run-1/series?metric=run.unknown", 422, "allowed are"),
+        ("/v1/runs/nobody/curves?line=run.loss", 404, "no run"),
+        ("/v1/runs/run-1/curves?line=run.unknown", 422, "allowed are"),
         ("/v1/runs/run-1/matrix?metric=run.loss", 422, "allowed are"),
-        ("/v1/runs/run-1/series?metric=head.score_max&layer=9", 404, "no layer 9"),
-        ("/v1/runs/run-1/series?metric=head.score_max&layer=0&head=9", 404, "no layer 0 head 9"),
-        ("/v1/runs/run-1/series?metric=head.score_max&head=1", 422, "head needs layer"),
-        ("/v1/runs/run-1/series?metric=run.loss&max_points=0", 422, "wrong"),
+        ("/v1/runs/run-1/curves?line=run.loss&max_points=0", 422, "wrong"),
         ("/v1/runs/run-1/curves", 422, "wrong"),
         ("/v1/runs/run-1/curves?line=run.loss:0", 422, "METRIC"),
-        ("/v1/runs/run-1/curves?line=head.score_max", 422, "METRIC:LAYER"),
         ("/v1/runs/run-1/curves?line=head.score_max:0:1:2", 422, "METRIC"),
         ("/v1/runs/run-1/curves?line=head.score_max:-1", 422, "METRIC"),
-        ("/v1/runs/run-1/curves?line=run.unknown", 422, "allowed are"),
         ("/v1/runs/nobody", 404, "no run"),
         ("/v1/commands/nothing", 404, "no command"),
     ],
@@ -44,9 +39,9 @@ def test_a_run_name_may_hold_slashes_dots_and_colons(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank(run="team/../a:b.c/x")
         await service.store(rank, rank.started(), rank.sample(1))
-        for tail in ("", "/series", "/matrix", "/events", "/commands"):
+        for tail in ("", "/curves", "/matrix", "/events", "/commands"):
             path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
-            answer = await service.client.get(path, params={"metric": "head.score_max"})
+            answer = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
             assert answer.status_code == 200, path
 
     play(story)

@@ -125,7 +125,7 @@ def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_
         rest = await ask(service, EVE, "GET", f"/v1/runs/{OWN}/events", params=older)
         ids = [event["id"] for event in [*page.json()["events"], *rest.json()["events"]]]
         assert ids == [4, 3, 2, 1]
-        of_run = ("", "/commands", "/incidents", "/matrix?metric=head.score_max", "/series?metric=run.loss")
+        of_run = ("", "/commands", "/incidents", "/matrix?metric=head.score_max", "/curves?line=run.loss")
         paths = (*(f"/v1/runs/{OWN}{path}" for path in of_run), "/v1/runs", "/metrics")
         answers = [command, page, rest, *[await ask(service, EVE, "GET", path) for path in paths]]
         times = re.compile(r'("\w*unix_seconds":|"next_cursor":"0x|_seconds\{[^}]*\} )[0-9a-f.xp+-]+')

@@ -143,7 +143,7 @@ def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: set
         status = fuzzed.send("POST", "/v1/batches", body, **beside).status_code
         answers[status] += 1
         fuzzed.send("GET", path.replace("{run}", run), None, **beside)
-        fuzzed.send("GET", f"/v1/runs/{run}/series?metric=head.score_max&max_points=9", None)
+        fuzzed.send("GET", f"/v1/runs/{run}/curves?line=head.score_max&max_points=9", None)
         if answers.total() % 10 == 0:
             for run_id, span in product(range(1, 7), range(1, 4)):
                 fuzzed.loop.run_until_complete(build(fuzzed.app.state.store, run_id, span))

@@ -189,8 +189,10 @@ export interface CommandStatus {
   undone_by: string | null;
 }
 
-/** One of many curves; without points where the run has no such head. */
+/** One curve, without points where the run has no such head. The four lists have one entry per point; a point spans the steps since the one before, and keeps their minimum and maximum. */
 export interface CurveLine {
+  metric: string;
+  unit: string;
   layer: number | null;
   /** null for a run-level metric, and for the worst head of a layer */
   head: number | null;
@@ -198,16 +200,16 @@ export interface CurveLine {
   low: (number | null)[];
   high: (number | null)[];
   last: (number | null)[];
-  /** for the worst head of a layer: which head it is */
+  /** for the worst head of a layer: which head it is, the largest in absolute value */
   worst_head: (number | null)[] | null;
-  metric: string;
-  unit: string;
 }
 
-/** Many curves over the same steps, in the order in which they were asked for; drawn as those of Series. */
+/** Curves over the same steps, in the order in which they were asked for; at most max_points points each. Where no layer was named for a metric of heads, the lines of all layers stand in its place. */
 export interface Curves {
   run: string;
   lines: CurveLine[];
+  /** lines that were asked for of a layer or head that the run does not have */
+  unknown: string[];
 }
 
 /** Approval or rejection of a proposed command, or the end of one that is under way. */
@@ -363,19 +365,6 @@ export interface LayerState {
   sampled: boolean;
   modes: (string | null)[];
   risk: (number | null)[];
-}
-
-/** One curve. The four lists have one entry per point; a point spans the steps since the one before. */
-export interface Line {
-  layer: number | null;
-  /** null for a run-level metric, and for the worst head of a layer */
-  head: number | null;
-  steps: number[];
-  low: (number | null)[];
-  high: (number | null)[];
-  last: (number | null)[];
-  /** for the worst head of a layer: which head it is */
-  worst_head: (number | null)[] | null;
 }
 
 /** A token in exchange for a session cookie. */
@@ -618,14 +607,6 @@ export interface RunSummary {
   display_name: string | null;
   /** what people tagged it with, sorted */
   tags: string[];
-}
-
-/** One metric against the step, at most max_points points per curve, keeping each point's minimum and maximum. A run-level metric gives one line. A per-head metric gives the line of `layer` and `head`; without `head` the worst head of `layer` at each point; without both, that of every layer. Worst means largest in absolute value. */
-export interface Series {
-  run: string;
-  metric: string;
-  unit: string;
-  lines: Line[];
 }
 
 /** Who asks. `csrf_token` goes into the header X-CSRF-Token of every POST that is authenticated by the cookie. */
