@@ -39,7 +39,7 @@ help: ## this list
 demo: .venv/.server ## recorded failures beside the run that was switched, played on the live page (two minutes, no PyTorch)
 	@$(PY) -m foreshock demo $(ARGS)
 
-demo-train: .venv/.demo ## the same kind of drift in a small GPT that is trained here (PyTorch; five minutes on two cores)
+demo-train: .venv/.demo ## the same kind of drift in a small GPT that is trained here (PyTorch; five minutes)
 	@$(PY) -m foreshock demo --train $(ARGS)
 
 servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages

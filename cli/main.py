@@ -79,23 +79,23 @@ def demo(
 ) -> None:
     """Play recorded failures on real text beside the run that was switched, in two minutes and without PyTorch.
 
-    With --train the failure happens here, live: a small GPT is trained several times.
+    With --train a failure begins here, live: a small GPT is trained three times, side by side.
     """
     from foreshock.cli.output import console
 
-    if not train:
-        from foreshock.cli import demo as player
+    if train:
+        from foreshock.lab import demo as live
 
-        if seed is not None:
-            raise CommandError("--seed is for training: give --train as well")
-        pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
-        player.play(console(), port=port, steps_per_second=pace, report=report)
+        if steps_per_second is not None or report is not None:
+            raise CommandError("--steps-per-second and --report are for the recorded runs: leave out --train")
+        live.main(console(), seed=seed, port=port)
         return
-    from foreshock.lab import demo as lab_demo
+    from foreshock.cli import demo as player
 
-    if steps_per_second is not None:
-        raise CommandError("--steps-per-second is for the recorded runs: leave out --train")
-    lab_demo.main(report=report, seed=seed, port=port)
+    if seed is not None:
+        raise CommandError("--seed is for training: give --train as well")
+    pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
+    player.play(console(), port=port, steps_per_second=pace, report=report)
 
 
 @app.command()

@@ -53,21 +53,11 @@ class Record:
         self.losses.append(float(np.average(losses, weights=np.maximum(lengths, 1))))
         self._waiting.clear()
 
-    def until(self, step: int) -> "Record":
-        """The part up to `step`, which a branch shares with its trunk."""
-        count = sum(1 for each in self.steps if each <= step)
-        parts = (values[:count] for values in (self.steps, self.offsets, self.scores, self.losses))
-        return Record(list(self.heads), *map(list, parts))  # type: ignore[arg-type]
-
     @property
     def final_loss(self) -> float:
         """Mean loss of the last 500 steps; NaN without any."""
-        return self.loss_before(self.steps[-1]) if self.steps else float("nan")
-
-    def loss_before(self, step: int) -> float:
-        """Mean loss of the 500 steps up to `step`; NaN without any."""
         pairs = zip(self.steps, self.losses, strict=True)
-        last = [loss for at, loss in pairs if step - _LAST_STEPS < at <= step]
+        last = [loss for step, loss in pairs if step > self.steps[-1] - _LAST_STEPS]
         return float(np.mean(last)) if last else float("nan")
 
     @property
