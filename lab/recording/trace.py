@@ -5,7 +5,8 @@ Our own: a first line {"foreshock_trace": 1, ...what was run...}, then one line 
   `states`, and may be the merger of several samples: that is how `TraceWriter` writes it;
 - `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
   harm need;
-- `probe`: what recorders up to commit ba386e0 measured of weights and activations at a step, for rival monitors.
+- `probe`: what recorders up to commit ba386e0 measured of weights and activations at a step. It is passed over; `lab
+  score` of commit 96874ca judged rival monitors by it.
 What a trace did not record stays NaN (or None); it never becomes a zero.
 """
 
@@ -48,14 +49,6 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """What the line `probe` of a trace holds of one step, by name; arrays over heads or layers."""
-
-    step: int
-    values: dict[str, Floats]
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """A run as it was recorded, in the order of its steps.
 
@@ -70,7 +63,6 @@ class Trace:
     events: list[wire.Event] = field(repr=False)
     """samples, verdicts and switches after the start"""
     steps: Steps = field(repr=False)
-    probes: list[Probe] = field(repr=False)
 
     @property
     def samples(self) -> list[wire.Sample]:
@@ -139,7 +131,6 @@ def read_trace(path: Path) -> Trace:
     for what, steps in (
         ("samples", [sample.step for sample in trace.samples]),
         ("single steps", trace.steps.step.tolist()),
-        ("probes", [probe.step for probe in trace.probes]),
     ):
         if any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError(f"{path} goes backwards in its {what}; give a trace of one run without restarts")
@@ -154,7 +145,6 @@ def _own(path: Path, lines: list[dict[str, Any]]) -> Trace:
     started: wire.Started | None = None
     events: list[wire.Event] = []
     single: list[tuple[int, Floats, Floats]] = []
-    probes: list[Probe] = []
     for number, line in enumerate(lines[1:], start=2):
         kind = line.get("kind")
         try:
@@ -162,10 +152,7 @@ def _own(path: Path, lines: list[dict[str, Any]]) -> Trace:
                 single.append((int(line["since_step"]), _numbers(line["loss"]), _numbers(line["grad_norm"])))
                 if len(single[-1][1]) != len(single[-1][2]):
                     raise ValueError("as many losses as gradient norms are needed")
-            elif kind == "probe":
-                named = {k: _numbers(v) for k, v in line.items() if k not in ("kind", "step")}
-                probes.append(Probe(int(line["step"]), named))
-            else:
+            elif kind != "probe":
                 heads = 0 if started is None else len(wire.head_refs(started.layers))
                 event = _EVENT.validate_python(_unpacked(line, heads), strict=False)
                 if isinstance(event, wire.Started):
@@ -180,7 +167,7 @@ def _own(path: Path, lines: list[dict[str, Any]]) -> Trace:
     if started is None:
         raise ValueError(f"{path} does not say which heads it watched; it was not recorded from the start")
     samples = [event for event in events if isinstance(event, wire.Sample)]
-    return Trace(path, lines[0], started, events, _single(single) if single else _of_samples(samples), probes)
+    return Trace(path, lines[0], started, events, _single(single) if single else _of_samples(samples))
 
 
 def _unpacked(line: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -254,7 +241,7 @@ def _foreign(path: Path, lines: list[dict[str, Any]]) -> Trace:
             since = samples[-1].step
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number + 1}: {type(error).__name__} {error}") from None
-    return Trace(path, _foreign_header(path), started, list(samples), _of_samples(samples), [])
+    return Trace(path, _foreign_header(path), started, list(samples), _of_samples(samples))
 
 
 def _foreign_header(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -26,7 +26,7 @@ class TraceWriter:
 
     Samples are merged until they are a fortieth of the run's life long, at most `every_steps`, as the detectors' own
     blocks, and numbers are rounded to four digits or fewer: a trace is small enough to commit. Give `steps` the loss
-    and gradient norm of every step, and `probe` what a ModelProbe measured.
+    and gradient norm of every step.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], *, every_steps: int = 100) -> None:
@@ -56,10 +56,6 @@ class TraceWriter:
         """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ..."""
         numbers = {"loss": _rounded(loss, _DIGITS_OF_A_STEP), "grad_norm": _rounded(grad_norm, _DIGITS_OF_A_STEP - 1)}
         self._write({"kind": "steps", "since_step": since_step, **numbers})
-
-    def probe(self, step: int, values: Mapping[str, Floats]) -> None:
-        """What a ModelProbe measured at a step."""
-        self._write({"kind": "probe", "step": step, **{name: _rounded(array) for name, array in values.items()}})
 
     def _flush(self) -> None:
         if not self._waiting:

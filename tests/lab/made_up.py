@@ -54,5 +54,4 @@ def record(path: Path, *, fails: bool, split: str = "held-out", seed: int = 1, *
             sample = wire.Sample(step=step, since_step=step - 50, unix_seconds=0.0, states=state, learning_rate=1e-3)
             writer(sample)
             writer.steps(step - 50, loss[step - 50 : step], np.full(50, 0.5))
-            writer.probe(step, {"stable_rank": np.full(HEADS, 10.0 if step < 4000 or not fails else 5.0)})
     return path

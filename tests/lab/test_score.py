@@ -58,7 +58,7 @@ def test_a_failure_is_scored_with_its_lead_its_cause_and_its_forecast(tmp_path: 
     first = written["traces"][0]
     assert first["file"] == "failing.jsonl.gz"
     assert first["first_steps"]["foreshock"] == failed.first_warning_step
-    assert first["first_steps"]["Spectral Alignment"] == NOT_RECORDED
+    assert first["first_steps"]["W_Q norm"] == NOT_RECORDED
     assert set(first["first_steps"]) >= {baseline.name for baseline in BASELINES}
     assert written["forecasts"]["held-out"]["decided"] == 1
     assert failed.failing_head == (0, 1)
@@ -96,7 +96,6 @@ def test_nan_in_every_field_is_a_run_without_a_verdict(tmp_path: Path) -> None:
                 step=step, since_step=step - 50, unix_seconds=0.0, states=wire.Array.of(state), query_norm=nothing
             )
             writer(sample)
-            writer.probe(step, {"stable_rank": np.full(2, math.nan)})
     (score,), result = lab_score([path])
     assert (score.first_warning_step, score.warnings, score.harm_step) == (None, 0, None)
     assert score.first_steps["largest score of the model"] == NOT_RECORDED

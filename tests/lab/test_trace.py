@@ -60,10 +60,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": ["x"], "grad_norm": [1]}]),
         "line 3: ValueError could not convert",
     ),
-    "with probes that go backwards": (
-        lambda path: write(path, [*begun(), {"kind": "probe", "step": 9, "a": [1]}, {"kind": "probe", "step": 8}]),
-        "goes backwards in its probes",
-    ),
     "that holds a list": (lambda path: write(path, [[1, 2]]), "holds no lines"),
     "with a field missing": (
         lambda path: write(path, [{"it": 1, "cc": [1.0], "lg": [1.0], "sn": [[1.0]]}]),
@@ -96,6 +92,15 @@ def test_a_step_that_comes_twice_is_refused(tmp_path: Path) -> None:
         writer(sample(10, 0, words))
     with pytest.raises(ValueError, match="goes backwards"):
         read_trace(path)
+
+
+def test_what_older_recorders_measured_of_weights_is_passed_over(tmp_path: Path) -> None:
+    lines = [
+        *begun(),
+        {"kind": "probe", "step": 5, "stable_rank": [9.5]},
+        {"kind": "sample", "step": 5, "since_step": 0},
+    ]
+    assert [each.step for each in read_trace(write(tmp_path / "probed.jsonl.gz", lines)).samples] == [5]
 
 
 def test_what_the_old_traces_did_not_record_reads_nan_and_never_zero() -> None:
