@@ -1,11 +1,9 @@
 """Every Python block of the documentation runs as it stands, and every command line in a block is one that exists."""
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import transformers
 import typer.main
 from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.monitor.titan_shape import Trainer
 from torch import nn
 
 from foreshock.cli.main import app
@@ -124,13 +123,7 @@ def of_accelerate() -> dict[str, Any]:
 
 
 def of_torchtitan(folder: Path) -> dict[str, Any]:
-    path = ROOT / "examples" / "torchtitan_trainer.py"
-    spec = importlib.util.spec_from_file_location("titan_of_the_snippets", path)
-    assert spec is not None
-    assert spec.loader is not None
-    titan: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(titan)
-    return {"trainer": titan.Trainer(3, folder)}
+    return {"trainer": Trainer(3, folder)}
 
 
 def names_for(text: str, folder: Path) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""torchtitan's hook, on the Trainer of the example, which has the shape of torchtitan's."""
+"""torchtitan's hook, on a Trainer of its shape."""
 
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.monitor import titan_shape as titan
 from tests.monitor.doubles import Listener
 from torch import Tensor, nn
 
@@ -24,19 +23,6 @@ QUICK: dict[str, Any] = {
     "strict": True,
     "quiet": True,
 }
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_trainer.py"
-
-
-@pytest.fixture(scope="module")
-def titan() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("torchtitan_trainer_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def train(
@@ -63,7 +49,7 @@ def intervals(listener: Listener) -> list[tuple[int, int]]:
     return [(s.since_step, s.step) for s in listener.of(wire.Sample)]
 
 
-def test_each_step_of_the_optimizers_is_one_with_its_loss_norm_and_rate(titan: ModuleType, tmp_path: Path) -> None:
+def test_each_step_of_the_optimizers_is_one_with_its_loss_norm_and_rate(tmp_path: Path) -> None:
     clip = torch.nn.utils.clip_grad_norm_
     agent, listener, losses = train(titan.Trainer(3, tmp_path, accumulation=2))
     samples = listener.of(wire.Sample)
@@ -79,7 +65,7 @@ def test_each_step_of_the_optimizers_is_one_with_its_loss_norm_and_rate(titan: M
     assert torch.nn.utils.clip_grad_norm_ is clip
 
 
-def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(titan: ModuleType, tmp_path: Path) -> None:
+def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(tmp_path: Path) -> None:
     def switch(agent: Agent) -> None:
         if agent.current_step == 2:
             agent.set_mode([(1, 0)], "exact_delta", "a test")
@@ -95,16 +81,14 @@ def test_a_resumed_training_repeats_no_step_loses_none_and_keeps_its_modes(titan
     assert (tmp_path / "run" / "step-4" / "foreshock_0.json").is_file()
 
 
-def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(
-    titan: ModuleType, tmp_path: Path
-) -> None:
+def test_a_training_that_began_without_foreshock_goes_on_with_its_own_step_numbers(tmp_path: Path) -> None:
     titan.Trainer(4, tmp_path, interval=4).train()
     _, listener, _ = train(titan.Trainer(6, tmp_path, interval=4))
     assert intervals(listener) == [(4, 5), (5, 6)]
 
 
 def test_a_disk_that_takes_no_state_ends_no_training(
-    titan: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left on device")
@@ -117,9 +101,11 @@ def test_a_disk_that_takes_no_state_ends_no_training(
     assert "state was not saved, training goes on: no space left on device" in caplog.text
 
 
-def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(titan: ModuleType, tmp_path: Path) -> None:
+def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(tmp_path: Path) -> None:
     trainer = titan.Trainer(1, tmp_path)
-    stages = [nn.ModuleDict({"layers": nn.ModuleDict({n: titan.TransformerBlock(64)})}) for n in ("2", "6")]
+    stages: list[nn.Module] = [
+        nn.ModuleDict({"layers": nn.ModuleDict({n: titan.TransformerBlock(64)})}) for n in ("2", "6")
+    ]
     trainer.model_parts = stages  # as an interleaved schedule gives one rank
     agent = watch(trainer, **QUICK)
     assert sorted({layer for layer, _ in agent.modes()}) == [2, 6]
@@ -128,9 +114,9 @@ def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(titan: ModuleType
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # PyTorch's own
 @pytest.mark.execution("plain attention", "torch.compile")
-def test_blocks_that_torchtitan_compiled_before_are_watched(titan: ModuleType, tmp_path: Path) -> None:
+def test_blocks_that_torchtitan_compiled_before_are_watched(tmp_path: Path) -> None:
     trainer = titan.Trainer(2, tmp_path)
-    for block in trainer.model_parts[0].layers.values():
+    for block in trainer.model_parts[0].get_submodule("layers").children():
         block.compile(backend="aot_eager", fullgraph=True)
     _, listener, _ = train(trainer)
     torch._dynamo.reset()
@@ -142,7 +128,7 @@ def test_a_trainer_of_another_make_is_a_sentence() -> None:
         watch(SimpleNamespace())
 
 
-def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(titan: ModuleType, tmp_path: Path) -> None:
+def test_qk_clip_is_shown_the_optimizers_that_16_bit_weights_need(tmp_path: Path) -> None:
     trainer = titan.Trainer(3, tmp_path)
     for part in trainer.model_parts:
         part.to(torch.bfloat16)

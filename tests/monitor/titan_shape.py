@@ -1,14 +1,7 @@
-"""The Trainer of torchtitan: one line between making it and letting it train.
+"""A Trainer in the shape of torchtitan's over a tiny model with modules named as its, since torchtitan needs a GPU.
 
-    trainer = config.build()                    # torchtitan's own, in its train.py
-    watch(trainer, run="titan", url=...)        # the one line
-    trainer.train()
-
-torchtitan needs a GPU, so what runs here is a Trainer in its shape (model_parts, optimizers, checkpointer,
-forward_backward_step, train_step, train, close, as in torchtitan 0.3.0) over a tiny model with modules named as its.
-
-python examples/torchtitan_trainer.py                     # detects and acts alone
-python examples/torchtitan_trainer.py --url http://127.0.0.1:8765   # and shows it: foreshock serve
+It has model_parts, optimizers, checkpointer, forward_backward_step, train and close, as torchtitan 0.3.0 has.
+`python -P titan_shape.py --url URL` trains it, watched.
 """
 
 import argparse
