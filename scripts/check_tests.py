@@ -30,8 +30,7 @@ WITHOUT: Final = {
     "server/models.py": "declares answers, which `tests/server/test_fuzz.py` holds every route to",
     "server/testing/service.py": "is what the service's own tests stand on: `tests/server/conftest.py`",
     "benchmarks/agent_cost.py": "is run whole by `tests/faults/test_host_cost.py`, which asserts its figures",
-    "benchmarks/browser/page.py": "is measured in a browser by `tests/server/ui/test_fleet.py`",
-    "benchmarks/browser/page_details.py": "is opened in a browser by `tests/server/ui/test_page_details.py`",
+    "benchmarks/page.py": "is measured in a browser by `tests/server/ui/test_fleet.py`",
 }
 """Modules that need no test file of their name: why, with the file that tests them in backquotes."""
 

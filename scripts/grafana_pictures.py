@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.support.ui import WebDriverWait
 
-from foreshock.benchmarks.browser.page import chromium
+from foreshock.benchmarks.page import chromium
 
 ROOT = Path(__file__).resolve().parents[1]
 BOARDS = ROOT / "dashboards" / "generated" / "boards"

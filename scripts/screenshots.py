@@ -1,13 +1,9 @@
 """Saves the pictures of the live page that stand in README and docs: docs/images/*.png.
 
-scripts/screenshots.py                        replays three recorded runs on real text into a service of its own, and
-                                              fills that with those of the demo, a flood of warnings, long names and a
-                                              fleet
-scripts/screenshots.py TRACE...               replays these instead
-scripts/screenshots.py --url URL RUN...       photographs runs of a service that is already there
+It replays three recorded runs on real text into a service of its own, and fills that with those of the demo, a flood of
+warnings, long names and a fleet.
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -18,16 +14,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import numpy as np
 from PIL import Image
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from foreshock.benchmarks.browser import page, page_details
-from foreshock.benchmarks.browser.page import chromium
-from foreshock.benchmarks.browser.page_runs import LongRun
+sys.path.append(str(Path(__file__).parents[1]))  # last: our kernels/ must not stand before another package's
+
+from tests.server.ui import page_details
+
+from foreshock.benchmarks import page
+from foreshock.benchmarks.page import chromium
+from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.slots import Slot
+from foreshock.contract.wire import Array, Event
 from foreshock.lab.recording.replay import replay, replay_together
 from foreshock.lab.service import local_service
 from foreshock.lab.shown.story import NAMES, recordings
+from foreshock.server.testing import FakeRank
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = tuple(
@@ -92,12 +96,44 @@ def fill_hard(url: str) -> None:
     replay_together(recordings(), url=url)
     with httpx.Client(base_url=url, timeout=120) as client:
         page.fill(client)
-        LongRun(FLOOD, 12, 12, 3000, warned=144).send(client)
+        send_long(client, FLOOD, 12, 12, warned=144)
         for number in range(3):
             name = long_name(number)
-            LongRun(name, 4, 6, 3000).send(client)
+            send_long(client, name, 4, 6)
             said = {"tags": ["t" * 64, "keep", "\u05ea\u05d2\u05d9\u05ea"], "notes": "<b>Not markup.</b> " + "n" * 300}
             client.patch(f"/v1/runs/{name}", json={"who": "Ada", **said}).raise_for_status()
+
+
+def send_long(client: httpx.Client, run: str, layers: int, heads: int, warned: int = 1) -> None:
+    """A run of 600,000 steps, of which one head of the first layer drifts in the last third; that many heads are warned
+    about at its end, the one that drifts first."""
+    rank, steps, every = FakeRank(run, layers=layers, heads=range(heads)), 600_000, 3000
+    size, drifting = np.linspace(1.0, 2.0, rank.count), heads // 2
+    events: list[Event] = [rank.started(0, "observe", DEFAULT_MITIGATION)]
+    for step in range(every, steps + 1, every):
+        noise = np.random.default_rng(step)
+        now = size * noise.normal(1.0, 0.03, rank.count)
+        now[drifting] *= max(1.0, np.exp((step - steps * 2 / 3) / (steps / 12)))
+        words = rank.words(0)
+        floats = words.view(np.float64)
+        words[:, Slot.ROWS] = 4096
+        # Below the limit that its warning foresees.
+        floats[:, Slot.SCORE_MAX] = floats[:, Slot.ROW_MAX_ABS] = 7 * now
+        floats[:, Slot.SCORE_OFFSET_SUM], floats[:, Slot.SCORE_OFFSET_SUMSQ] = -4096 * now, 4096 * now**2
+        loss = float(2.5 + 2 * np.exp(-step / 40_000) + noise.normal(0, 0.02))
+        shown = {
+            "states": Array.of(words),
+            "risk": Array.of(np.clip(now / 100, 0, 1).astype(np.float32)),
+            "query_norm": Array.of((7 + now).astype(np.float32)),
+            "grad_norm": float(0.4 + abs(noise.normal(0, 0.05))),
+        }
+        events.append(rank.sample(step, since=step - every, loss=loss).model_copy(update=shown))
+    others = [ref for ref in np.ndindex(layers, heads) if ref != (0, drifting)]
+    for place, (layer, head) in enumerate([(0, drifting), *others][:warned]):
+        events.append(rank.verdict(steps, layer, head, name=f"warn-{place}", forecast_steps=2100.0 + 30 * place))
+    for start in range(0, len(events), 100):
+        body = rank.batch(*events[start : start + 100]).model_dump_json()
+        client.post("/v1/batches", content=body, headers={"content-type": "application/json"}).raise_for_status()
 
 
 def take(browser: Chrome, url: str, picture: Picture, directory: Path) -> Path:
@@ -188,35 +224,22 @@ def settle(browser: Chrome, expect: str, seconds: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def main() -> None:
-    """Read the command line, photograph, name the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="trace files, or with --url names of runs")
-    parser.add_argument("--url", help="a service that is already there")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="where the pictures go")
-    given = parser.parse_args()
-    with ExitStack() as stack:
-        if given.url:
-            url, runs = given.url.rstrip("/"), tuple(given.what)
-            if not runs:
-                runs = tuple(run["run"] for run in httpx.get(f"{url}/v1/runs").raise_for_status().json()["runs"][:3])
-        else:
-            traces = [Path(name) for name in given.what] or list(RECORDED)
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="foreshock-screenshots-"))
-            url = stack.enter_context(local_service(Path(directory), 0))
-            runs = tuple(replay(trace, url=url) for trace in traces)
+def main(out: Path = ROOT / "docs" / "images") -> None:
+    """Photograph everything, and name the files."""
+    with tempfile.TemporaryDirectory(prefix="foreshock-screenshots-") as directory, ExitStack() as stack:
+        url = stack.enter_context(local_service(Path(directory), 0))
+        runs = tuple(replay(trace, url=url) for trace in RECORDED)
         try:
             browser = stack.enter_context(chromium())
         except FileNotFoundError as missing:
             sys.exit(str(missing))
         for picture in pictures(runs):
-            print(take(browser, url, picture, given.out))
-        if not given.url and not given.what:
-            fill_hard(url)
-            for picture in hard_pictures():
-                print(take(browser, url, picture, given.out))
-            for file in take_details(browser, url, given.out):
-                print(file)
+            print(take(browser, url, picture, out))
+        fill_hard(url)
+        for picture in hard_pictures():
+            print(take(browser, url, picture, out))
+        for file in take_details(browser, url, out):
+            print(file)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,6 @@ def bench_ingest(
 @bench.command("page")
 def bench_page(json: Annotated[Path | None, typer.Option(help="File to write every number to.")] = None) -> None:
     """Time the list of 1,000 runs of the live page in a real Chromium: drawn, and searched."""
-    from foreshock.benchmarks.browser import page
+    from foreshock.benchmarks import page
 
     page.main(json)

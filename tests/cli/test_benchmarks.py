@@ -14,8 +14,8 @@ from foreshock.benchmarks import (
     attention_modes,
     detectors,
     ingest,
+    page,
 )
-from foreshock.benchmarks.browser import page
 from foreshock.cli.research.benchmarks import bench
 
 F = Path("f.json")

@@ -18,7 +18,7 @@ from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import text, wait
 from tests.server.ui.test_when_it_matters import OVERFLOW, open_at_size, see_at
 
-from foreshock.benchmarks.browser import page
+from foreshock.benchmarks import page
 from foreshock.contract.wire import Finished
 
 if TYPE_CHECKING:

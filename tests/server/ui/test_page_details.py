@@ -6,10 +6,10 @@ import httpx
 import pytest
 from selenium.webdriver import Chrome
 from tests.server.ui.conftest import Service
+from tests.server.ui.page_details import DETAILS, fill, open_details
 from tests.server.ui.test_fleet import axe, barriers, themed
 from tests.server.ui.test_when_it_matters import OVERFLOW, see_at
 
-from foreshock.benchmarks.browser.page_details import DETAILS, fill, open_details
 from foreshock.contract.modes import DEFAULT_MITIGATION
 
 pytestmark = [pytest.mark.servers, pytest.mark.full]
