@@ -1,9 +1,9 @@
 """What is held out is scored once: the seal on the held-out half of the runs on real text.
 
 Thresholds that are moved after a look at held-out runs are tuned on them. So `foreshock lab score` refuses these runs
-(real_text_split.json names them) unless it is told to break the seal; it then writes down by which detectors which runs
-were scored and what was said of them. From then on it refuses any other runs, and detectors that say anything else of
-these: code that became faster may score them again. The file is committed beside the traces.
+(real_text_split.json names them) unless it is told to break the seal; it then writes down which runs were scored and a
+hash of what was said of them. From then on it refuses any other runs, and detectors that say anything else of these:
+code that became faster may score them again. The file is committed beside the traces.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import foreshock.monitor.detect as detect
 from foreshock.lab.recording.packed import PACKED, RECORDED, read_lines, text_of
 from foreshock.lab.recording.replay import verdicts
 from foreshock.lab.recording.trace import read_trace
@@ -42,21 +41,14 @@ def break_seal(paths: Sequence[Path], config: DetectorConfig, seal: Path | None)
         more = f" and {len(held_out) - _NAMED} more" if len(held_out) > _NAMED else ""
         raise ValueError(
             f"{names}{more} are held out: they are scored once, when no threshold will move any more. Leave them out, "
-            "or score them all with --held-out FILE, which writes down by which detectors it was done"
+            "or score them all with --held-out FILE, which keeps which, and what was said"
         )
-    told = {
-        "detectors": fingerprint(config),
-        "runs": {_name(path): text_hash(path) for path in held_out},
-    }
+    runs = {_name(path): text_hash(path) for path in held_out}
     if not seal.exists():
-        seal.write_text(json.dumps({**told, "said": said(held_out, config)}, indent=1) + "\n")
+        seal.write_text(json.dumps({"runs": runs, "said": said(held_out, config)}, indent=1) + "\n")
         return
     before = json.loads(seal.read_text())
-    other = None if before.get("runs") == told["runs"] else "runs"
-    if other is None and "said" in before:
-        other = None if before["said"] == said(held_out, config) else "detectors"
-    elif other is None:  # of before the words were kept
-        other = None if before.get("detectors") == told["detectors"] else "detectors"
+    other = "runs" if before["runs"] != runs else "detectors" if before["said"] != said(held_out, config) else None
     if other is not None:
         raise ValueError(
             f"{seal} says that held-out runs were scored before, with other {other}; what was seen is not held "
@@ -79,15 +71,6 @@ def said(paths: Sequence[Path], config: DetectorConfig) -> str:
         digest.update(_name(path).encode())
         for told in verdicts(read_trace(path), config):
             digest.update(told.model_dump_json(exclude={"evidence"}).encode())
-    return digest.hexdigest()
-
-
-def fingerprint(config: DetectorConfig) -> str:
-    """SHA-256 of the detectors' source and thresholds."""
-    [folder] = detect.__path__
-    digest = hashlib.sha256(config.model_dump_json().encode())
-    for path in sorted(Path(folder).glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
