@@ -5,22 +5,27 @@ from typing import Any
 import numpy as np
 
 from foreshock.contract import wire
-from foreshock.monitor.detect.detectors import Readings
+from foreshock.monitor.detect.detectors import Detectors
+from foreshock.monitor.detect.readings import Readings
 
 
-class ScriptedDetectors:
-    """Raises the given verdicts at the given steps; remembers every reading."""
+class ScriptedDetectors(Detectors):
+    """Raises the given verdicts at the given steps, and remembers every reading; it judges none."""
 
     def __init__(self, heads: int, script: dict[int, list[wire.Verdict]] | None = None) -> None:
         self.readings: list[Readings] = []
         self._heads = heads
         self._script = dict(script or {})
-        self.active: list[wire.Verdict] = []
+        self.standing: list[wire.Verdict] = []
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
         self.readings.append(readings)
         due = [step for step in self._script if step <= readings.step]
         return [verdict for step in sorted(due) for verdict in self._script.pop(step)]
+
+    @property
+    def active(self) -> list[wire.Verdict]:
+        return self.standing
 
     @property
     def risk(self) -> "np.ndarray[Any, np.dtype[np.float64]]":

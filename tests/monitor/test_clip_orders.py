@@ -71,7 +71,7 @@ def test_warned_by_order_acts_on_what_stands_and_on_what_comes_whatever_the_poli
     with attach(model, policy="observe", **EVERY) as agent:
         agent.detectors = scripted = ScriptedDetectors(4)
         assert not changed(agent, model)
-        scripted.active = [growing(1)]
+        scripted.standing = [growing(1)]
         answer = ordered(agent, command("warned"))
         assert answer is not None
         assert answer.reason == "QK-Clip is on"
@@ -98,7 +98,7 @@ def test_where_a_head_drifts_too_the_agent_proposes_the_switch_alone(together: b
     with attach(model, policy="approve", **EVERY) as agent:
         agent.subscribe(listener)
         agent.detectors = scripted = ScriptedDetectors(4, {1: [growing(1), drift] if together else [growing(1)]})
-        scripted.active = [drift]
+        scripted.standing = [drift]
         assert not changed(agent, model, 4)
     proposed = {mode for each in listener.of(wire.Switched) for mode in each.after}
     assert proposed == ({"row_corrected"} if together else set())

@@ -40,8 +40,7 @@ def trained(steps: int, **settings: Any) -> Agent:
     }
     with attach(model, **{**every, **settings}) as agent:
         raised, cleared = verdict(0, 1, step=3), verdict(0, 1, step=6, state="cleared")
-        agent.detectors = ScriptedDetectors(len(agent.modes()))
-        agent.detectors._script = {3: [raised], 6: [cleared]}
+        agent.detectors = ScriptedDetectors(len(agent.modes()), {3: [raised], 6: [cleared]})
         for step in range(steps):
             agent.step(train_step(model, optimizer, step))
     return agent

@@ -342,7 +342,7 @@ def resumed(saved: dict[str, Any], standing: list[wire.Verdict], *, policy: str)
     listener = Listener()
     agent.subscribe(listener)
     detectors = agent.detectors = ScriptedDetectors(4)
-    detectors.active = standing
+    detectors.standing = standing
     agent.load_state_dict(saved)
     return agent, listener
 

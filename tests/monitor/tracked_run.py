@@ -32,8 +32,8 @@ def train(mirror: str, log: Callable[[float, int], None]) -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     every: dict[str, Any] = {"sample_every_steps": 1, "sample_every_seconds": 0.0}
     with attach(model, mirror=mirror, quiet=True, spool_directory=None, **every) as agent:
-        agent.detectors = ScriptedDetectors(len(agent.modes()))
-        agent.detectors._script = {3: [verdict(1, 2, step=3)], 5: [verdict(1, 2, step=5, state="cleared")]}
+        script = {3: [verdict(1, 2, step=3)], 5: [verdict(1, 2, step=5, state="cleared")]}
+        agent.detectors = ScriptedDetectors(len(agent.modes()), script)
         for step in range(STEPS):
             loss = train_step(model, optimizer, step)
             agent.step(loss)
