@@ -113,7 +113,7 @@ class Detectors:
             members = np.flatnonzero(self._layers == layer).tolist()
             signals = {index: tripped[index] for index in members if index in tripped}
             [signal, *_] = signals.values()
-            if len(members) > 1 and not np.ptp(conditions.growth.end[SIGNAL_NAMES.index(signal), members]) > 0:
+            if len(members) > 1 and np.ptp(conditions.growth.end[SIGNAL_NAMES.index(signal), members]) == 0:
                 tripped = {index: each for index, each in tripped.items() if index not in signals}
                 most_biased = max(members, key=lambda index: abs(run.bias_sum[index]))
                 tripped[next((index for index in members if index in run.alarms), most_biased)] = signal

@@ -217,6 +217,17 @@ def test_heads_of_a_layer_that_drift_together_by_their_bias_are_all_warned_about
     assert set(raised(told)) == set(HEADS[:4])
 
 
+def test_heads_of_a_layer_that_drift_are_all_warned_about_beside_one_that_nothing_is_known_of() -> None:
+    def two(step: int) -> tuple[Floats, Floats]:
+        offset, score = explosion(step)
+        offset[SICK + 1], score[SICK + 1] = 1.1 * offset[SICK], 1.1 * score[SICK]
+        offset[0] = score[0] = np.nan
+        return offset, score
+
+    _, told = play(two, until=7000, delta_bias_sum=np.where(np.arange(N) < 4, 1e-4, 0.0))
+    assert set(raised(told)) == {HEADS[SICK], HEADS[SICK + 1]}
+
+
 def test_heads_that_pass_512_together_are_warned_about_and_not_before() -> None:
     def together(step: int) -> tuple[Floats, Floats]:
         offset, score = healthy(step)
