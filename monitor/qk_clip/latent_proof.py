@@ -1,4 +1,4 @@
-"""Which rows are which head's where queries and keys come from a latent: a call shows it, and no name.
+"""Which rows are which head's where no name tells it, above all where queries and keys come from a latent.
 
 Hooks on the projections of a layer note a few tokens of their outputs, and the call of attention that follows keeps
 the same tokens of what it was given. At the next step boundary these numbers tell where the parts of queries and keys
@@ -182,7 +182,7 @@ class LatentProof(LayoutProof):
             for otherwise in self._otherwise(projections[name] for name in names):
                 raise ValueError(f"its scores do not follow from its weights alone: {otherwise}")
             self._changes = {}
-            layout = f"from a latent ({', '.join(names)}), as a call showed"
+            layout = f"told by a call ({', '.join(names)})"
             own, keys, shared = (part and _rows_in(projections[part.name], part) for part in parts)
             assert own is not None
             assert keys is not None

@@ -41,7 +41,7 @@ def unturned(x: Tensor) -> Tensor:
 
 def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
     angle = torch.arange(x.shape[-2])[:, None] * 10.0 ** -torch.arange(x.shape[-1] // 2)
-    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return angle.cos().to(x), angle.sin().to(x)
 
 
 def heads_of(x: Tensor, heads: int = HEADS) -> Tensor:
@@ -133,6 +133,21 @@ class FeaturesFirst(LatentAttention):
         ]
 
 
+class SequenceFirst(LatentAttention):
+    """Its projections see [S, B, E], as Megatron's."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def of(y: Tensor) -> Tensor:
+            return torch.unflatten(y, -1, (HEADS, -1)).permute(1, 2, 0, 3)
+
+        x = x.transpose(0, 1).contiguous()
+        nope, rope = parts(of(self.wq_b(self.q_norm(self.wq_a(x)))), NOPE, ROPE)
+        latent, of_all = parts(self.wkv_a(x), LATENT, ROPE)
+        own, value = parts(of(self.wkv_b(self.kv_norm(latent))), NOPE, VALUE)
+        shared = self.rotary(of_all.transpose(0, 1)[:, None]).expand(-1, HEADS, -1, -1)
+        return torch.cat([nope, self.rotary(rope)], -1), torch.cat([own, shared], -1), value
+
+
 class AsInThePaper(LatentAttention):
     """A matrix for each part, as DeepSeek-V2's equations write it, and names of no library; the call of attention is
     left to an inner module."""
@@ -167,6 +182,67 @@ class Inner(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class NormedQueries(LatentAttention):
+    """A norm of each head's queries behind the up-projection."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return F.rms_norm(query, query.shape[-1:]), key, value
+
+
+class NormedOwnKeys(LatentAttention):
+    """A norm of the keys that are each head's own."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, torch.cat([F.rms_norm(key[..., :NOPE], (NOPE,)), key[..., NOPE:]], -1), value
+
+
+class NormedRotaryQueries(LatentAttention):
+    """A norm of the rotary part of the queries, of all heads together."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        rope = query[..., NOPE:]
+        rope = rope / rope.square().mean((1, 3), keepdim=True).sqrt()
+        return torch.cat([query[..., :NOPE], rope], -1), key, value
+
+
+class NormedSharedKeys(LatentAttention):
+    """A norm of the rotary key that all heads share: it is not scaled, so that nothing stands in the way."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, torch.cat([key[..., :NOPE], F.rms_norm(key[..., NOPE:], (ROPE,))], -1), value
+
+
+class KeysAreValues(LatentAttention):
+    """Each head reads its own keys."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = super().heads(x)
+        return query, key, key[..., :NOPE]
+
+
+class OneHead(LatentAttention):
+    """A single head."""
+
+    n_heads = 1
+
+
+class OneKeyHead(LatentAttention):
+    """All query heads read one key head, which has all that is left of the latent."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, key[:, :1], value[:, :1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 def two_latent_layers(make: Callable[[], nn.Module] = LatentAttention) -> TinyGPT:

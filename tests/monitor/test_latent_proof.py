@@ -1,6 +1,7 @@
 """QK-Clip scales multi-head latent attention as Kimi K2 did: by rows that a call showed, or not at all."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,16 @@ import torch
 from tests.monitor.latent_models import (
     AsInThePaper,
     FeaturesFirst,
+    KeysAreValues,
     LatentAttention,
+    NormedOwnKeys,
+    NormedQueries,
+    NormedRotaryQueries,
+    NormedSharedKeys,
+    OneHead,
+    OneKeyHead,
     RotaryFirst,
+    SequenceFirst,
     in_halves,
     inputs_of,
     neighbours_to_halves,
@@ -20,9 +29,10 @@ from tests.monitor.latent_models import (
     unturned,
 )
 from tests.monitor.test_clipping import EVERY
-from tests.monitor.test_foreign_models import DECODER, LATENT, X, tiny
-from tests.monitor.tiny_models import batch
+from tests.monitor.test_foreign_models import DECODER, LATENT, tiny
+from tests.monitor.tiny_models import batch, tiny_gpt
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from foreshock.monitor import attach
 from foreshock.monitor.qk_clip import scaling
@@ -38,6 +48,7 @@ HAND_WRITTEN: dict[str, Callable[[], LatentAttention]] = {
     "rotary first, all heads of a part together": RotaryFirst,
     "features before heads": FeaturesFirst,
     "a matrix for each part": AsInThePaper,
+    "sequence before batch": SequenceFirst,
 }
 
 
@@ -78,9 +89,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any], Callable[..., Any]]]]
 }
 
 
-def step(model: nn.Module, ids: Tensor = X) -> None:
+def step(model: nn.Module, ids: Tensor | None = None) -> None:
     """A forward and a backward; no optimizer changes anything."""
-    out: Any = model(ids)
+    out: Any = model(batch(0) if ids is None else ids)
     logits = getattr(out, "logits", out)
     torch.autograd.backward(logits.square().mean())
 
@@ -132,67 +143,6 @@ def test_each_part_of_a_head_is_scaled_as_a_float64_loop_has_it_and_its_scores_b
         torch.testing.assert_close(
             new.masked_fill(hidden, 0), wanted.masked_fill(hidden, 0), rtol=1e-4, atol=1e-5 * float(largest.max())
         )
-
-
-class NormedQueries(LatentAttention):
-    """A norm of each head's queries behind the up-projection."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return nn.functional.rms_norm(query, query.shape[-1:]), key, value
-
-
-class NormedOwnKeys(LatentAttention):
-    """A norm of the keys that are each head's own."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return query, torch.cat([nn.functional.rms_norm(key[..., :6], (6,)), key[..., 6:]], -1), value
-
-
-class NormedRotaryQueries(LatentAttention):
-    """A norm of the rotary part of the queries, of all heads together."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        rope = query[..., 6:]
-        rope = rope / rope.square().mean((1, 3), keepdim=True).sqrt()
-        return torch.cat([query[..., :6], rope], -1), key, value
-
-
-class NormedSharedKeys(LatentAttention):
-    """A norm of the rotary key that all heads share: it is not scaled, so that nothing stands in the way."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return query, torch.cat([key[..., :6], nn.functional.rms_norm(key[..., 6:], (4,))], -1), value
-
-
-class KeysAreValues(LatentAttention):
-    """Each head reads its own keys."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, _ = super().heads(x)
-        return query, key, key[..., :6]
-
-
-class OneHead(LatentAttention):
-    """A single head."""
-
-    n_heads = 1
-
-
-class OneKeyHead(LatentAttention):
-    """All query heads read one key head, which has all that is left of the latent."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().heads(x)
-        return query, key[:, :1], value[:, :1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.heads(x)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Rounding(nn.Linear):
@@ -308,6 +258,50 @@ def test_rounding_neither_hides_the_rows_nor_a_norm(make: type[LatentAttention],
         assert (left_out(agent) == "") == scaled
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert same != scaled
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_checkpointing_the_first_forward_shows_it(use_reentrant: bool) -> None:
+    again = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    torch.manual_seed(5)
+    model = tiny_gpt(LatentAttention(), LatentAttention(), checkpoint=again)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        step(model)
+        agent.step()
+        assert left_out(agent) == ""
+    changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)]
+    assert sum(changed) == 2 * 2  # wq_b and wkv_b of both layers
+
+
+def test_one_launch_scales_all_parts_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    own = scaling._Parts.scale
+
+    def counted(parts: Any, factors: Tensor) -> None:
+        launches.append(len(parts._views))
+        own(parts, factors)
+
+    monkeypatch.setattr(scaling._Parts, "scale", counted)
+    model = two_latent_layers()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        step(model)
+        agent.step()
+    assert launches == [2 * 4 * 3]  # layers, heads, parts
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel that scales on a GPU needs one")
+@pytest.mark.parametrize("kind", ["DeepSeek's own code", "DeepSeek-V3", "features before heads"])
+def test_on_a_gpu_the_same_rows_are_scaled_by_the_same_factors(kind: str) -> None:
+    weights = []
+    for device in ("cpu", "cuda"):
+        model = MODELS[kind]()[0].to(device)
+        with attach(model, **CLIPS | {"qk_clip_threshold": 0.5}) as agent:
+            step(model, batch(0).to(device))
+            agent.step()
+            assert left_out(agent) == ""
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-6)
 
 
 def test_a_call_that_does_not_tell_scales_nothing_and_the_next_that_does_is_enough() -> None:
