@@ -104,6 +104,18 @@ def test_behind_a_norm_of_each_head_or_of_all_no_part_is_found(bits: int, side: 
             parts_of(given._replace(**{side: whole}))
 
 
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_a_norm_over_many_heads_that_hardly_differs_from_token_to_token_is_not_taken_for_rounding(side: str) -> None:
+    given, _ = call(3, 16, 64, 4, ("heads first", "heads first"), ("halves", "halves"), 7)
+    parts_of(given)
+    whole = getattr(given, side).copy()
+    sizes = np.sqrt(np.square(whole[..., :64]).mean((1, 2), keepdims=True))
+    assert np.std(sizes) / np.mean(sizes) < 4 * given.error
+    whole[..., :64] = rounded(whole[..., :64] / sizes, 7)
+    with pytest.raises(ValueError, match="in no known order do the outputs of its projections"):
+        parts_of(given._replace(**{side: whole}))
+
+
 def test_what_is_not_of_each_head_alone_is_refused_with_a_sentence() -> None:
     given, (_, of_keys, _) = plain()
     with pytest.raises(ValueError, match="its keys are the same in all heads"):

@@ -325,7 +325,7 @@ def test_a_call_that_does_not_tell_scales_nothing_and_the_next_that_does_is_enou
 def test_compiled_code_shows_nothing_and_goes_on_being_scaled_after_one_step_without_it() -> None:
     model = two_latent_layers()
     with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
-        compiled: Any = torch.compile(model, backend="aot_eager")
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
         step(compiled, batch(0))
         agent.step()
         assert "no call of uncompiled code has shown yet" in left_out(agent)
@@ -334,7 +334,7 @@ def test_compiled_code_shows_nothing_and_goes_on_being_scaled_after_one_step_wit
     with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
         step(model, batch(0))
         agent.step()
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with torch.no_grad():
             model.embedding.weight.mul_(100)
