@@ -1,4 +1,4 @@
-"""`foreshock incidents`: what is wrong with a run, one entry for each cause, and that somebody looks after it."""
+"""`foreshock incidents`: what is wrong with a run, one entry for each incident, and that somebody looks after it."""
 
 from typing import Annotated, Any
 
@@ -48,13 +48,16 @@ def _tell(found: list[dict[str, Any]], run: str, console: Console) -> None:
         console.print(f"{run} has no incident.", highlight=False)
     for incident in found:
         console.print(
-            f"[bold]{incident['id']}[/bold]  {incident['state']}  {incident['severity']}  "
-            f"since step {incident['opened_step']}",
+            f"[bold]{incident['id']}[/bold]  {' and '.join(incident['causes'])}  {incident['state']}  "
+            f"{incident['severity']}  since step {incident['opened_step']}",
             highlight=False,
         )
         for text in (incident["sentence"], incident["done"], incident["to_do"]):
             if text:
                 console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+        if len(incident["causes"]) > 1:
+            for place, remedy in enumerate(incident["remedies"], 1):
+                console.print(f"  {place}. {remedy['state']}: {remedy['words']}", highlight=False, soft_wrap=True)
         for head in incident["heads"][:_HEADS_SHOWN]:
             console.print(f"  - {head['sentence']}", highlight=False, markup=False, soft_wrap=True)
         if (more := len(incident["heads"]) - _HEADS_SHOWN) > 0:

@@ -4,7 +4,7 @@ The words are the same on the terminal, on the page, in messages and in alerts.
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Self
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +13,7 @@ from foreshock.contract.decision import Act, Ask, IncidentCause
 from foreshock.contract.orders import Ordered
 from foreshock.contract.wire import HeadRef, Severity, Verdict
 
+RemedyName = Literal["switch", "qk_clip"]
 RemedyState = Literal["now", "later", "done"]
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
@@ -54,16 +55,26 @@ class Acknowledged(BaseModel):
     unix_seconds: float
 
 
+_REMEDIES: Final[dict[RemedyName, str]] = {
+    "switch": "A switch of the heads that drift: it changes rounding alone, and can be undone.",
+    "qk_clip": "QK-Clip for the scores that grow: it scales weights for good.",
+}
+
+
 class Remedy(BaseModel):
     """One of an incident's remedies."""
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
-    name: Literal["switch", "qk_clip"] = Field(
-        description="switch: changes rounding alone, and can be undone; qk_clip: scales weights for good"
-    )
+    name: RemedyName
     state: RemedyState = Field(
         description="now: its turn, until it is judged; later: another has to be judged before; done: judged, or on"
     )
+    words: str = Field(description="what it is, in words")
+
+    @classmethod
+    def of(cls, name: RemedyName, state: RemedyState) -> Self:
+        """With its words."""
+        return cls(name=name, state=state, words=_REMEDIES[name])
 
 
 class IncidentHead(BaseModel):
@@ -124,6 +135,10 @@ class Incident(BaseModel):
     ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
     order: Ordered | None = Field(description="the newest order for its heads, or the proposal that waits")
     remedies: list[Remedy] = Field(description="what helps against what stands, in the order in which it is tried")
+
+    def has_its_turn(self, name: RemedyName) -> bool:
+        """Whether that remedy is what helps now."""
+        return Remedy.of(name, "now") in self.remedies
 
     @property
     def standing_heads(self) -> int:

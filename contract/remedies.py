@@ -75,10 +75,10 @@ def answer(
     remedies: list[Remedy] = []
     if standing and finite and not known.ended:
         if "rounding" in told:
-            remedies.append(Remedy(name="switch", state="done" if judged else "now"))
+            remedies.append(Remedy.of("switch", "done" if judged else "now"))
         if "score growth" in told and known.clip is not None:
             turn: RemedyState = "now" if judged else "later"
-            remedies.append(Remedy(name="qk_clip", state="done" if known.clip == "on" else turn))
+            remedies.append(Remedy.of("qk_clip", "done" if known.clip == "on" else turn))
     (what, order), *more = told.values()
     if not more or not finite:
         return what, order, remedies

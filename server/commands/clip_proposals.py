@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from foreshock.contract.incident import Incident, Remedy
+from foreshock.contract.incident import Incident
 from foreshock.contract.modes import CLIP_ORDERS
 from foreshock.server.commands.bounds import refusal
 from foreshock.server.commands.lifecycle import Order, create
@@ -18,14 +18,10 @@ from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
 
 
-def has_its_turn(incident: Incident) -> bool:
-    """Whether QK-Clip is what helps now."""
-    return Remedy(name="qk_clip", state="now") in incident.remedies
-
-
 async def may_be_proposed(connection: AsyncConnection, run_id: int, verify_steps: int) -> bool:
     """Whether an incident of the run calls for it. verify_steps: as for `incidents_of`."""
-    return any(map(has_its_turn, (await incidents_of(connection, [run_id], verify_steps)).get(run_id, ())))
+    found = (await incidents_of(connection, [run_id], verify_steps)).get(run_id, ())
+    return any(incident.has_its_turn("qk_clip") for incident in found)
 
 
 async def propose_after_switches(
@@ -37,7 +33,7 @@ async def propose_after_switches(
     """
     for run_id, incident in ((run_id, one) for run_id, own in found.items() for one in own):
         known = incident.order is not None and incident.order.mode in CLIP_ORDERS
-        if len(incident.causes) < 2 or known or incident.act != "propose" or not has_its_turn(incident):
+        if len(incident.causes) < 2 or known or incident.act != "propose" or not incident.has_its_turn("qk_clip"):
             continue
         if await refusal(settings, connection, run_id, [], clip=True) is not None:
             continue

@@ -19,13 +19,12 @@ from sqlalchemy import Row, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
-from foreshock.contract.incident import Incident, Remedy
+from foreshock.contract.incident import Incident
 from foreshock.contract.modes import DEFAULT_MITIGATION, is_mode, mode_name
 from foreshock.contract.orders import clip_order, switches
 from foreshock.server.access.auth import Actor
 from foreshock.server.commands import lifecycle as commands
 from foreshock.server.commands.bounds import refusal
-from foreshock.server.commands.clip_proposals import has_its_turn
 from foreshock.server.commands.heads_by_rank import heads_by_rank, modes_here, nobody_left
 from foreshock.server.models import CommandState, Problem, WebhookResult
 from foreshock.server.requests import Storable
@@ -111,7 +110,7 @@ async def _act(settings: Settings, connection: AsyncConnection, alert: Alert, pr
     if meant is None:
         return "refused: the run has no such incident"
     if meant.act == "none":
-        switch = meant.causes == ["rounding"] or Remedy(name="switch", state="now") in meant.remedies
+        switch = meant.causes == ["rounding"] or meant.has_its_turn("switch")
         known = _told_policy(await _boots(connection, row.id)) if switch else ""
         why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
@@ -120,7 +119,7 @@ async def _act(settings: Settings, connection: AsyncConnection, alert: Alert, pr
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}".encode()).hexdigest()
     if not await _first_time(connection, key):
         return "duplicate: this alert has acted before"
-    answer = _propose_clip if has_its_turn(meant) else _switch
+    answer = _propose_clip if meant.has_its_turn("qk_clip") else _switch
     order = commands.Order(
         run_id=row.id,
         run=run,

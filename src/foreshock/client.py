@@ -138,7 +138,8 @@ class Service:
         return self._object(self.get(f"/v1/runs/{run}"))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
-        """What is wrong with a run, one entry for each cause, the most urgent first; heads by the steps left."""
+        """What is wrong with a run, the most urgent first; heads by the steps left. Each incident has its `causes`, and
+        its `remedies` in the order in which they are tried: one for each cause."""
         return list(self._object(self.get(f"/v1/runs/{run}/incidents"))["incidents"])
 
     def acknowledge(self, run: str, incident: str, *, reason: str, who: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-/** Incidents: all warnings of one cause as one card, with the head to look at first, and the others on demand. */
+/** Incidents: all warnings that belong together as one card, with the head to look at first, and the others on demand. */
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
@@ -87,7 +87,7 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
           </span>
         )}
         <span class="muted">
-          {incident.cause} · {incident.standing > 1 ? counted(incident) : where(first)} · since step{" "}
+          {incident.causes.join(" and ")} · {incident.standing > 1 ? counted(incident) : where(first)} · since step{" "}
           {steps(incident.opened_step)}
           {incident.corrected_from && ` · until step ${steps(incident.corrected_step!)} told as ${incident.corrected_from}`}
           {incident.times > 1 && ` · ${incident.times} times in this run`}
@@ -115,6 +115,15 @@ function Card({ view, incident, compare, onShow, onSwitch }: ItemProps) {
           </b>
         )}
       </p>
+      {incident.causes.length > 1 && incident.remedies.length > 0 && (
+        <ol class="remedies">
+          {incident.remedies.map(({ name, state, words }) => (
+            <li key={name} aria-current={state === "now" ? "step" : undefined}>
+              <b>{state}</b>: {words}
+            </li>
+          ))}
+        </ol>
+      )}
       <details open={!compare && incident.standing === 1 && WIDE.matches}>
         <summary>Evidence{incident.standing > 1 && ` of ${where(first)}`}</summary>
         {incident.standing > 1 && <p class="told">{first.sentence}</p>}
@@ -164,6 +173,7 @@ function Heads({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare">)
                     </span>
                     <span class="muted">
                       {forecast(head)} · since step {steps(head.raised_step)}
+                      {incident.causes.length > 1 && ` · ${head.causes.join(" and ")}`}
                       {head.state !== "unswitched" && ` · ${head.state}`}
                     </span>
                     <HeadButtons {...{ view, head, onShow, onSwitch }} />
@@ -183,12 +193,12 @@ interface HeadProps extends Omit<Props, "views" | "compare"> {
   head: IncidentHead;
 }
 
-function HeadButtons({ view, head: { layer, head }, onShow, onSwitch }: HeadProps) {
+function HeadButtons({ view, head: { layer, head, causes }, onShow, onSwitch }: HeadProps) {
   if (layer === null || head === null) return null;
   return (
     <span class="buttons">
       <button onClick={() => onShow({ layer, head })}>Show</button>
-      {onSwitch && view.detail.status === "active" && (
+      {onSwitch && view.detail.status === "active" && causes.includes("rounding") && (
         <button onClick={() => onSwitch({ run: view.detail.run, head: { layer, head }, mode: view.detail.mitigation })}>
           Switch
         </button>
@@ -206,7 +216,7 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
   const approves = incident.ask === "approve" && proposal;
   const acts = onSwitch !== null && status === "active";
   const mode = modeOf(view, first);
-  const cures = incident.cause === "rounding" && incident.switched < incident.standing;
+  const cures = incident.heads.some(({ causes, state }) => causes.includes("rounding") && state === "unswitched");
   const named = layer !== null && head !== null;
   return (
     <>
@@ -230,7 +240,7 @@ function Buttons({ view, incident, onShow, onSwitch }: Omit<ItemProps, "compare"
           </button>
         )}
         {named && <button onClick={() => onShow({ layer, head })}>Show this head</button>}
-        {acts && named && (cures || mode !== "plain") && (
+        {acts && named && ((cures && first.causes.includes("rounding")) || mode !== "plain") && (
           <button onClick={() => onSwitch({ run, head: { layer, head }, mode: mode === "plain" ? mitigation : "plain" })}>
             {mode === "plain" ? "Switch this head" : "Switch back"}
           </button>

@@ -4,7 +4,7 @@ import type { CommandStatus, Incident, RunDetail, RunEvent } from "./service";
 
 export interface Loaded {
   detail: RunDetail;
-  /** All warnings of one cause each, the most urgent first. */
+  /** The most urgent first. */
   incidents: Incident[];
   events: RunEvent[];
   commands: CommandStatus[];

@@ -473,10 +473,11 @@ export interface RankAnswer {
 
 /** One of an incident's remedies. */
 export interface Remedy {
-  /** switch: changes rounding alone, and can be undone; qk_clip: scales weights for good */
   name: "switch" | "qk_clip";
   /** now: its turn, until it is judged; later: another has to be judged before; done: judged, or on */
   state: "now" | "later" | "done";
+  /** what it is, in words */
+  words: string;
 }
 
 /** Everything known of one run at its last step. */

@@ -65,6 +65,30 @@ def test_an_incident_is_acknowledged_on_the_page_and_the_others_see_by_whom(
     assert not chromium.find_elements(By.XPATH, "//button[.='Acknowledge']")
 
 
+def test_a_drift_beside_scores_that_grow_is_one_card_that_asks_for_the_switch_and_lists_both_remedies(
+    chromium: Chrome, service: Service, feeder: Feeder
+) -> None:
+    feeder.start(qk_clip="never")
+    feeder.train(5)
+    grows = warn_about(feeder, 0, 1, cause="score growth", signal="score", sentence="Layer 0 head 1 grows.")
+    feeder.send(warn_about(feeder, 0, 2), grows)
+    open_run(chromium, service, feeder.run)
+    wait("both causes", lambda: "rounding and score growth · 2 heads" in text(chromium, ".warnings header"))
+    assert len(chromium.find_elements(By.CSS_SELECTOR, ".warnings")) == 1
+    remedies = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".remedies li")]
+    assert [one.split(" ")[:2] for one in remedies] == [["now:", "A"], ["later:", "QK-Clip"]]
+    assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, "main button.primary")] == ["Switch every head"]
+    buttons = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings footer button")]
+    assert buttons == ["Switch every head", "Show this head", "Acknowledge"], "the first head grows: no switch of it"
+    chromium.find_element(By.XPATH, "//summary[contains(., 'fewest steps left first')]").click()
+    wait("its layer", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer > summary"))[0].click()
+    heads = [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings li .muted")]
+    assert [one.split(" · ")[-1] for one in heads] == ["score growth", "rounding"]
+    assert [one.text for one in chromium.find_elements(By.CSS_SELECTOR, ".warnings li button")] == [
+        "Show", "Show", "Switch",
+    ]  # fmt: skip
+
+
 def test_what_no_switch_helps_offers_none_and_says_what_to_do_instead(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
