@@ -148,7 +148,7 @@ async def get_events(
 
 @router.get("/v1/runs/{run:path}/incidents")
 async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
-    """What all warnings of a run come to: one incident for each cause, the most urgent first, closed ones included."""
+    """What all warnings of a run come to: incidents and their remedies, the most urgent first, closed ones included."""
     async with _store(request).read() as connection:
         run_id = (await find_run(connection, run)).id
         found = await incidents_of(connection, [run_id], _verify_steps(request))

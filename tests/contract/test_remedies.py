@@ -1,13 +1,14 @@
 """Rounding and score growth in one run are one incident: first the switch, and QK-Clip only once that is judged."""
 
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from tests.contract.test_incident import of, warned
 from tests.contract.test_orders import ordered
 
-from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned
+from foreshock.contract.incident import Acknowledged, Incident, RemedyState, SwitchOutcome, Warned
 
 MODES = {(0, 0): "row_corrected"}
 CLIP = "qk_clip_always"
@@ -144,6 +145,16 @@ def test_what_is_not_finite_or_has_ended_is_resumed_and_nothing_is_proposed() ->
     [ended] = of(drift(), growth(), policy="auto", clip="never", ended=True)
     assert ended.to_do.startswith("The run has ended. Resume it from a checkpoint before step 100 with row_corrected")
     assert (ended.ask, ended.remedies) == ("none", [])
+
+
+def test_the_pages_name_every_state_of_a_remedy_and_the_order_in_which_they_come() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    service, growing = (docs / "service.md").read_text(), (docs / "score-growth.md").read_text()
+    assert [state for state in get_args(RemedyState) if f"\n| {state} | " not in service] == []
+    [both] = of(drift(), growth(), clip="never")
+    titles = {"switch": "**The switch**", "qk_clip": "**QK-Clip**"}
+    listed = [f"\n{place}. {titles[one.name]}" for place, one in enumerate(both.remedies, 1)]
+    assert [line for line in listed if line not in growing] == []
 
 
 HEADS = ("absent", "quiet", "unswitched", "switched", "arrested", "not arrested")
