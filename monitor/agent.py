@@ -74,8 +74,8 @@ class Agent:
         self._coverage = CoverageReport(*watched, pause_steps(config), attached.layouts, shows=config.shows)
         self._detector_thread = DetectorThread(self._detect)
         self._guards = {name: Guard(name, self.faults, strict=config.strict) for name in GUARDED}
-        self._outbox = Outbox(self._guards)
         self._console = ConsoleReporter(config, attached.layers)
+        self._outbox = Outbox(self._guards, console_speaks=self._console.speaks)
         self._switching = Switching(config, self._switchboard, self._outbox.emit, self._console.report_switched)
         self._notes = Notes(self._heads)
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], new_id, self._outbox.emit)
@@ -189,7 +189,7 @@ class Agent:
             self._schedule.watch_closely(self.current_step)
         if verdicts:
             report, modes = self._console.report, self._switchboard.named
-            self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state))
+            self._guards["console"].run(lambda: report(verdicts, modes, self._clipping.state, self._outbox.page))
         if self.config.policy != "observe":
             self._guards["policy"].run(self._switching.act, verdicts, self.current_step)
         drifts = any(map(calls_for_switch, (*verdicts, *self.detectors.active)))

@@ -1,16 +1,20 @@
-"""What the agent says on the training's terminal: a line when an incident opens, grows tenfold, turns worse or ends.
+"""What the agent says in the training's log: a line when an incident opens, grows tenfold, turns worse or ends.
 
 Nobody reads a line for each of 144 heads. The agent speaks of what its own process sees; the service gathers ranks.
+Where nobody has set up logging, Python shows it on the terminal: what is printed as well stands there twice.
 """
 
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from foreshock.contract import wire
 from foreshock.contract.decision import IncidentCause, cause_of
 from foreshock.contract.incident import Incident, Warned, incidents, mates
 from foreshock.monitor.config import AgentConfig
+
+logger: Final = logging.getLogger("foreshock")
 
 
 @dataclass
@@ -34,17 +38,21 @@ class ConsoleReporter:
         parts = config.first_layer or config.layers or any(layer.heads[0] for layer in layers if layer.heads)
         self.first = config.rank == 0 or bool(parts)
         """Whether this process is the first of those that hold the same heads, as far as the settings tell."""
-        self._speaks = not config.quiet and self.first
+        self.speaks = not config.quiet and self.first
         self._open: dict[frozenset[IncidentCause], _Open] = {}
         """By the causes that are one incident."""
         self._switched = 0
         self._clip: str | None = None
 
     def lines_for(
-        self, verdicts: Sequence[wire.Verdict], modes: Callable[[], Mapping[wire.HeadRef, str]], clip: str | None = None
+        self,
+        verdicts: Sequence[wire.Verdict],
+        modes: Callable[[], Mapping[wire.HeadRef, str]],
+        clip: str | None = None,
+        page: str = "",
     ) -> list[str]:
         """The lines that these verdicts are worth. modes: gives the present mode of every head that is switched; clip:
-        `Started.qk_clip` as it is now."""
+        `Started.qk_clip` as it is now; page: what a warning ends with."""
         self._clip = clip
         for verdict in verdicts:
             if verdict.severity != "info":
@@ -62,7 +70,7 @@ class ConsoleReporter:
                 own.told, own.causes = max(now, own.told), own.causes | stand
                 said = self._of(own, modes)
                 word = "critical" if own.critical else "warning"
-                lines.append(f"foreshock: {word}: {said.sentence} {said.done} To do: {said.to_do}")
+                lines.append(f"foreshock: {word}: {said.sentence} {said.done} To do: {said.to_do}{page}")
         return lines
 
     def switched(self, events: Sequence[wire.Switched]) -> list[str]:
@@ -76,19 +84,23 @@ class ConsoleReporter:
         return [f"foreshock: step {last.step}: {self._switched} heads are {what} {last.after[-1]}."]
 
     def report_switched(self, events: Sequence[wire.Switched]) -> None:
-        """Print what `switched` gives."""
-        self.print_lines(self.switched(events))
+        """Log what `switched` gives."""
+        self.log_lines(self.switched(events))
 
     def report(
-        self, verdicts: Sequence[wire.Verdict], modes: Callable[[], Mapping[wire.HeadRef, str]], clip: str | None
+        self,
+        verdicts: Sequence[wire.Verdict],
+        modes: Callable[[], Mapping[wire.HeadRef, str]],
+        clip: str | None,
+        page: str,
     ) -> None:
-        """Print what `lines_for` gives."""
-        self.print_lines(self.lines_for(verdicts, modes, clip))
+        """Log what `lines_for` gives."""
+        self.log_lines(self.lines_for(verdicts, modes, clip, page))
 
-    def print_lines(self, lines: Sequence[str]) -> None:
-        """Print them, where this process speaks."""
-        for line in lines if self._speaks else ():
-            print(line, file=sys.stderr)
+    def log_lines(self, lines: Sequence[str]) -> None:
+        """Log them, where this process speaks."""
+        for line in lines if self.speaks else ():
+            logger.warning("%s", line)
 
     def _take(self, verdict: wire.Verdict) -> None:
         causes = mates(cause_of(verdict))

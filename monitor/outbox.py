@@ -22,8 +22,9 @@ logger: Final = logging.getLogger("foreshock")
 class Outbox:
     """Hands events on. A sink's fault and the sender's are contained by the guards "sinks" and "sender"."""
 
-    def __init__(self, guards: Mapping[str, Guard]) -> None:
+    def __init__(self, guards: Mapping[str, Guard], *, console_speaks: bool = False) -> None:
         self._guards = guards
+        self._console_speaks = console_speaks
         self._sinks: list[Sink] = []
         self._early: list[wire.Switched | wire.Clipped] | None = []
         """What was done before the run started, whose first step may still be set; None since then."""
@@ -34,8 +35,8 @@ class Outbox:
         self.sender: Sender | None = None
         """None without a service."""
         self._mirror: Mirror | None = None
-        self._page = ""
-        """What a line of the log ends with: where the run is shown."""
+        self.page = ""
+        """What a warning in the log ends with: where the run is shown."""
 
     def subscribe(self, sink: Sink) -> None:
         """Hand every event from now on to `sink`."""
@@ -48,7 +49,7 @@ class Outbox:
             self._mirror.start()
         if config.url is not None:
             page = page_of(config.url, run)
-            self._page = f" ({page})"
+            self.page = f" ({page})"
             self.sender = Sender(config, run=run, boot=boot, health=health)
             self.sender.start()
             if config.shows:
@@ -68,14 +69,15 @@ class Outbox:
         self._send(event)
 
     def _log(self, verdict: wire.Verdict) -> None:
-        """A line of the log for the first head of a cause; nobody reads one for each of 144 that follow it."""
+        """A line of the log: a warning for the first head of a cause, where the console says nothing of the incident;
+        nobody reads one for each of 144 that follow it."""
         standing = self._standing.setdefault(cause_of(verdict), set())
         for others in self._standing.values():
             others.discard(verdict.id)
         if verdict.state == "raised":
-            first = verdict.severity != "info" and not standing
+            first = verdict.severity != "info" and not standing and not self._console_speaks
             level = logging.WARNING if first else logging.INFO
-            logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self._page if first else "")
+            logger.log(level, "foreshock, step %d: %s%s", verdict.step, verdict.sentence, self.page if first else "")
         elif verdict.severity == "info":  # a note, which never stands
             logger.info("foreshock, step %d: %s", verdict.step, verdict.sentence)
         if verdict.state != "cleared" and verdict.severity != "info":

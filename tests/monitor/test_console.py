@@ -1,5 +1,6 @@
 """What stands on the training's terminal: incidents, never a line for each head."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -79,11 +80,13 @@ def test_what_is_not_finite_is_never_answered_with_a_switch() -> None:
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_the_agent_prints_what_it_warns_about_and_switches_unless_it_is_quiet(quiet: bool, capsys: Any) -> None:
+def test_the_agent_tells_what_it_warns_about_and_switches_unless_it_is_quiet(
+    quiet: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     warned = [verdict(0, 1), verdict(1, 0)]
     agent, _ = run(tiny_gpt(), {3: warned}, 6, policy="auto", switch_scope="model", quiet=quiet)
     agent.close()
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("foreshock: ")]
+    said = [line for line in caplog.messages if line.startswith("foreshock: ")]
     assert len(said) == (0 if quiet else 2)
     assert quiet or "heads are switched to row_corrected" in said[1]
 
@@ -100,9 +103,22 @@ def test_the_agent_prints_what_it_warns_about_and_switches_unless_it_is_quiet(qu
     ],
 )
 def test_of_ranks_that_hold_the_same_heads_the_first_speaks(
-    settings: dict[str, Any], heads: tuple[int, ...], speaks: bool, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], heads: tuple[int, ...], speaks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer = wire.Layer(layer=0, name="a", heads=heads, kv_heads=2, head_dim=8, served_by="probe")
     console = ConsoleReporter(AgentConfig(url=None, run="r", world_size=2, **settings), [layer])
-    console.print_lines(["a line"])
-    assert capsys.readouterr().err == ("a line\n" if speaks else "")
+    console.log_lines(["a line"])
+    assert caplog.messages == ["a line"] * speaks
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_an_incident_stands_once_on_the_terminal_of_a_training_that_set_up_no_logging(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent, _ = run(tiny_gpt(), {3: [verdict(0, 1)]}, 2, quiet=quiet)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's, which would keep the lines to themselves
+    for _ in range(4):
+        agent.step(1.0)
+    agent.close()
+    told = [line for line in capsys.readouterr().err.splitlines() if "layer 0 head 1" in line]
+    assert [line.split(":")[0] for line in told] == ["foreshock, step 1" if quiet else "foreshock"]
