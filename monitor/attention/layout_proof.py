@@ -103,8 +103,9 @@ class LayoutProof:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has shown something that `current` has not looked at."""
-        return bool(self._kept) and self._proved is None
+        """Whether a call has shown something that `current` has not looked at, or projections have changed since."""
+        changed = self._found is not None and not self.gone and _state_of(self._found) != self._state
+        return changed or (bool(self._kept) and self._proved is None)
 
     @property
     def holders(self) -> list[nn.Module]:

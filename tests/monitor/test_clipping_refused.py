@@ -70,6 +70,30 @@ def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reaso
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("norms_every_steps", [0, 1])
+def test_adapters_that_are_put_on_after_a_call_showed_the_layout_end_the_scaling_also_where_no_norms_are_read(
+    norms_every_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny("Llama", **DECODER)
+    settings = EVERY | {"qk_clip": "always", "qk_clip_threshold": 1e-6, "norms_every_steps": norms_every_steps}
+
+    def scalings(agent: Any) -> int:
+        """How often heads were scaled in all, after a step more."""
+        logits_and_gradients(model, {})
+        agent.step()
+        return sum(times for _, _, times, _ in agent.state_dict()["qk_clip"]["done"])
+
+    with attach(model, **settings) as agent:
+        before = [scalings(agent) for _ in range(3)][-1]
+        assert before > 0
+        for block in model.model.layers:
+            block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+        assert [scalings(agent) for _ in range(2)] == [before] * 2
+        assert "q_proj is tests's Adapted, which has adapters" in agent.report().partition("left out: ")[2]
+        assert agent.faults == {}
+    assert "QK-Clip leaves out" in caplog.text
+
+
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 def test_one_module_that_stands_for_two_layers_is_scaled_once_by_the_larger_score_of_both(attention: Any) -> None:
     shared = CausalSelfAttention(16, 2)
