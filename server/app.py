@@ -157,8 +157,7 @@ async def _chores(
     while not closing.is_set():
         await pause(closing, _CHORES_SECONDS)
         try:
-            async with store.write() as connection:
-                await expire(connection)
+            await store.write(expire)
             await verify(store, settings, roller)
             await retention.sweep()
             await store.give_back()

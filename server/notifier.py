@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import structlog
-from sqlalchemy import func, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, func, select, update
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.contract.incident import Incident
@@ -71,11 +70,13 @@ class Notifier:
     async def turn(self) -> None:
         """Claim what is new, and tell it."""
         page = self.settings.public_url
-        async with self.store.write() as connection:
-            found = await self._claim(connection)
-            changed = await self._changed(connection, found)
-            ended = await self._ended(connection, changed)
-            quiet = await self._fallen_silent(connection)
+
+        def claim(connection: Connection) -> tuple[list[RunEvent], dict[str, list[Incident]], set[str], list[str]]:
+            found = self._claim(connection)
+            changed = self._changed(connection, found)
+            return found, changed, self._ended(connection, changed), self._fallen_silent(connection)
+
+        found, changed, ended, quiet = await self.store.write(claim)
         other: dict[str, list[str]] = defaultdict(list)
         for event in found:
             if _is_told(event, event.run in changed):
@@ -86,65 +87,63 @@ class Notifier:
         if quiet:
             await self._tell(silent(quiet, SILENT_SECONDS / 60, page), None, {})
 
-    async def _claim(self, connection: AsyncConnection) -> list[RunEvent]:
+    def _claim(self, connection: Connection) -> list[RunEvent]:
         """The events since the last claim, once the oldest has waited for those that come with it."""
-        newest = await newest_cursor(connection)
-        after = await self._cursor(
-            connection, _CURSOR, float(newest)
-        )  # what happened before the first start is not told
+        newest = newest_cursor(connection)
+        after = self._cursor(connection, _CURSOR, float(newest))  # what happened before the first start is not told
         oldest = select(func.min(events.c.unix_seconds)).where(events.c.id > after, events.c.kind.in_(_KINDS))
-        first = (await connection.execute(oldest)).scalar()
+        first = connection.execute(oldest).scalar()
         if first is not None and time.time() - first < self.settings.notify_gather_seconds:
             return []
-        found = await events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
+        found = events_after(connection, int(after), _AT_ONCE, kinds=_KINDS)
         seen = found[-1][0] if len(found) == _AT_ONCE else max([newest, *(cursor for cursor, _ in found)])
         if seen > after:
-            await self._move(connection, _CURSOR, float(seen))
+            self._move(connection, _CURSOR, float(seen))
         return [event for _, event in found]
 
-    async def _changed(self, connection: AsyncConnection, found: Sequence[RunEvent]) -> dict[str, list[Incident]]:
+    def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> dict[str, list[Incident]]:
         """The incidents that the claimed events speak of, as they are now; growth alone is no news to people."""
         named: dict[str, set[str]] = defaultdict(set)
         for event in found:
             if event.incident is not None and not event.incident.grown:
                 named[event.run].add(event.incident.id)
-        ids = await connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(named)))
+        ids = connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(named)))
         names = {row.id: row.name for row in ids}
-        made = await incidents_of(connection, list(names), self.settings.verify_steps)
+        made = incidents_of(connection, list(names), self.settings.verify_steps)
         changed = {
             names[run_id]: [one for one in own if one.id in named[names[run_id]]] for run_id, own in made.items()
         }
         return {run: own for run, own in changed.items() if own}
 
-    async def _ended(self, connection: AsyncConnection, names: Collection[str]) -> set[str]:
+    def _ended(self, connection: Connection, names: Collection[str]) -> set[str]:
         """Those of these runs that have ended."""
-        rows = await connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(names)))
+        rows = connection.execute(select(runs.c.id, runs.c.name).where(runs.c.name.in_(names)))
         ids = {row.id: row.name for row in rows}
-        starts = await process_starts.of_now(connection, ids)
+        starts = process_starts.of_now(connection, ids)
         return {ids[run_id] for run_id, own in starts.items() if status_of(own) != "active"}
 
-    async def _fallen_silent(self, connection: AsyncConnection) -> list[str]:
+    def _fallen_silent(self, connection: Connection) -> list[str]:
         """Active runs that have not been heard of for SILENT_SECONDS since the last look."""
         until = time.time() - SILENT_SECONDS
-        after = await self._cursor(connection, _SILENT_CURSOR, until)
+        after = self._cursor(connection, _SILENT_CURSOR, until)
         if until - after < 6 * self.settings.notify_gather_seconds or until <= after:
             return []  # ranks of one cluster fall silent within a heartbeat of each other, and are told together
-        await self._move(connection, _SILENT_CURSOR, until)
+        self._move(connection, _SILENT_CURSOR, until)
         rows = select(runs.c.id, runs.c.name).where(runs.c.last_seen > after, runs.c.last_seen <= until)
-        names = {row.id: row.name for row in await connection.execute(rows)}
-        starts = await process_starts.of_now(connection, names)
+        names = {row.id: row.name for row in connection.execute(rows)}
+        starts = process_starts.of_now(connection, names)
         return sorted(names[run_id] for run_id, own in starts.items() if status_of(own) == "active")
 
-    async def _cursor(self, connection: AsyncConnection, key: str, at_first: float) -> float:
+    def _cursor(self, connection: Connection, key: str, at_first: float) -> float:
         """How far was told, held until the transaction ends, so that of several replicas one tells."""
         first = insert_or_ignore(connection, service_state).values(key=key, value=at_first)
-        await connection.execute(first)
+        connection.execute(first)
         held = select(service_state.c.value).where(service_state.c.key == key).with_for_update()
-        return float((await connection.execute(held)).scalar_one())
+        return float(connection.execute(held).scalar_one())
 
-    async def _move(self, connection: AsyncConnection, key: str, value: float) -> None:
+    def _move(self, connection: Connection, key: str, value: float) -> None:
         own = update(service_state).where(service_state.c.key == key)
-        await connection.execute(own.values(value=value))
+        connection.execute(own.values(value=value))
 
     async def _tell(self, message: str, event: RunEvent | None, changed: Mapping[str, Sequence[Incident]]) -> None:
         slack, webhook = self.settings.notify_slack_url, self.settings.notify_webhook_url

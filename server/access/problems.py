@@ -7,13 +7,14 @@ from typing import Any
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from foreshock.server.models import Problem, ProblemItem
 from foreshock.server.store.database import BusyError
 from foreshock.server.store.executors import ClosingError
-from foreshock.server.store.trouble import STORE_ERRORS, is_away
+from foreshock.server.store.trouble import is_away
 
 log = structlog.get_logger()
 MAX_ERRORS = 10
@@ -91,20 +92,12 @@ def install(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         return answer_to(error, request.url.path)
 
-    app.add_exception_handler(ProblemError, on_error)
-    app.add_exception_handler(ClosingError, on_error)
+    for kind in (ProblemError, ClosingError, SQLAlchemyError):
+        app.add_exception_handler(kind, on_error)
 
     @app.exception_handler(BusyError)
     async def on_busy(_: Request, __: BusyError) -> Response:
         return problem(429, "More large reads wait than the service takes; try again.", headers={"retry-after": "2"})
-
-    async def on_store(request: Request, error: Exception) -> Response:
-        if not is_away(error):
-            raise error
-        return answer_to(error, request.url.path)
-
-    for kind in STORE_ERRORS:
-        app.add_exception_handler(kind, on_store)
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> Response:

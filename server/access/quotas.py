@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from typing import Final
 
 import structlog
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.datastructures import Headers
 
 from foreshock.server.access.limits import Buckets, length_of, retry_after
@@ -44,8 +43,8 @@ class Quotas:
         read_at, used = self._used.get(token, (-READ_AGAIN_SECONDS, 0))
         if time.monotonic() - read_at >= READ_AGAIN_SECONDS:
             query = select(func.coalesce(func.sum(usage.c.stored_bytes), 0)).where(usage.c.token == token)
-            async with self._store.read() as connection:
-                read_at, used = time.monotonic(), int((await connection.execute(query)).scalar_one())
+            read_at = time.monotonic()
+            used = int(await self._store.read(lambda connection: connection.execute(query).scalar_one()))
         admitted = used + length_of(headers) <= self._most
         self._used[token] = read_at, used + length_of(headers) * admitted
         if admitted:
@@ -60,7 +59,7 @@ class Quotas:
         raise ProblemError(429, why, headers=retry_after(_COME_BACK_SECONDS))
 
 
-async def count(connection: AsyncConnection, stored: Iterable[tuple[str, int, int]]) -> None:
+def count(connection: Connection, stored: Iterable[tuple[str, int, int]]) -> None:
     """Count (token, run id, bytes) of batches in the transaction that stores them, which holds their runs."""
     sizes: Counter[tuple[int, str]] = Counter()
     for token, run_id, size in stored:
@@ -71,4 +70,4 @@ async def count(connection: AsyncConnection, stored: Iterable[tuple[str, int, in
     added = {"stored_bytes": usage.c.stored_bytes + insert.excluded.stored_bytes}
     statement = insert.on_conflict_do_update(index_elements=[usage.c.run_id, usage.c.token], set_=added)
     values = [{"run_id": run_id, "token": token, "stored_bytes": n} for (run_id, token), n in sorted(sizes.items())]
-    await connection.execute(statement, values)
+    connection.execute(statement, values)

@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import Final
 
-from sqlalchemy import delete, select
+from sqlalchemy import Connection, delete, select
 
 from foreshock.server.store.database import Store
 from foreshock.server.store.schema import sessions
@@ -23,11 +23,12 @@ class Sessions:
     async def begin(self, token: str) -> str:
         """A new session of the token with this hash; its cookie. What has expired is forgotten."""
         cookie, now = secrets.token_urlsafe(_COOKIE_BYTES), time.time()
-        async with self._store.write() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.until < now))
-            await connection.execute(
-                sessions.insert().values(hash=_hash(cookie), token=token, until=now + self.seconds)
-            )
+
+        def add(connection: Connection) -> None:
+            connection.execute(delete(sessions).where(sessions.c.until < now))
+            connection.execute(sessions.insert().values(hash=_hash(cookie), token=token, until=now + self.seconds))
+
+        await self._store.write(add)
         return cookie
 
     async def token_of(self, cookie: str) -> str | None:
@@ -35,19 +36,18 @@ class Sessions:
         if len(cookie) != _COOKIE_LENGTH or not cookie.isascii():
             return None
         query = select(sessions.c.token).where(sessions.c.hash == _hash(cookie), sessions.c.until >= time.time())
-        async with self._store.read() as connection:
-            token: str | None = (await connection.execute(query)).scalar()
+        token: str | None = await self._store.read(lambda connection: connection.execute(query).scalar())
         return token
 
     async def end(self, cookie: str) -> None:
         """End a session."""
-        async with self._store.write() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.hash == _hash(cookie)))
+        ended = delete(sessions).where(sessions.c.hash == _hash(cookie))
+        await self._store.write(lambda connection: connection.execute(ended))
 
     async def end_all(self, token: str) -> None:
         """End every session of the token with this hash."""
-        async with self._store.write() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.token == token))
+        ended = delete(sessions).where(sessions.c.token == token)
+        await self._store.write(lambda connection: connection.execute(ended))
 
 
 def _hash(cookie: str) -> str:

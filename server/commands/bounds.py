@@ -4,8 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, func, select
 
 from foreshock.contract.modes import CLIP_ORDERS
 from foreshock.server.commands.lifecycle import OPEN
@@ -15,9 +14,9 @@ from foreshock.server.store.schema import commands
 _MACHINES: Final = ("alertmanager", "service")
 
 
-async def refusal(
+def refusal(
     settings: Settings,
-    connection: AsyncConnection,
+    connection: Connection,
     run_id: int,
     heads: Sequence[tuple[int, int]],
     *,
@@ -28,14 +27,14 @@ async def refusal(
     table = commands.c
     now = time.time()
     ours = (table.run_id == run_id, table.source.in_(_MACHINES), table.state != "rejected")
-    recent = await connection.execute(
+    recent = connection.execute(
         select(func.max(table.created)).where(*ours, table.created > now - settings.webhook_cooldown_seconds)
     )
     if (last := recent.scalar()) is not None:
         return f"the run's cool-down lasts {settings.webhook_cooldown_seconds - (now - last):.0f} s more"
     same = table.mode.in_(CLIP_ORDERS) if clip else table.mode.not_in(CLIP_ORDERS)
     under_way = table.run_id == run_id, table.state.in_((*OPEN, "proposed")), ~table.dry_run, same
-    for row in await connection.execute(select(table.heads, table.state).where(*under_way)):
+    for row in connection.execute(select(table.heads, table.state).where(*under_way)):
         named = set(heads) if row.heads is None else {(layer, head) for layer, head in row.heads}
         if set(heads) <= named or (row.state != "proposed" and not named.isdisjoint(heads)):
             return "a command for these heads is under way"

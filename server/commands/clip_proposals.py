@@ -6,8 +6,7 @@ It scales weights for good. Where rounding drives heads too, it waits for the ve
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, select
 
 from foreshock.contract.incident import Incident
 from foreshock.contract.modes import CLIP_ORDERS
@@ -18,15 +17,13 @@ from foreshock.server.settings import Settings
 from foreshock.server.store.schema import runs
 
 
-async def may_be_proposed(connection: AsyncConnection, run_id: int, verify_steps: int) -> bool:
+def may_be_proposed(connection: Connection, run_id: int, verify_steps: int) -> bool:
     """Whether an incident of the run calls for it. verify_steps: as for `incidents_of`."""
-    found = (await incidents_of(connection, [run_id], verify_steps)).get(run_id, ())
+    found = incidents_of(connection, [run_id], verify_steps).get(run_id, ())
     return any(incident.has_its_turn("qk_clip") for incident in found)
 
 
-async def propose_after_switches(
-    settings: Settings, connection: AsyncConnection, found: Mapping[int, Sequence[Incident]]
-) -> None:
+def propose_after_switches(settings: Settings, connection: Connection, found: Mapping[int, Sequence[Incident]]) -> None:
     """Propose it, once, in the runs whose scores grow on when the switch of the heads that drifted is judged.
 
     found: the incidents of runs that the caller holds (`Store.lock_runs`).
@@ -35,9 +32,9 @@ async def propose_after_switches(
         known = incident.order is not None and incident.order.mode in CLIP_ORDERS
         if len(incident.causes) < 2 or known or incident.act != "propose" or not incident.has_its_turn("qk_clip"):
             continue
-        if await refusal(settings, connection, run_id, [], clip=True) is not None:
+        if refusal(settings, connection, run_id, [], clip=True) is not None:
             continue
-        run = (await connection.execute(select(runs.c.name).where(runs.c.id == run_id))).scalar_one()
+        run = connection.execute(select(runs.c.name).where(runs.c.id == run_id)).scalar_one()
         order = Order(
             run_id=run_id,
             run=run,
@@ -48,4 +45,4 @@ async def propose_after_switches(
             mode="qk_clip_always",
             state="proposed",
         )
-        await create(connection, order)
+        create(connection, order)

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
-from sqlalchemy import Row, and_, bindparam, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, and_, bindparam, select, update
 
 from foreshock.contract.modes import CLIP_ORDERS, is_mode
 from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, Switched
@@ -46,8 +45,8 @@ def _concerned(row: Row[Any], ranks: Mapping[int, RankHeads]) -> set[int]:
     return concerned(heads_of(row), ranks)
 
 
-async def exchange(
-    connection: AsyncConnection,
+def exchange(
+    connection: Connection,
     run_ids: Mapping[str, int],
     switched: Sequence[tuple[Batch, Switched]],
     group: Sequence[Batch],
@@ -58,19 +57,19 @@ async def exchange(
     verify_steps: as for `incidents_of`. The caller holds the runs (`Store.lock_runs`).
     """
     telling = {run_ids[batch.run] for batch, _ in switched}
-    held = await heads_by_rank(connection, telling) if telling else {}
+    held = heads_by_rank(connection, telling) if telling else {}
     said: dict[int, list[dict[str, Any]]] = {}
     for batch, answer in switched:
         if answer.command is not None:
-            await _answer(connection, run_ids[batch.run], held, batch, answer)
+            _answer(connection, run_ids[batch.run], held, batch, answer)
     for batch, answer, verdicts in grouped([(b, answer) for b, answer in switched if answer.command is None]):
         run_id = run_ids[batch.run]
-        await propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts, verify_steps)
-    rows = (await connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))})).all()
+        propagate(connection, run_id, held.get(run_id, {}), said, batch, answer, verdicts, verify_steps)
+    rows = connection.execute(_OPEN_ORDERS, {"run_ids": sorted(set(run_ids.values()))}).all()
     if not rows:
         return {}
-    held |= await heads_by_rank(connection, {row.run_id for row in rows} - telling)
-    tracks = await tracks_of(connection, [row.id for row in rows])
+    held |= heads_by_rank(connection, {row.run_id for row in rows} - telling)
+    tracks = tracks_of(connection, [row.id for row in rows])
     orders: dict[tuple[str, int, str], list[Command]] = defaultdict(list)
     sizes: Counter[tuple[str, int, str]] = Counter()
     now = time.time()
@@ -78,7 +77,7 @@ async def exchange(
         ranks = held.get(row.run_id, {})
         concerned = _concerned(row, ranks)
         track = tracks.get(row.id, {})
-        if await _settle(connection, row, ranks, track):
+        if _settle(connection, row, ranks, track):
             continue
         for boot_key in sorted({(b.run, b.rank, b.boot) for b in group if b.run == row.run}):
             _, rank, boot = boot_key
@@ -98,7 +97,7 @@ async def exchange(
                 if sizes[boot_key] > _ACK_BYTES:
                     continue  # it goes out with a later ack, when those before it are answered
                 orders[boot_key].append(order)
-                await _delivered(connection, row, rank, state)
+                _delivered(connection, row, rank, state)
     return {key: tuple(value) for key, value in orders.items()}
 
 
@@ -121,57 +120,51 @@ def _as_wire(row: Row[Any]) -> Command | None:
         return None
 
 
-async def _delivered(connection: AsyncConnection, row: Row[Any], rank: int, track: Row[Any] | None) -> None:
+def _delivered(connection: Connection, row: Row[Any], rank: int, track: Row[Any] | None) -> None:
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == rank)
     if track is not None:
-        await connection.execute(update(command_ranks).where(same).values(deliveries=track.deliveries + 1))
+        connection.execute(update(command_ranks).where(same).values(deliveries=track.deliveries + 1))
         return
-    await connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
+    connection.execute(command_ranks.insert().values(command_id=row.id, rank=rank, deliveries=1))
     changed = update(commands).where(commands.c.id == row.id, commands.c.state == "pending").values(state="delivered")
-    if (await connection.execute(changed)).rowcount:
-        await record_transition(connection, row, row.run, "delivered", "service", {"rank": rank})
+    if connection.execute(changed).rowcount:
+        record_transition(connection, row, row.run, "delivered", "service", {"rank": rank})
     else:
         details = {"rank": rank, "state": "delivered"}
-        await audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
+        audit.append(connection, actor="service", action="command", run=row.run, command=row.id, details=details)
 
 
-async def _answer(
-    connection: AsyncConnection, run_id: int, held: Mapping[int, dict[int, RankHeads]], batch: Batch, switched: Switched
+def _answer(
+    connection: Connection, run_id: int, held: Mapping[int, dict[int, RankHeads]], batch: Batch, switched: Switched
 ) -> None:
     query = select(commands, runs.c.name.label("run")).join(runs)
-    row = (
-        await connection.execute(query.where(commands.c.id == switched.command, commands.c.run_id == run_id))
-    ).first()
+    row = connection.execute(query.where(commands.c.id == switched.command, commands.c.run_id == run_id)).first()
     if row is None or switched.outcome == "proposed":
         return
     ranks = held[run_id]
     if ranks[batch.rank].boot != batch.boot:  # who lives now has not answered yet, and may have begun before the switch
         gone = {"rank": batch.rank, "outcome": switched.outcome, "step": switched.step, "process_start": batch.boot}
         actor = f"rank {batch.rank}, a former process"
-        await audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
+        audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=gone)
         return
     same = and_(command_ranks.c.command_id == row.id, command_ranks.c.rank == batch.rank)
     values = {"outcome": switched.outcome, "switched": switched.model_dump_json()}
-    track = (await connection.execute(select(command_ranks).where(same))).first()
+    track = connection.execute(select(command_ranks).where(same)).first()
     if track is None:
-        await connection.execute(
-            command_ranks.insert().values(command_id=row.id, rank=batch.rank, deliveries=0, **values)
-        )
+        connection.execute(command_ranks.insert().values(command_id=row.id, rank=batch.rank, deliveries=0, **values))
     elif track.outcome is None:
-        await connection.execute(update(command_ranks).where(same).values(values))
+        connection.execute(update(command_ranks).where(same).values(values))
     else:
         return
     details = {"rank": batch.rank, **details_of(switched)}
     actor = f"rank {batch.rank}"
-    await audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
+    audit.append(connection, actor=actor, action="answer", run=row.run, command=row.id, details=details)
     if row.state not in (*OPEN, "cancelled"):
-        track_of = (await tracks_of(connection, [row.id])).get(row.id, {})
-        await _settle(connection, row, ranks, track_of)
+        track_of = tracks_of(connection, [row.id]).get(row.id, {})
+        _settle(connection, row, ranks, track_of)
 
 
-async def _settle(
-    connection: AsyncConnection, row: Row[Any], ranks: Mapping[int, RankHeads], track: dict[int, Row[Any]]
-) -> bool:
+def _settle(connection: Connection, row: Row[Any], ranks: Mapping[int, RankHeads], track: dict[int, Row[Any]]) -> bool:
     """Close a command that is answered, has expired or can be answered by nobody. True when it is closed."""
     outcomes = {rank: t.outcome for rank, t in track.items() if t.outcome is not None}
     waiting = {rank for rank in _concerned(row, ranks) if rank not in outcomes}
@@ -188,14 +181,14 @@ async def _settle(
     else:
         return False
     if state != row.state:
-        await connection.execute(update(commands).where(commands.c.id == row.id).values(state=state))
+        connection.execute(update(commands).where(commands.c.id == row.id).values(state=state))
         answers = {str(rank): outcome for rank, outcome in sorted(outcomes.items())}
         details: dict[str, Any] = {"outcomes": answers, "silent": sorted(waiting)}
         sentence = _unanswered(row, waiting) if state == "expired" and waiting else None
         if state == "refused" and not outcomes:
             details["because"] = ended_before_the_answer(heads_of(row))
             sentence = _ended(row)
-        await record_transition(connection, row, row.run, state, "service", details, sentence)
+        record_transition(connection, row, row.run, state, "service", details, sentence)
     return True
 
 
@@ -211,14 +204,14 @@ def _ended(row: Row[Any]) -> str:
     return f"Command to {order_in_words(row.mode, heads_of(row))} is refused; {why}: {row.reason}"
 
 
-async def expire(connection: AsyncConnection) -> None:
+def expire(connection: Connection) -> None:
     """Close what has expired; run from time to time, for runs that have gone silent."""
     overdue = commands.c.state.in_((*OPEN, "proposed")), commands.c.expires < time.time()
-    owners = set((await connection.execute(select(commands.c.run_id).where(*overdue))).scalars())
-    await lock_runs(connection, owners)
+    owners = set(connection.execute(select(commands.c.run_id).where(*overdue)).scalars())
+    lock_runs(connection, owners)
     query = select(commands, runs.c.name.label("run")).join(runs).where(*overdue, commands.c.run_id.in_(owners))
-    rows = (await connection.execute(query)).all()
-    held = await heads_by_rank(connection, {row.run_id for row in rows})
-    tracks = await tracks_of(connection, [row.id for row in rows])
+    rows = connection.execute(query).all()
+    held = heads_by_rank(connection, {row.run_id for row in rows})
+    tracks = tracks_of(connection, [row.id for row in rows])
     for row in rows:
-        await _settle(connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))
+        _settle(connection, row, held.get(row.run_id, {}), tracks.get(row.id, {}))

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, select
 
 from foreshock.contract.modes import mode_name, parse_mode
 from foreshock.contract.orders import switches
@@ -56,13 +55,13 @@ def nobody_left(heads: Iterable[HeadRef] | None, ranks: Mapping[int, RankHeads])
     return bool(ranks) and not concerned(heads, ranks)
 
 
-async def heads_by_rank(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, dict[int, RankHeads]]:
+def heads_by_rank(connection: Connection, run_ids: Iterable[int]) -> dict[int, dict[int, RankHeads]]:
     """For each run and rank, the heads that its newest process start holds."""
     query = select(boots.c.run_id, boots.c.rank, boots.c.boot, boots.c.finished_status, boots.c.topology)
     query = query.where(boots.c.newest, boots.c.run_id.in_(run_ids)).order_by(boots.c.run_id, boots.c.rank)
-    newest = (await connection.execute(query)).all()
+    newest = connection.execute(query).all()
     hashes = {row.topology for row in newest if row.topology}
-    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
+    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
     heads = {row.hash: heads_of_layers(row.layers) for row in found}
     held: dict[int, dict[int, RankHeads]] = defaultdict(dict)
     for row in newest:
@@ -72,18 +71,18 @@ async def heads_by_rank(connection: AsyncConnection, run_ids: Iterable[int]) -> 
     return held
 
 
-async def modes_here(connection: AsyncConnection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
+def modes_here(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
     """The present mode of every head that a rank holds, plain where no head's is known; and the heads that no machine
     switches."""
-    modes, held = await present(connection, run_id)
-    ranks = (await heads_by_rank(connection, [run_id])).get(run_id, {})
+    modes, held = present(connection, run_id)
+    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
     refs = {ref for holding in ranks.values() for ref in holding.heads}
     return {ref: modes.get(ref, 0) for ref in refs if ref in modes or not modes}, held
 
 
-async def plan(connection: AsyncConnection, run_id: int, wanted: str) -> SwitchPlan:
+def plan(connection: Connection, run_id: int, wanted: str) -> SwitchPlan:
     """What an order of a mode for every head does: it adds the mode to what each has, and plain takes all away."""
-    here, _ = await modes_here(connection, run_id)
+    here, _ = modes_here(connection, run_id)
     found = switches(here, here, wanted) if parse_mode(wanted) else {}
     changes = [SwitchedTo(mode=mode_name(mode), heads=heads) for mode, heads in found.items()]
     changed = {ref for heads in found.values() for ref in heads}

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from sqlalchemy import Row, desc, func, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, desc, func, or_, select, update
 
 from foreshock.contract.modes import CLIP_ORDERS, is_mode
 from foreshock.contract.wire import HeadRef, Switched
@@ -67,27 +66,27 @@ _OF_ORDER: Final = {field.name for field in fields(Order)} & {column.name for co
 """What a command is stored with as its order has it, but for what `create` words anew."""
 
 
-async def create(connection: AsyncConnection, order: Order) -> str:
+def create(connection: Connection, order: Order) -> str:
     """Create a command with its audit row and event; its id."""
     command_id = order.id or f"cmd-{uuid.uuid4().hex}"
     heads = None if order.heads is None else [list(ref) for ref in order.heads]
     words = {"issued_by": printable(order.issued_by[:128]), "reason": printable(order.reason[:500])}
     own = {"id": command_id, "heads": heads, "created": time.time()}
-    await connection.execute(commands.insert().values({**{c: getattr(order, c) for c in _OF_ORDER}, **words, **own}))
+    connection.execute(commands.insert().values({**{c: getattr(order, c) for c in _OF_ORDER}, **words, **own}))
     if order.answered is not None:
         rank, switched = order.answered
-        await connection.execute(
+        connection.execute(
             command_ranks.insert().values(
                 command_id=command_id, rank=rank, deliveries=0, outcome="applied", switched=switched.model_dump_json()
             )
         )
-    row = (await connection.execute(select(commands).where(commands.c.id == command_id))).one()
-    await record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
+    row = connection.execute(select(commands).where(commands.c.id == command_id)).one()
+    record_transition(connection, row, order.run, order.state, order.issued_by, {"reason": order.reason[:500]})
     return command_id
 
 
-async def create_from_request(
-    connection: AsyncConnection,
+def create_from_request(
+    connection: Connection,
     run: str,
     request: CommandRequest,
     caller: str,
@@ -95,17 +94,17 @@ async def create_from_request(
     default_expiry_seconds: float,
 ) -> tuple[str, bool]:
     """A person's command: goes out under every policy. Its id, and whether it is new."""
-    run_id = (await find_run(connection, run)).id
-    await lock_runs(connection, [run_id])
+    run_id = find_run(connection, run).id
+    lock_runs(connection, [run_id])
     digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     if idempotency_key is not None:
         same = (commands.c.run_id == run_id, commands.c.idempotency_key == idempotency_key)
-        old = (await connection.execute(select(commands.c.id, commands.c.request_hash).where(*same))).first()
+        old = connection.execute(select(commands.c.id, commands.c.request_hash).where(*same)).first()
         if old is not None and old.request_hash != digest:
             raise ProblemError(409, "This Idempotency-Key was used for another command; take a new key.")
         if old is not None:
             return old.id, False
-    ranks = (await heads_by_rank(connection, [run_id])).get(run_id, {})
+    ranks = heads_by_rank(connection, [run_id]).get(run_id, {})
     if request.heads is not None:
         check_heads(run, request.heads, ranks)
     check_somebody_is_left(run, request.heads, ranks)
@@ -124,61 +123,59 @@ async def create_from_request(
         idempotency_key=idempotency_key,
         request_hash=digest,
     )
-    return await create(connection, order), True
+    return create(connection, order), True
 
 
-async def approve(connection: AsyncConnection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
+def approve(connection: Connection, command_id: str, who: str, reason: str, *, expiry: float) -> list[str]:
     """Let a proposed command go out, for so many seconds; its id."""
-    row = await _proposed(connection, command_id)
-    check_somebody_is_left(row.run, heads_of(row), (await heads_by_rank(connection, [row.run_id])).get(row.run_id, {}))
-    return await _decide(connection, row, "pending", who, reason, time.time() + expiry)
+    row = _proposed(connection, command_id)
+    check_somebody_is_left(row.run, heads_of(row), heads_by_rank(connection, [row.run_id]).get(row.run_id, {}))
+    return _decide(connection, row, "pending", who, reason, time.time() + expiry)
 
 
-async def reject(connection: AsyncConnection, command_id: str, who: str, reason: str) -> list[str]:
+def reject(connection: Connection, command_id: str, who: str, reason: str) -> list[str]:
     """Turn a proposed command down, which holds for the warnings that stand: see `reject_evidence`; its id."""
-    row = await _proposed(connection, command_id)
-    await reject_evidence(connection, row.run_id, heads_of(row), row.mode)
-    return await _decide(connection, row, "rejected", who, reason, row.expires)
+    row = _proposed(connection, command_id)
+    reject_evidence(connection, row.run_id, heads_of(row), row.mode)
+    return _decide(connection, row, "rejected", who, reason, row.expires)
 
 
-async def _proposed(connection: AsyncConnection, command_id: str) -> Row[Any]:
-    row = await _command(connection, command_id)
+def _proposed(connection: Connection, command_id: str) -> Row[Any]:
+    row = _command(connection, command_id)
     if row.state != "proposed":
         raise ProblemError(409, f"Command {row.id} is {row.state}, no longer proposed.")
     return row
 
 
-async def _decide(
-    connection: AsyncConnection, row: Row[Any], state: CommandState, who: str, reason: str, expires: float | None
+def _decide(
+    connection: Connection, row: Row[Any], state: CommandState, who: str, reason: str, expires: float | None
 ) -> list[str]:
     values = {"state": state, "decided_by": printable(who)[:160], "decided": time.time(), "expires": expires}
-    await connection.execute(update(commands).where(commands.c.id == row.id).values(values))
-    await record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True})
+    connection.execute(update(commands).where(commands.c.id == row.id).values(values))
+    record_transition(connection, row, row.run, state, who, {"reason": reason, "decided": True})
     return [row.id]
 
 
-async def cancel(connection: AsyncConnection, command_id: str, who: str, reason: str) -> list[str]:
+def cancel(connection: Connection, command_id: str, who: str, reason: str) -> list[str]:
     """Stop a command that is under way: no further rank gets it. What ranks did stays, and can be undone. Its id."""
-    row = await _command(connection, command_id)
+    row = _command(connection, command_id)
     if row.state not in OPEN:
         how = {"proposed": "reject it", "applied": "undo it"}.get(row.state, "there is nothing to do")
         raise ProblemError(409, f"Command {command_id} is {row.state}, not under way; {how}.")
-    await connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
-    track = (await tracks_of(connection, [command_id])).get(command_id, {})
+    connection.execute(update(commands).where(commands.c.id == command_id).values(state="cancelled"))
+    track = tracks_of(connection, [command_id]).get(command_id, {})
     told = {"reason": reason, "delivered_to": sorted(track), "answered": sorted(r for r in track if track[r].outcome)}
-    await record_transition(connection, row, row.run, "cancelled", who, told)
+    record_transition(connection, row, row.run, "cancelled", who, told)
     return [command_id]
 
 
-async def undo(
-    connection: AsyncConnection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float
-) -> list[str]:
+def undo(connection: Connection, command_id: str, who: str, reason: str, *, dry_run: bool, expiry: float) -> list[str]:
     """Order the modes back that a command changed: one order for each former mode; their ids.
 
     Each is refused by a rank whose heads have another mode by then. Raises ProblemError unless the command was applied,
     wholly or by some ranks before it was cancelled, and nothing takes it back yet.
     """
-    row = await _command(connection, command_id)
+    row = _command(connection, command_id)
     if row.mode in CLIP_ORDERS:
         raise ProblemError(
             409,
@@ -187,11 +184,11 @@ async def undo(
         )
     if row.state not in ("applied", "cancelled"):
         raise ProblemError(409, f"Command {command_id} is {row.state}; only what was applied can be undone.")
-    if other := (await _undone(connection, [command_id])).get(command_id):
+    if other := _undone(connection, [command_id]).get(command_id):
         raise ProblemError(409, f"Command {command_id} is undone by {other} already.")
     own = None if row.heads is None else {(layer, head) for layer, head in row.heads}
     former: dict[HeadRef, str] = {}
-    for _, track in sorted((await tracks_of(connection, [command_id])).get(command_id, {}).items()):
+    for _, track in sorted(tracks_of(connection, [command_id]).get(command_id, {}).items()):
         said = answer_of(track)
         if said is not None and said.outcome == "applied":
             for ref, before, after in zip(said.heads, said.before, said.after, strict=True):
@@ -204,7 +201,7 @@ async def undo(
             409,
             f"The mode before command {command_id} was {strange[0]}, which this service cannot order.",
         )
-    ranks = (await heads_by_rank(connection, [row.run_id])).get(row.run_id, {})
+    ranks = heads_by_rank(connection, [row.run_id]).get(row.run_id, {})
     check_somebody_is_left(row.run, sorted(former), ranks)
     by_mode: dict[str, list[HeadRef]] = defaultdict(list)
     for ref, before in sorted(former.items()):
@@ -223,7 +220,7 @@ async def undo(
         undoes=command_id,
     )
     back = [replace(order, heads=heads, mode=mode) for mode, heads in sorted(by_mode.items())]
-    return [await create(connection, one) for one in back]
+    return [create(connection, one) for one in back]
 
 
 def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
@@ -231,27 +228,27 @@ def heads_of(row: Row[Any]) -> tuple[HeadRef, ...] | None:
     return None if row.heads is None else tuple((layer, head) for layer, head in row.heads)
 
 
-async def _undone(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, str]:
+def _undone(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
     """For each command that is taken back, or about to be, the command that does so."""
     standing = commands.c.state.in_((*OPEN, "applied"))
     query = select(commands.c.undoes, commands.c.id).where(commands.c.undoes.in_(ids), standing, ~commands.c.dry_run)
-    return {row.undoes: row.id for row in await connection.execute(query)}
+    return {row.undoes: row.id for row in connection.execute(query)}
 
 
-async def _command(connection: AsyncConnection, command_id: str) -> Row[Any]:
-    owners = await connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
-    await lock_runs(connection, owners.scalars().all())
+def _command(connection: Connection, command_id: str) -> Row[Any]:
+    owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
+    lock_runs(connection, owners.scalars().all())
     query = select(commands, runs.c.name.label("run")).join(runs).where(commands.c.id == command_id)
-    row = (await connection.execute(query)).first()
+    row = connection.execute(query).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
     return row
 
 
-async def tracks_of(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
+def tracks_of(connection: Connection, ids: Sequence[str]) -> dict[str, dict[int, Row[Any]]]:
     """For each command, where it stands with each rank that it went to."""
     tracks: dict[str, dict[int, Row[Any]]] = defaultdict(dict)
-    for row in await connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
+    for row in connection.execute(select(command_ranks).where(command_ranks.c.command_id.in_(ids))):
         tracks[row.command_id][row.rank] = row
     return tracks
 
@@ -275,8 +272,8 @@ def details_of(switched: Switched) -> dict[str, Any]:
     }
 
 
-async def record_transition(
-    connection: AsyncConnection,
+def record_transition(
+    connection: Connection,
     row: Row[Any],
     run: str,
     state: CommandState,
@@ -287,7 +284,7 @@ async def record_transition(
 ) -> None:
     """The audit row and the event of a transition, or of what became of the heads."""
     full = {**details, "state": state, "mode": row.mode, "heads": row.heads, "source": row.source}
-    await audit.append(connection, actor=actor, action="command", run=run, command=row.id, details=full)
+    audit.append(connection, actor=actor, action="command", run=run, command=row.id, details=full)
     change = CommandChange(
         id=row.id,
         state=state,
@@ -302,18 +299,16 @@ async def record_transition(
         sentence = f"Command to {order_in_words(row.mode, change.heads)} is {state} ({actor}): {row.reason}"
     own = {"run_id": row.run_id, "kind": "command", "mode": row.mode, "outcome": state}
     said = {"unix_seconds": time.time(), "sentence": sentence, "payload": change.model_dump_json()}
-    await write_events(connection, [{**own, **said}])
+    write_events(connection, [{**own, **said}])
 
 
-async def status(
-    connection: AsyncConnection, run_id: int | None, command_id: str | None, limit: int
-) -> list[CommandStatus]:
+def status(connection: Connection, run_id: int | None, command_id: str | None, limit: int) -> list[CommandStatus]:
     """Commands of a run, newest first; or the one with the id."""
     query = select(commands, runs.c.name.label("run")).join(runs).order_by(desc(commands.c.number)).limit(limit)
     query = query.where(commands.c.id == command_id) if command_id else query.where(commands.c.run_id == run_id)
-    rows = (await connection.execute(query)).all()
+    rows = connection.execute(query).all()
     ids = [row.id for row in rows]
-    tracks, undone = await tracks_of(connection, ids), await _undone(connection, ids)
+    tracks, undone = tracks_of(connection, ids), _undone(connection, ids)
     return [_status(row, tracks.get(row.id, {}), undone.get(row.id)) for row in rows]
 
 
@@ -337,20 +332,20 @@ def _status(row: Row[Any], track: dict[int, Row[Any]], undone_by: str | None) ->
     )
 
 
-async def pending_by_run(connection: AsyncConnection) -> dict[int, int]:
+def pending_by_run(connection: Connection) -> dict[int, int]:
     """How many commands of each run wait for an answer."""
     query = select(commands.c.run_id, func.count()).where(or_(*(commands.c.state == s for s in OPEN)))
-    return {row.run_id: row[1] for row in await connection.execute(query.group_by(commands.c.run_id))}
+    return {row.run_id: row[1] for row in connection.execute(query.group_by(commands.c.run_id))}
 
 
-async def not_arrested_by_run(connection: AsyncConnection) -> dict[int, int]:
+def not_arrested_by_run(connection: Connection) -> dict[int, int]:
     """How many switches of each run stand that did not arrest their heads: neither undone nor replaced since."""
     applied = select(commands).where(commands.c.state == "applied")
-    failed = (await connection.execute(applied.where(commands.c.verification == "not arrested"))).all()
+    failed = connection.execute(applied.where(commands.c.verification == "not arrested")).all()
     if not failed:
         return {}
     switched = commands.c.run_id.in_({row.run_id for row in failed}), commands.c.mode.not_in(CLIP_ORDERS)
-    rows = (await connection.execute(applied.where(*switched))).all()
+    rows = connection.execute(applied.where(*switched)).all()
     found: Counter[int] = Counter()
     for row in failed:
         since = [other for other in rows if other.run_id == row.run_id and other.number > row.number]

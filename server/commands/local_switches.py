@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, func, select
 
 from foreshock.contract.modes import CLIP_ORDERS, is_mode, mode_name, parse_mode
 from foreshock.contract.orders import switches
@@ -64,8 +63,8 @@ def _as_one(some: Sequence[Switched], reason: str) -> Switched:
     return some[0].model_copy(update={**modes, "step": max(one.step for one in some), "reason": reason[-500:]})
 
 
-async def propagate(
-    connection: AsyncConnection,
+def propagate(
+    connection: Connection,
     run_id: int,
     ranks: Mapping[int, RankHeads],
     said: dict[int, list[dict[str, Any]]],
@@ -89,15 +88,15 @@ async def propagate(
         if own is not None and ref in own.heads and (is_mode(mode) or proposed):
             by_mode[mode].append(ref)
     actor = f"rank {batch.rank}"
-    await audit.append(connection, actor=actor, action="local switch", run=batch.run, details=details_of(switched))
+    audit.append(connection, actor=actor, action="local switch", run=batch.run, details=details_of(switched))
     if switched.outcome not in ("applied", "proposed") or not living:
         return
     applied = switched.outcome == "applied"
-    justified = applied and await _is_justified(connection, run_id, batch.rank, switched, verdicts, said)
+    justified = applied and _is_justified(connection, run_id, batch.rank, switched, verdicts, said)
     for mode, heads in sorted(by_mode.items()):
         name = f"{batch.run}|{batch.rank}|{switched.id}|{mode}"
         command_id = f"{switched.outcome}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-        if (await connection.execute(select(commands.c.id).where(commands.c.id == command_id))).first():
+        if connection.execute(select(commands.c.id).where(commands.c.id == command_id)).first():
             continue
         state: CommandState = "proposed"
         if applied and not _others(ranks, batch.rank, heads):
@@ -105,9 +104,9 @@ async def propagate(
         elif justified:
             state = "pending"
         elif (
-            await _enough_proposed(connection, run_id, heads, mode)
-            or await _is_rejected(connection, run_id, verdicts)
-            or (mode in CLIP_ORDERS and not await may_be_proposed(connection, run_id, verify_steps))
+            _enough_proposed(connection, run_id, heads, mode)
+            or _is_rejected(connection, run_id, verdicts)
+            or (mode in CLIP_ORDERS and not may_be_proposed(connection, run_id, verify_steps))
         ):
             continue
         order = Order(
@@ -123,15 +122,15 @@ async def propagate(
             id=command_id,
             answered=(batch.rank, switched) if applied else None,
         )
-        await create(connection, order)
+        create(connection, order)
 
 
 def _others(ranks: Mapping[int, RankHeads], rank: int, heads: list[HeadRef]) -> set[int]:
     return {r for r, h in ranks.items() if r != rank and not h.finished and h.heads & set(heads)}
 
 
-async def _is_justified(
-    connection: AsyncConnection,
+def _is_justified(
+    connection: Connection,
     run_id: int,
     rank: int,
     switched: Switched,
@@ -140,12 +139,12 @@ async def _is_justified(
 ) -> bool:
     """Whether the run's policy and standing warnings of the rank call for what it did."""
     named = [verdict for verdict in verdicts if verdict is not None]
-    raised = (await active_warnings(connection, [run_id], named)).get(run_id, []) if named else []
+    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
     standing = {w.id for w in raised if (w.rank, w.cause) == (rank, "rounding") and w.severity != "info"}
     if not verdicts <= standing:
         return False
     if run_id not in said:
-        known = (await process_starts.of_now(connection, [run_id]))[run_id]
+        known = process_starts.of_now(connection, [run_id])[run_id]
         living = [boot for boot in process_starts.newest(known).values() if boot.finished_status is None]
         said[run_id] = [described([boot]) for boot in living]
     if {one.get("policy") for one in said[run_id]} != {"auto"}:
@@ -159,21 +158,21 @@ async def _is_justified(
     return called_for == dict(zip(switched.heads, switched.after, strict=True))
 
 
-async def _is_rejected(connection: AsyncConnection, run_id: int, verdicts: frozenset[str | None]) -> bool:
+def _is_rejected(connection: Connection, run_id: int, verdicts: frozenset[str | None]) -> bool:
     """Whether a person has rejected a switch on the evidence of every head that these warnings name."""
     named = [verdict for verdict in verdicts if verdict is not None]
-    raised = (await active_warnings(connection, [run_id], named)).get(run_id, []) if named else []
-    return bool(raised) and {(one.layer, one.head) for one in raised} <= await rejected_heads(connection, run_id)
+    raised = active_warnings(connection, [run_id], named).get(run_id, []) if named else []
+    return bool(raised) and {(one.layer, one.head) for one in raised} <= rejected_heads(connection, run_id)
 
 
-async def _enough_proposed(connection: AsyncConnection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
+def _enough_proposed(connection: Connection, run_id: int, heads: list[HeadRef], mode: str) -> bool:
     """Whether the same is proposed or ordered already, or so much that nobody reads more."""
     open_ = commands.c.run_id == run_id, commands.c.state.in_(("proposed", *OPEN))
     machines = commands.c.source.in_(("agent", "rank"))
-    if (await connection.execute(select(func.count()).where(*open_, machines))).scalar_one() >= _MOST_PROPOSALS:
+    if connection.execute(select(func.count()).where(*open_, machines)).scalar_one() >= _MOST_PROPOSALS:
         return True
     wanted = {tuple(ref) for ref in heads}
     return any(
         row.heads is None or wanted <= {tuple(ref) for ref in row.heads}
-        for row in await connection.execute(select(commands.c.heads).where(*open_, commands.c.mode == mode))
+        for row in connection.execute(select(commands.c.heads).where(*open_, commands.c.mode == mode))
     )

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Row, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.modes import CLIP_ORDERS, mode_name, stronger
@@ -92,15 +91,18 @@ async def verify(store: Store, settings: Settings, roller: Roller) -> None:
     """
     if not settings.verify_steps:
         return
-    found = await store.read_in_thread(lambda connection: _due(connection, settings, roller))
+    found = await store.read(lambda connection: _due(connection, settings, roller))
     for due in found:
-        async with store.write() as connection:
-            await _judge(connection, settings, due)
-            after = await incidents_of(connection, [due.row.run_id], settings.verify_steps)
-            await propose_after_switches(settings, connection, after)
+
+        def judge(connection: Connection, due: Due = due) -> None:
+            _judge(connection, settings, due)
+            after = incidents_of(connection, [due.row.run_id], settings.verify_steps)
+            propose_after_switches(settings, connection, after)
+
+        await store.write(judge)
 
 
-async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) -> list[Due]:
+def _due(connection: Connection, settings: Settings, roller: Roller) -> list[Due]:
     undone = select(table.c.undoes).where(table.c.undoes.is_not(None), table.c.state == "applied")
     query = (
         select(table, runs.c.name.label("run"))
@@ -115,16 +117,16 @@ async def _due(connection: AsyncConnection, settings: Settings, roller: Roller) 
         )
         .order_by(table.c.number)
     )
-    rows = (await connection.execute(query)).all()
-    tracks = await commands.tracks_of(connection, [row.id for row in rows])
+    rows = connection.execute(query).all()
+    tracks = commands.tracks_of(connection, [row.id for row in rows])
     found: list[Due] = []
     for row in rows:
         answers = [said for track in tracks[row.id].values() if (said := commands.answer_of(track)) is not None]
         at = max((answer.step for answer in answers if answer.outcome == "applied"), default=None)
-        _, last = await edges(connection, row.run_id)
+        _, last = edges(connection, row.run_id)
         if at is not None and last is not None and last >= at + settings.verify_steps:
             heads = _judged(row, answers)
-            growths = await growth_of(connection, roller, row.run_id, heads, at, settings.verify_steps)
+            growths = growth_of(connection, roller, row.run_id, heads, at, settings.verify_steps)
             found.append(Due(row, at, heads, growths))
         if len(found) == _AT_ONCE:
             break
@@ -161,7 +163,7 @@ def judged_in_words(
     return said[0].upper() + said[1:]
 
 
-async def _judge(connection: AsyncConnection, settings: Settings, due: Due) -> None:
+def _judge(connection: Connection, settings: Settings, due: Due) -> None:
     row, at, heads, growths = due.row, due.at, due.heads, due.growths
     running = {ref: [g for g in found if not g.arrested] for ref, found in growths.items()}
     loose = [ref for ref, found in running.items() if found]
@@ -171,25 +173,25 @@ async def _judge(connection: AsyncConnection, settings: Settings, due: Due) -> N
     )
     next_mode = stronger(row.mode) if loose else None
     said = judged_in_words(loose or heads, row.mode, at, verdict, worst, settings.verify_steps)
-    await lock_runs(connection, [row.run_id])
+    lock_runs(connection, [row.run_id])
     open_ = update(table).where(table.c.id == row.id, table.c.verification.is_(None)).values(verification=verdict)
-    if (await connection.execute(open_)).rowcount == 0:
+    if connection.execute(open_).rowcount == 0:
         return  # another replica was first
     growth = {
         f"{layer}.{head}": [[g.signal, round(g.before, 4), round(g.after, 4)] for g in found]
         for (layer, head), found in growths.items()
     }
     details = {"verification": verdict, "growth": growth}
-    await commands.record_transition(
+    commands.record_transition(
         connection, row, row.run, "applied", "service", details, sentence=said, verification=verdict
     )
-    await record_incidents(connection, [row.run_id], settings.verify_steps)
-    known = (await process_starts.of_now(connection, [row.run_id]))[row.run_id]
+    record_incidents(connection, [row.run_id], settings.verify_steps)
+    known = process_starts.of_now(connection, [row.run_id])[row.run_id]
     if next_mode is None or described(known).get("policy", "observe") == "observe":
         return
-    if await refusal(settings, connection, row.run_id, loose) is not None:
+    if refusal(settings, connection, row.run_id, loose) is not None:
         return
-    modes, held = await present(connection, row.run_id)
+    modes, held = present(connection, row.run_id)
     for mode, wanted in switches(loose, modes, next_mode, held=held).items():
         order = commands.Order(
             run_id=row.run_id,
@@ -201,19 +203,19 @@ async def _judge(connection: AsyncConnection, settings: Settings, due: Due) -> N
             mode=mode_name(mode),
             state="proposed",
         )
-        await commands.create(connection, order)
+        commands.create(connection, order)
 
 
-async def growth_of(
-    connection: AsyncConnection, roller: Roller, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
+def growth_of(
+    connection: Connection, roller: Roller, run_id: int, heads: Sequence[HeadRef], at: int, steps: int
 ) -> dict[HeadRef, list[SignalGrowth]]:
     """For each head whose signals were sampled often enough on both sides of step `at`: how they grew."""
-    axis = await axis_of(connection, run_id)
+    axis = axis_of(connection, run_id)
     curves = [Curve(BY_KEY[key], layer, head) for layer, head in heads for key in SIGNALS]
     sides = []
     for first, last in ((max(0, at - steps), at), (at + 1, at + steps)):
         window = Window(run_id, first, last, _POINTS, (first, last))
-        sides.append([_growth(line) for line in await draw(connection, roller, axis, curves, window)])
+        sides.append([_growth(line) for line in draw(connection, roller, axis, curves, window)])
     found: dict[HeadRef, list[SignalGrowth]] = {}
     for curve, before, after in zip(curves, *sides, strict=True):
         if before is not None and after is not None and curve.layer is not None and curve.head is not None:

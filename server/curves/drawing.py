@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, func, select
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.contract.environment import meant
@@ -131,34 +130,35 @@ class Drawing:
                     window.first, window.last, window.points, own.stop - own.start
                 )
 
-    async def take_in(self, connection: AsyncConnection, roller: Roller) -> None:
+    def take_in(self, connection: Connection, roller: Roller) -> None:
         """Read roll-ups where they are fine enough or the samples are too many, and the samples of the rest."""
         window = self.window
         within = samples.c.run_id == window.run_id, samples.c.step.between(window.first, window.last)
-        count = (await connection.execute(select(func.count()).select_from(samples).where(*within))).scalar_one()
+        count = connection.execute(select(func.count()).select_from(samples).where(*within)).scalar_one()
         size = count * len(self.axis.heads) * SLOT_COUNT * 8
         many = count > _SAMPLES_READ or (size > _BYTES_READ and len(self.picked) > 0)
         rolled: set[int] = set()
         looked_for = range(0)
         if many or window.width >= FINE:
             looked_for = whole_spans(*window.reach)
-            rolled = await built_spans(connection, window.run_id, *window.reach)
-            await self._take_rolled(connection, rolled)
+            rolled = built_spans(connection, window.run_id, *window.reach)
+            self._take_rolled(connection, rolled)
         names = frozenset[str]().union(*(arrays_of(BY_KEY[key]) for key, _ in self.spans))
         wanted = LIVE_SAMPLES.where(samples.c.run_id == window.run_id)
         if not names:
             wanted = wanted.with_only_columns(*(c for c in wanted.selected_columns if c.key != "arrays"))
         for begin, end in _gaps(window.first, window.last, rolled):
-            async for chunk in stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))):
-                steps = self._take_samples(chunk, names)
-                for span in np.unique(steps // COARSE).tolist():
-                    if span in looked_for:
-                        roller.touch(window.run_id, span * COARSE)
+            with stream_chunks(connection, wanted.where(samples.c.step.between(begin, end))) as chunks:
+                for chunk in chunks:
+                    steps = self._take_samples(chunk, names)
+                    for span in np.unique(steps // COARSE).tolist():
+                        if span in looked_for:
+                            roller.touch(window.run_id, span * COARSE)
 
-    async def _take_rolled(self, connection: AsyncConnection, rolled: set[int]) -> None:
+    def _take_rolled(self, connection: Connection, rolled: set[int]) -> None:
         keys, layers = {key for key, _ in self.spans}, {layer for _, layer in self.spans}
         width = COARSE if self.window.width >= 2 * FINE else FINE
-        found = await read(connection, self.axis, self.window.run_id, width, keys, layers, rolled)
+        found = read(connection, self.axis, self.window.run_id, width, keys, layers, rolled)
         first = {layer: own.start for layer, own in self.axis.columns.items()}
         for place, part in found.items():
             spans = self.spans.get(place)
@@ -221,40 +221,40 @@ class Drawing:
         )
 
 
-async def draw(
-    connection: AsyncConnection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
+def draw(
+    connection: Connection, roller: Roller, axis: Axis, curves: Sequence[Curve], window: Window
 ) -> list[CurveLine]:
     """The line of each curve; without points for a head that the run does not have."""
     drawing = Drawing(axis, curves, window)
-    await drawing.take_in(connection, roller)
+    drawing.take_in(connection, roller)
     return [drawing.line(curve) for curve in curves]
 
 
-async def curves(
-    connection: AsyncConnection, roller: Roller, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int
+def curves(
+    connection: Connection, roller: Roller, run: Row[Any], wanted: Sequence[Curve], ends: Ends, max_points: int
 ) -> Curves:
     """Many curves in one pass over the store; see answers.Curves. For work beside the event loop."""
-    axis = await axis_of(connection, run.id)
+    axis = axis_of(connection, run.id)
     each = [one for curve in wanted for one in curve.each(axis)]
     unknown = [one.name for one in each if one.layer is not None and not one.heads(axis)]
     lines = [_empty(curve) for curve in each]
-    lowest, highest = await edges(connection, run.id)
+    lowest, highest = edges(connection, run.id)
     if lowest is not None and highest is not None:
         first, last = max(lowest, ends[0] or 0), min(highest, highest if ends[1] is None else ends[1])
         reach = 0 if first == lowest else first, last // COARSE * COARSE + COARSE - 1 if last == highest else last
         values = sum(_VALUES_OF_POINT + len(curve.heads(axis)) for curve in each)
         points = max(1, min(max_points, _VALUES // max(1, values)))
         if first <= last:
-            lines = await draw(connection, roller, axis, each, Window(run.id, first, last, points, reach))
+            lines = draw(connection, roller, axis, each, Window(run.id, first, last, points, reach))
     return Curves(run=run.name, lines=lines, unknown=unknown)
 
 
-async def edges(connection: AsyncConnection, run_id: int) -> Ends:
+def edges(connection: Connection, run_id: int) -> Ends:
     """The first and the last step of a run. Each by itself is one look into the index; together they would scan it."""
     own = samples.c.run_id == run_id
     lowest = select(func.min(samples.c.step)).where(own).scalar_subquery()
     highest = select(func.max(samples.c.step)).where(own).scalar_subquery()
-    first, last = (await connection.execute(select(lowest, highest))).one()
+    first, last = connection.execute(select(lowest, highest)).one()
     return first, last
 
 

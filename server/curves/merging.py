@@ -4,21 +4,22 @@ Ranks merge in the fixed order (rank, boot, sequence), so the same samples alway
 does not hold, or that no rank counted, has no value: it is never taken as zero.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, Select, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, Select, or_, select
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS, METRICS
 from foreshock.contract.metric import AcrossRanks, Metric
 from foreshock.contract.slots import SLOT_COUNT, Floats, identity_row, merge_words
 from foreshock.contract.wire import HeadRef
+from foreshock.server.store.executors import give_up_if_cancelled
 from foreshock.server.store.packing import SCALARS, head_arrays, unpack_scalars
 from foreshock.server.store.reading import heads_of_layers
 from foreshock.server.store.schema import boots, samples, topologies
@@ -72,20 +73,20 @@ def _columns(heads: tuple[HeadRef, ...]) -> dict[int, slice]:
     return {int(n): slice(int(at), int(at + size)) for n, at, size in zip(found, first, count, strict=True)}
 
 
-async def axis_of(connection: AsyncConnection, run_id: int) -> Axis:
+def axis_of(connection: Connection, run_id: int) -> Axis:
     """The heads of a run."""
-    return (await axes_of(connection, [run_id]))[run_id]
+    return axes_of(connection, [run_id])[run_id]
 
 
-async def axes_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Axis]:
+def axes_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Axis]:
     """The heads of each of these runs, in two queries."""
     query = select(boots.c.run_id, boots.c.topology).distinct()
-    known = await connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
+    known = connection.execute(query.where(boots.c.run_id.in_(run_ids), boots.c.topology.is_not(None)))
     by_run: dict[int, set[str]] = {run_id: set() for run_id in run_ids}
     for row in known:
         by_run[row.run_id].add(row.topology)
     hashes = set().union(*by_run.values())
-    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
+    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)))
     refs = {row.hash: heads_of_layers(row.layers) for row in found}
     shared: dict[frozenset[str], _Places] = {}  # of a fleet of runs most have the same heads
     axes = {}
@@ -229,19 +230,17 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
     return merged
 
 
-async def stream_chunks(connection: AsyncConnection, query: Select[Any]) -> AsyncIterator[list[Row[Any]]]:
+@contextmanager
+def stream_chunks(connection: Connection, query: Select[Any]) -> Iterator[Iterator[list[Row[Any]]]]:
     """Rows of a query in the fixed order, some whole steps at a time: a long run of a wide model fits into memory."""
-    chunk: list[Row[Any]] = []
-    steps = 0
-    async with connection.stream(query.execution_options(yield_per=_STEPS_AT_ONCE)) as rows:
-        async for row in rows:
-            if not chunk or row.step != chunk[-1].step:
-                if steps == _STEPS_AT_ONCE:
-                    yield chunk
-                    chunk, steps = [], 0
-                steps += 1
-            chunk.append(row)
-    if chunk:
+    with connection.execute(query.execution_options(yield_per=_STEPS_AT_ONCE)) as rows:
+        yield _chunks(connection, rows)
+
+
+def _chunks(connection: Connection, rows: Iterable[Row[Any]]) -> Iterator[list[Row[Any]]]:
+    steps = groupby(rows, key=lambda row: row.step)
+    while chunk := [row for _, step in islice(steps, _STEPS_AT_ONCE) for row in step]:
+        give_up_if_cancelled(connection)
         yield chunk
 
 

@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, bindparam, delete, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 
 from foreshock.contract.catalog import BY_KEY, HEAD_METRICS
 from foreshock.contract.slots import Floats
@@ -116,59 +115,60 @@ async def build(store: Store, run_id: int, span: int) -> bool:
     """Build the roll-ups of one coarse span. False when a sample came in meanwhile."""
     steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
 
-    async def roll(connection: AsyncConnection) -> tuple[Any, Axis, list[dict[str, Any]]]:
-        before = await _fingerprint(connection, run_id, span)
-        axis = await axis_of(connection, run_id)
+    def roll(connection: Connection) -> tuple[Any, Axis, list[dict[str, Any]]]:
+        before = _fingerprint(connection, run_id, span)
+        axis = axis_of(connection, run_id)
         levels = _empty_levels(axis, span)
-        async for chunk in stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)):
-            _roll(axis, chunk, levels)
+        with stream_chunks(connection, LIVE_SAMPLES.where(samples.c.run_id == run_id, steps)) as chunks:
+            for chunk in chunks:
+                _roll(axis, chunk, levels)
         return before, axis, _as_rows(axis, levels, run_id, span)
 
-    before, axis, built = await store.read_in_thread(roll)
+    before, axis, built = await store.read(roll)
 
-    async def keep(connection: AsyncConnection) -> bool:
-        await lock_runs(connection, [run_id])
-        now = await _fingerprint(connection, run_id, span)
+    def keep(connection: Connection) -> bool:
+        lock_runs(connection, [run_id])
+        now = _fingerprint(connection, run_id, span)
         if now != before or now is None:
             return now is None  # the run is too old, and was deleted meanwhile
-        await forget(connection, [(run_id, span)])
-        await _delete(connection, axis, run_id, span)
+        forget(connection, [(run_id, span)])
+        _delete(connection, axis, run_id, span)
         if built:
-            await connection.execute(insert(rollups), built)
-        await connection.execute(insert(rollup_spans).values(run_id=run_id, span=span))
+            connection.execute(insert(rollups), built)
+        connection.execute(insert(rollup_spans).values(run_id=run_id, span=span))
         return True
 
-    return await store.transact(keep)
+    return await store.write(keep)
 
 
-async def _delete(connection: AsyncConnection, axis: Axis, run_id: int, span: int) -> None:
+def _delete(connection: Connection, axis: Axis, run_id: int, span: int) -> None:
     """Take away what an earlier build of the span left, by key: the key ends with the span."""
     columns = (rollups.c.run_id, rollups.c.width, rollups.c.metric, rollups.c.layer, rollups.c.span)
     layers = [*axis.layers, RUN_LEVEL]
     keys = [(run_id, width, key, layer, span) for width in (FINE, COARSE) for key in _KEYS for layer in layers]
     rows = [{f"own_{column.key}": value for column, value in zip(columns, key, strict=True)} for key in keys]
-    await connection.execute(delete(rollups).where(*(c == bindparam(f"own_{c.key}") for c in columns)), rows)
+    connection.execute(delete(rollups).where(*(c == bindparam(f"own_{c.key}") for c in columns)), rows)
 
 
-async def forget(connection: AsyncConnection, spans: Iterable[tuple[int, int]]) -> None:
+def forget(connection: Connection, spans: Iterable[tuple[int, int]]) -> None:
     """The roll-ups of these coarse spans, (run id, span) each, no longer hold."""
     rows = [{"own_run": run_id, "own_span": span} for run_id, span in sorted(spans)]
-    await _FORGET.execute(connection, rows)
+    _FORGET.execute(connection, rows)
 
 
-async def forget_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:
+def forget_runs(connection: Connection, run_ids: Collection[int]) -> None:
     """No roll-up of these runs holds any longer, nor one that is being built."""
     if run_ids:
-        await connection.execute(delete(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids)))
-        await connection.execute(update(runs).where(runs.c.id.in_(run_ids)).values(reshaped=runs.c.reshaped + 1))
+        connection.execute(delete(rollup_spans).where(rollup_spans.c.run_id.in_(run_ids)))
+        connection.execute(update(runs).where(runs.c.id.in_(run_ids)).values(reshaped=runs.c.reshaped + 1))
 
 
-async def _fingerprint(connection: AsyncConnection, run_id: int, span: int) -> tuple[int, int, int | None] | None:
+def _fingerprint(connection: Connection, run_id: int, span: int) -> tuple[int, int, int | None] | None:
     """Changes whenever the roll-up of the span would; None where there is no run."""
     steps = samples.c.step.between(span * COARSE, (span + 1) * COARSE - 1)
     counted = select(func.count(), func.max(samples.c.id)).where(samples.c.run_id == run_id, steps)
-    reshaped = (await connection.execute(select(runs.c.reshaped).where(runs.c.id == run_id))).scalar()
-    return None if reshaped is None else (reshaped, *(await connection.execute(counted)).one())
+    reshaped = connection.execute(select(runs.c.reshaped).where(runs.c.id == run_id)).scalar()
+    return None if reshaped is None else (reshaped, *connection.execute(counted).one())
 
 
 def _empty_levels(axis: Axis, span: int) -> Levels:
@@ -218,17 +218,17 @@ def whole_spans(first: int, last: int) -> range:
     return range(-(-first // COARSE), (last + 1) // COARSE)
 
 
-async def built_spans(connection: AsyncConnection, run_id: int, first: int, last: int) -> set[int]:
+def built_spans(connection: Connection, run_id: int, first: int, last: int) -> set[int]:
     """The spans within steps [first, last] whose roll-ups hold."""
     within = whole_spans(first, last)
     query = select(rollup_spans.c.span).where(
         rollup_spans.c.run_id == run_id, rollup_spans.c.span.between(within.start, within.stop - 1)
     )
-    return set((await connection.execute(query)).scalars())
+    return set(connection.execute(query).scalars())
 
 
-async def read(
-    connection: AsyncConnection,
+def read(
+    connection: Connection,
     axis: Axis,
     run_id: int,
     width: int,
@@ -247,7 +247,7 @@ async def read(
         rollups.c.span.between(min(spans), max(spans)),
     )
     found: dict[tuple[str, int], dict[int, tuple[int, bytes]]] = defaultdict(dict)
-    for metric, layer, span, own, data in (await connection.execute(query)).all():
+    for metric, layer, span, own, data in connection.execute(query).all():
         if span not in spans:
             continue  # a row that was forgotten
         rows = found[metric, layer]

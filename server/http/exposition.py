@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import Row, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, select
 
 from foreshock.contract.catalog import BY_KEY
 from foreshock.server.access.auth import Keyring
@@ -89,7 +88,7 @@ class Exposer:
 
     async def _take(self, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-        rows, per_run = await self._store.read_in_thread(lambda connection: self._look(connection, exposition, prefix))
+        rows, per_run = await self._store.read(lambda connection: self._look(connection, exposition, prefix))
         await self._read_anew([row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
@@ -114,21 +113,21 @@ class Exposer:
             placed.append((series.finished, turns[tenant, series.finished], len(placed), row, series))
         return [(row, series) for *_, row, series in sorted(placed, key=lambda place: place[:3])]
 
-    async def _look(
-        self, connection: AsyncConnection, exposition: Exposition, prefix: str
+    def _look(
+        self, connection: Connection, exposition: Exposition, prefix: str
     ) -> tuple[list[Row[Any]], dict[str, dict[int, int]]]:
         """The runs that may be shown, and by metric what is counted of their commands.
 
         The service's own are added for who may see every run: they count what all tenants do.
         """
         if not prefix:
-            await _add_service(connection, exposition, self._store, self._counters)
+            _add_service(connection, exposition, self._store, self._counters)
         since = time.time() - max(self._settings.finished_run_seconds, self._settings.silent_run_seconds)
-        rows = (await connection.execute(select(runs).where(runs.c.last_seen >= since))).all()
+        rows = connection.execute(select(runs).where(runs.c.last_seen >= since)).all()
         self._made = {row.id: self._made[row.id] for row in rows if row.id in self._made}
         per_run = {
-            "service.commands_pending": await commands.pending_by_run(connection),
-            "switch.not_arrested": await commands.not_arrested_by_run(connection),
+            "service.commands_pending": commands.pending_by_run(connection),
+            "switch.not_arrested": commands.not_arrested_by_run(connection),
         }
         return [row for row in rows if row.name.startswith(prefix)], per_run
 
@@ -140,7 +139,7 @@ class Exposer:
     async def _read_anew(self, rows: Sequence[Row[Any]]) -> None:
         for first in range(0, len(rows), _RUNS_AT_ONCE):
             some = rows[first : first + _RUNS_AT_ONCE]
-            found = await self._store.read_in_thread(partial(self.read_changed, rows=some))
+            found = await self._store.read(partial(self.read_changed, rows=some))
             made = await asyncio.to_thread(self._make_all, found)
             self._made |= {row.id: (row.changes, made[row.id]) for row in some}
 
@@ -168,9 +167,9 @@ class Exposer:
         for run_id, tables in zip(readings, head_tables([*readings.values()], self._settings.worst_heads), strict=True):
             made[run_id].layers, made[run_id].heads = tables
 
-    async def read_changed(self, connection: AsyncConnection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
+    def read_changed(self, connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, RunRows]:
         """What the store knows of runs that changed."""
-        return await read_rows(connection, rows, self._settings.verify_steps)
+        return read_rows(connection, rows, self._settings.verify_steps)
 
     def _is_shown(self, row: Row[Any], series: RunSeries, now: float) -> bool:
         life = self._settings.finished_run_seconds if series.finished else self._settings.silent_run_seconds
@@ -200,15 +199,15 @@ def _fill(
             exposition.extend(table.lines)
 
 
-async def _add_service(connection: AsyncConnection, exposition: Exposition, store: Store, counters: Counters) -> None:
+def _add_service(connection: Connection, exposition: Exposition, store: Store, counters: Counters) -> None:
     add = exposition.add
     for result, count in sorted(counters.batches.items()):
         add("service.batches", count, result)
     for (sender, result), count in sorted(counters.webhooks.items()):
         add("service.webhooks", count, sender, result)
     add("service.commit", counters.commit_seconds)
-    add("service.store", await store.size_bytes(connection))
+    add("service.store", store.size_bytes(connection))
     add("service.log_lines_dropped", float(lines["left out"]))
     add("service.unreadable_rows", float(len(unreadable)))  # its place in the budget; counted anew at the end
     watchdog = select(service_state.c.value).where(service_state.c.key == "watchdog")
-    add("service.watchdog", (await connection.execute(watchdog)).scalar())
+    add("service.watchdog", connection.execute(watchdog).scalar())

@@ -5,7 +5,7 @@ import shutil
 import time
 from typing import Final
 
-from sqlalchemy import delete
+from sqlalchemy import Connection, delete
 
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, insert_or_ignore
@@ -41,15 +41,14 @@ class Readiness:
             if path is not None and shutil.disk_usage(path.parent).free < self._room:
                 return "its disk is full"
             async with asyncio.timeout(DEADLINE_SECONDS):
-                await self._write()
+                await self._store.write(_try_to_write)
         except TimeoutError:
             return f"no write within {DEADLINE_SECONDS:.0f} s"
         except Exception as error:
             return type(error).__name__
         return "ok"
 
-    async def _write(self) -> None:
-        async with self._store.write() as connection:
-            await connection.execute(delete(service_state).where(service_state.c.key == _KEY))
-            row = {"key": _KEY, "value": time.time()}
-            await connection.execute(insert_or_ignore(connection, service_state), [row])
+
+def _try_to_write(connection: Connection) -> None:
+    connection.execute(delete(service_state).where(service_state.c.key == _KEY))
+    connection.execute(insert_or_ignore(connection, service_state), [{"key": _KEY, "value": time.time()}])

@@ -1,11 +1,11 @@
 """The API that people and the page use: runs, curves, matrix, events, commands, audit trail, session."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -29,6 +29,7 @@ from foreshock.server.models import (
     IncidentList,
     Problem,
     RunDetail,
+    RunEvent,
     RunList,
     Session,
     SwitchPlan,
@@ -62,10 +63,10 @@ def _verify_steps(request: Request) -> int:
 
 async def _read_much(request: Request, read: Work[bytes]) -> Response:
     """Read, and write the answer, beside the event loop, unless the client has gone while it waited for its turn."""
-    async with _store(request).heavy_read_slot() as look:
+    async with _store(request).heavy_read_slot():
         if await request.is_disconnected():
             raise ClientDisconnect
-        return Response(await look(read), media_type="application/json")
+        return Response(await _store(request).read(read), media_type="application/json")
 
 
 @router.get("/v1/runs", response_model=RunList)
@@ -81,8 +82,8 @@ async def get_runs(
     """Runs, the one heard from last first."""
     steps, known, prefix = _verify_steps(request), request.app.state.known_runs, caller.run_prefix
 
-    async def read(connection: AsyncConnection) -> bytes:
-        found = await list_runs(connection, known, prefix, search, cursor, limit, steps)
+    def read(connection: Connection) -> bytes:
+        found = list_runs(connection, known, prefix, search, cursor, limit, steps)
         return found.model_dump_json().encode()
 
     return await _read_much(request, read)
@@ -102,9 +103,9 @@ async def get_curves(
     which METRIC alone gives of every layer."""
     roller, wanted = request.app.state.roller, [curve_of(text) for text in line]
 
-    async def read(connection: AsyncConnection) -> bytes:
-        found = await find_run(connection, run)
-        return as_json(await curves(connection, roller, found, wanted, (from_step, to_step), max_points))
+    def read(connection: Connection) -> bytes:
+        found = find_run(connection, run)
+        return as_json(curves(connection, roller, found, wanted, (from_step, to_step), max_points))
 
     return await _read_much(request, read)
 
@@ -122,9 +123,9 @@ async def get_matrix(
     """One per-head metric, layers by heads, at or just before a step."""
     wanted = metric_of(metric, per_head=True)
 
-    async def read(connection: AsyncConnection) -> bytes:
-        run_id = (await find_run(connection, run)).id
-        return (await matrix(connection, run_id, run, wanted, step, max_steps, from_layer)).model_dump_json().encode()
+    def read(connection: Connection) -> bytes:
+        run_id = find_run(connection, run).id
+        return matrix(connection, run_id, run, wanted, step, max_steps, from_layer).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -139,9 +140,12 @@ async def get_events(
     cursor: Cursor = None,
 ) -> EventList:
     """What happened in a run, newest first: events of every kind, or of those that are named."""
-    async with _store(request).read() as connection:
-        await find_run(connection, run)
-        found = await events_of(connection, run, kind, cursor, limit + 1)
+
+    def read(connection: Connection) -> list[RunEvent]:
+        find_run(connection, run)
+        return events_of(connection, run, kind, cursor, limit + 1)
+
+    found = await _store(request).read(read)
     more = found[limit - 1].id if len(found) > limit else None
     return EventList(events=found[:limit], next_cursor=str(more) if more else None)
 
@@ -149,22 +153,26 @@ async def get_events(
 @router.get("/v1/runs/{run:path}/incidents")
 async def get_incidents(request: Request, _: Reader, run: str) -> IncidentList:
     """What all warnings of a run come to: incidents and their remedies, the most urgent first, closed ones included."""
-    async with _store(request).read() as connection:
-        run_id = (await find_run(connection, run)).id
-        found = await incidents_of(connection, [run_id], _verify_steps(request))
-    return IncidentList(incidents=found.get(run_id, []))
+
+    def read(connection: Connection) -> list[Incident]:
+        run_id = find_run(connection, run).id
+        return incidents_of(connection, [run_id], _verify_steps(request)).get(run_id, [])
+
+    return IncidentList(incidents=await _store(request).read(read))
 
 
 @router.post("/v1/runs/{run:path}/acknowledge")
 async def post_acknowledge(request: Request, caller: Actor, run: str, care: Acknowledgement) -> Incident:
     """Say that somebody takes care of an incident. It holds until the incident has closed."""
     state = request.app.state
-    who = f"{care.who} ({caller.name})"
-    async with state.store.write() as connection:
-        run_id = (await find_run(connection, run)).id
-        await lock_runs(connection, [run_id])
-        steps = state.settings.verify_steps
-        found = await acknowledge(connection, (run_id, run), care.incident, who, care.reason, steps)
+    who, steps = f"{care.who} ({caller.name})", _verify_steps(request)
+
+    def write(connection: Connection) -> Incident:
+        run_id = find_run(connection, run).id
+        lock_runs(connection, [run_id])
+        return acknowledge(connection, (run_id, run), care.incident, who, care.reason, steps)
+
+    found: Incident = await state.store.write(write)
     state.broadcaster.wake()
     return found
 
@@ -172,16 +180,17 @@ async def post_acknowledge(request: Request, caller: Actor, run: str, care: Ackn
 @router.get("/v1/runs/{run:path}/commands")
 async def get_commands(request: Request, _: Reader, run: str, limit: Limit = 100) -> CommandList:
     """Commands of a run, newest first."""
-    async with _store(request).read() as connection:
-        run_id = (await find_run(connection, run)).id
-        return CommandList(commands=await commands.status(connection, run_id, None, limit))
+
+    def read(connection: Connection) -> list[CommandStatus]:
+        return commands.status(connection, find_run(connection, run).id, None, limit)
+
+    return CommandList(commands=await _store(request).read(read))
 
 
 @router.get("/v1/runs/{run:path}/switches")
 async def get_switches(request: Request, _: Reader, run: str, mode: ModeName) -> SwitchPlan:
     """What ordering a mode for every head would change: each head keeps its own mode beside it."""
-    async with _store(request).read() as connection:
-        return await plan(connection, (await find_run(connection, run)).id, mode)
+    return await _store(request).read(lambda connection: plan(connection, find_run(connection, run).id, mode))
 
 
 @router.post("/v1/runs/{run:path}/commands", status_code=201)
@@ -196,11 +205,13 @@ async def post_command(
     """Order a switch. With an Idempotency-Key, the same order sent again answers 200 with the first one's state."""
     state = request.app.state
     expiry = state.settings.command_expiry_seconds
-    async with state.store.write() as connection:
-        command_id, new = await commands.create_from_request(
-            connection, run, order, caller.name, idempotency_key, expiry
-        )
-        [status] = await commands.status(connection, None, command_id, 1)
+
+    def write(connection: Connection) -> tuple[CommandStatus, bool]:
+        command_id, new = commands.create_from_request(connection, run, order, caller.name, idempotency_key, expiry)
+        [status] = commands.status(connection, None, command_id, 1)
+        return status, new
+
+    status, new = await _store(request).write(write)
     response.status_code = 201 if new else 200
     state.broadcaster.wake()
     return status
@@ -210,9 +221,9 @@ async def post_command(
 async def get_run(request: Request, _: Reader, run: str) -> Response:
     """Everything known of a run at its last step."""
 
-    async def read(connection: AsyncConnection) -> bytes:
-        row = await find_run(connection, run)
-        return (await run_detail(connection, row, _verify_steps(request))).model_dump_json().encode()
+    def read(connection: Connection) -> bytes:
+        row = find_run(connection, run)
+        return run_detail(connection, row, _verify_steps(request)).model_dump_json().encode()
 
     return await _read_much(request, read)
 
@@ -220,12 +231,11 @@ async def get_run(request: Request, _: Reader, run: str) -> Response:
 @router.get("/v1/commands/{command}")
 async def get_command(request: Request, caller: Reader, command: str) -> CommandStatus:
     """One command and its way through the ranks."""
-    async with _store(request).read() as connection:
-        return await _reachable(connection, caller, command)
+    return await _store(request).read(lambda connection: _reachable(connection, caller, command))
 
 
-async def _reachable(connection: AsyncConnection, caller: Caller, command: str) -> CommandStatus:
-    found = await commands.status(connection, None, command, 1)
+def _reachable(connection: Connection, caller: Caller, command: str) -> CommandStatus:
+    found = commands.status(connection, None, command, 1)
     if not found or not found[0].run.startswith(
         caller.run_prefix
     ):  # one answer: an id may be computed from a run's name
@@ -260,15 +270,17 @@ async def undo(request: Request, caller: Actor, command: str, order: Undo) -> Co
 
 
 async def _act(
-    request: Request, caller: Caller, command: str, said: Decision, act: Callable[..., Awaitable[list[str]]]
+    request: Request, caller: Caller, command: str, said: Decision, act: Callable[..., list[str]]
 ) -> list[CommandStatus]:
     """Do this with a command that the caller reaches; how those stand then whose ids `act` gives back."""
-    state = request.app.state
-    async with state.store.write() as connection:
-        await _reachable(connection, caller, command)
-        ids = await act(connection, command, f"{said.who} ({caller.name})", said.reason)
-        found = [status for one in ids for status in await commands.status(connection, None, one, 1)]
-    state.broadcaster.wake()
+
+    def write(connection: Connection) -> list[CommandStatus]:
+        _reachable(connection, caller, command)
+        ids = act(connection, command, f"{said.who} ({caller.name})", said.reason)
+        return [status for one in ids for status in commands.status(connection, None, one, 1)]
+
+    found = await _store(request).write(write)
+    request.app.state.broadcaster.wake()
     return found
 
 
@@ -276,8 +288,7 @@ async def _act(
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
     """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
     _speaks_of_all(caller)
-    async with _store(request).read() as connection:
-        rows = await audit.page(connection, cursor, limit + 1)
+    rows = await _store(request).read(lambda connection: audit.page(connection, cursor, limit + 1))
     intact = audit.intact(rows)
     more = rows[limit - 1].sequence if len(rows) > limit else None
     return AuditPage(rows=rows[:limit], next_cursor=str(more) if more else None, intact=intact)
@@ -292,8 +303,7 @@ async def export_audit(
 ) -> Response:
     """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
     _speaks_of_all(caller)
-    async with _store(request).read() as connection:
-        rows = await audit.after(connection, after, limit)
+    rows = await _store(request).read(lambda connection: audit.after(connection, after, limit))
     return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")
 
 

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from foreshock.server.access.auth import Actor, Deleter
@@ -18,9 +19,12 @@ router = APIRouter(responses={"default": {"model": Problem, "description": "What
 async def patch_run(request: Request, caller: Actor, run: str, said: Description) -> RunDetail:
     """Give a run a display name, tags and notes. Its name stays what agents, alerts and addresses know it by."""
     state = request.app.state
-    async with state.store.write() as connection:
-        await run_metadata.describe(connection, run, f"{said.who} ({caller.name})", said)
-        found = await run_detail(connection, await run_metadata.find_run(connection, run), state.settings.verify_steps)
+
+    def describe(connection: Connection) -> RunDetail:
+        run_metadata.describe(connection, run, f"{said.who} ({caller.name})", said)
+        return run_detail(connection, run_metadata.find_run(connection, run), state.settings.verify_steps)
+
+    found: RunDetail = await state.store.write(describe)
     state.broadcaster.wake()
     return found
 

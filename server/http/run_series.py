@@ -7,8 +7,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Row, case, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, case, func, select
 
 from foreshock.contract.catalog import METRICS
 from foreshock.contract.incident import Incident
@@ -63,30 +62,30 @@ class RunRows:
     """How often QK-Clip scaled a head, as the newest word of each rank has it."""
 
 
-async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
+def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> dict[int, RunRows]:
     """Read these runs, by id: in as many queries for many as for one. verify_steps: as for `incidents_of`."""
     found = {row.id: RunRows(row.name) for row in rows}
-    for run_id, starts_now in (await process_starts.of_now(connection, found)).items():
+    for run_id, starts_now in process_starts.of_now(connection, found).items():
         found[run_id].boots = starts_now
-    for run_id, lost in (await losses(connection, found)).items():
+    for run_id, lost in losses(connection, found).items():
         found[run_id].lost = lost
-    for run_id, raised in (await active_warnings(connection, list(found))).items():
+    for run_id, raised in active_warnings(connection, list(found)).items():
         found[run_id].raised = raised
-    newest = await newest_samples(connection, list(found))
+    newest = newest_samples(connection, list(found))
     for run_id, own in newest.items():
         found[run_id].newest = own
     starts = {run_id: run.boots for run_id, run in found.items() if run.raised}
-    made = await incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
+    made = incidents_of(connection, list(starts), verify_steps, starts=starts, newest=newest)
     for run_id, incidents in made.items():
         found[run_id].incidents = [one for one in incidents if one.state != "closed"]
     causes = select(warnings.c.run_id, warnings.c.cause, func.count()).where(warnings.c.run_id.in_(found))
-    for run_id, cause, count in await connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
+    for run_id, cause, count in connection.execute(causes.group_by(warnings.c.run_id, warnings.c.cause)):
         found[run_id].causes[cause] += count
     clips = events.c.kind == "clipped"
     key = events.c.run_id, events.c.mode, events.c.outcome, case((clips, events.c.rank))
     told = select(*key, func.count(), func.max(case((clips, events.c.id)))).where(events.c.run_id.in_(found))
     clipped = []
-    for run_id, mode, outcome, _, count, newest in await connection.execute(
+    for run_id, mode, outcome, _, count, newest in connection.execute(
         told.where(events.c.kind.in_(("switched", "clipped"))).group_by(*key, clips)
     ):
         if newest is not None:
@@ -95,7 +94,7 @@ async def read_rows(connection: AsyncConnection, rows: Sequence[Row[Any]], verif
         named = mode if not mode or is_mode(mode) or mode in CLIP_ORDERS else OTHER
         found[run_id].switches[named or "", outcome] += count
     if clipped:
-        for event in await connection.execute(select(events).where(events.c.id.in_(clipped))):
+        for event in connection.execute(select(events).where(events.c.id.in_(clipped))):
             if (said := read_back(Clipped, event.payload, "event", event.id)) is not None:
                 found[event.run_id].clips = (found[event.run_id].clips or 0.0) + said.total
     return found

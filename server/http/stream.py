@@ -38,9 +38,9 @@ async def _listen(
     client = Client(run, caller.run_prefix, (caller.name, address), waiting)
     broadcaster.join(client)
     try:
-        async with broadcaster.store.read() as connection:
-            newest = await newest_cursor(connection)
-            left = await cursor_of(connection, last_event_id, caller.run_prefix)
+        newest, left = await broadcaster.store.read(
+            lambda connection: (newest_cursor(connection), cursor_of(connection, last_event_id, caller.run_prefix))
+        )
         client.since, client.resumes = newest if left is None else left, left is not None
         client.joined = newest
         broadcaster.wake()
@@ -66,9 +66,9 @@ async def _tell(broadcaster: Broadcaster, client: Client) -> AsyncIterator[bytes
     sent = client.since
     while client.resumes and not client.lost:
         read = partial(events_after, cursor=sent, limit=REPLAYED_AT_ONCE, run=client.run)
-        try:  # beside the event loop: a client that leaves is cancelled again and again, which no driver survives whole
-            async with broadcaster.store.heavy_read_slot() as look:
-                missed = await look(read)
+        try:
+            async with broadcaster.store.heavy_read_slot():
+                missed = await broadcaster.store.read(read)
         except (BusyError, ClosingError):
             return  # the client comes back
         for sent, event in missed:

@@ -11,12 +11,12 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from sqlalchemy import Row, delete, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, delete, select, update
 
 from foreshock.contract.catalog import BY_KEY, WATCHDOG
 from foreshock.contract.incident import Incident
@@ -64,60 +64,55 @@ class Delivery(BaseModel):
 @router.post("/v1/webhooks/alertmanager")
 async def from_alertmanager(request: Request, caller: Actor, delivery: Delivery) -> WebhookResult:
     """A delivery of Alertmanager (version 4)."""
-    return await _handle(request, delivery, caller.run_prefix)
-
-
-async def _first_time(connection: AsyncConnection, key: str) -> bool:
-    """Remember a key for a week; True when it was not known."""
-    now = time.time()
-    forgotten = delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS)
-    await connection.execute(forgotten)
-    statement = insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now)
-    return bool((await connection.execute(statement.returning(webhook_alerts.c.key))).first())
-
-
-async def _handle(request: Request, delivery: Delivery, prefix: str) -> WebhookResult:
     state = request.app.state
     results = []
     for alert in delivery.alerts:  # each for itself: it holds its run, and none waits for another's
-        async with state.store.write() as connection:
-            result = await _act(state.settings, connection, alert, prefix)
-        state.counters.webhooks[SENDER, result.split(":")[0]] += 1
-        results.append(result)
+        act = partial(_act, settings=state.settings, alert=alert, prefix=caller.run_prefix)
+        results.append(await state.store.write(act))
+        state.counters.webhooks[SENDER, results[-1].split(":")[0]] += 1
     state.broadcaster.wake()
     return WebhookResult(results=results)
 
 
-async def _act(settings: Settings, connection: AsyncConnection, alert: Alert, prefix: str) -> str:
+def _first_time(connection: Connection, key: str) -> bool:
+    """Remember a key for a week; True when it was not known."""
+    now = time.time()
+    forgotten = delete(webhook_alerts).where(webhook_alerts.c.unix_seconds < now - _REMEMBERED_SECONDS)
+    connection.execute(forgotten)
+    statement = insert_or_ignore(connection, webhook_alerts).values(key=key, unix_seconds=now)
+    return bool(connection.execute(statement.returning(webhook_alerts.c.key)).first())
+
+
+def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) -> str:
     name = alert.labels.get("alertname", "")
     if name == WATCHDOG.name and alert.status == "firing":
         if prefix:  # one tenant's alerts say nothing of the way that everybody's take
             return "ignored: the watchdog counts from a token that reaches every run"
-        await _seen(connection)
+        _seen(connection)
         return "watchdog"
     if name not in SWITCHING_ALERTS:
         return "ignored: no action is tied to this alert"
     if alert.status != "firing":
         return "ignored: resolved alerts undo nothing"
     run = alert.labels.get("run", "")
-    row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
+    row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None or not run.startswith(prefix):
         return "refused: no such run"
-    await lock_runs(connection, [row.id])
-    found = (await incidents_of(connection, [row.id], settings.verify_steps)).get(row.id, [])
+    lock_runs(connection, [row.id])
+    found = incidents_of(connection, [row.id], settings.verify_steps).get(row.id, [])
     cause = alert.labels.get("cause")
     meant = next((one for one in found if one.cause == cause and one.state != "closed"), None)
     if meant is None:
         return "refused: the run has no such incident"
     if meant.act == "none":
         switch = meant.causes == ["rounding"] or meant.has_its_turn("switch")
-        known = _told_policy(await _boots(connection, row.id)) if switch else ""
+        known = _told_policy(_boots(connection, row.id)) if switch else ""
         why = f"the run's policy is {known}" if known else f"no switch helps against {meant.causes[-1]}"
         details = {"alert": name, "incident": meant.id, "why": why}
-        await audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
+        audit.append(connection, actor=SENDER, action="webhook observed", run=run, details=details)
         return f"observed: {why}"
     key = hashlib.sha256(f"alert:{alert.fingerprint}:{alert.startsAt}:{run}".encode()).hexdigest()
-    if not await _first_time(connection, key):
+    if not _first_time(connection, key):
         return "duplicate: this alert has acted before"
     answer = _propose_clip if meant.has_its_turn("qk_clip") else _switch
     order = commands.Order(
@@ -131,74 +126,70 @@ async def _act(settings: Settings, connection: AsyncConnection, alert: Alert, pr
         state="proposed",
         expires=time.time() + settings.command_expiry_seconds,
     )
-    return await answer(settings, connection, order, meant)
+    return answer(settings, connection, order, meant)
 
 
-async def _boots(connection: AsyncConnection, run_id: int) -> Sequence[Row[Any]]:
-    return (await process_starts.of_now(connection, [run_id]))[run_id]
+def _boots(connection: Connection, run_id: int) -> Sequence[Row[Any]]:
+    return process_starts.of_now(connection, [run_id])[run_id]
 
 
 def _told_policy(known: Sequence[Row[Any]]) -> str:
     return str(described(known).get("policy", "observe"))
 
 
-async def _switch(settings: Settings, connection: AsyncConnection, order: commands.Order, incident: Incident) -> str:
+def _switch(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
     """Order or propose the switch that the incident calls for: one order for each mode that its heads get."""
     run_id, run = order.run_id, order.run
-    said = described(await _boots(connection, run_id))
+    said = described(_boots(connection, run_id))
     mitigation, scope = said.get("mitigation", DEFAULT_MITIGATION), said.get("switch_scope") or "head"
-    ranks = (await heads_by_rank(connection, [run_id])).get(run_id, {})
-    here, held = await modes_here(connection, run_id)
+    ranks = (heads_by_rank(connection, [run_id])).get(run_id, {})
+    here, held = modes_here(connection, run_id)
     driven = [head for head in incident.heads if "rounding" in head.causes]
     bare = {(head.layer, head.head) for head in driven if head.state == "unswitched"}
     asked = {(layer, head) for layer, head in bare if layer is not None and head is not None}
-    loose = asked - await rejected_heads(connection, run_id)
+    loose = asked - rejected_heads(connection, run_id)
     known = is_mode(mitigation)
     wanted = switches(loose, here, mitigation, scope, held) if known else {}
     refs = sorted(ref for heads in wanted.values() for ref in heads)
     details = {"reason": order.reason[:500], "incident": incident.id, "policy": said.get("policy")}
     details |= {"heads": [list(ref) for ref in refs[:64]], "mode": mitigation}
 
-    async def note(action: str, why: str) -> str:
-        await audit.append(connection, actor=SENDER, action=action, run=run, details=details | {"why": why})
+    def note(action: str, why: str) -> str:
+        audit.append(connection, actor=SENDER, action=action, run=run, details=details | {"why": why})
         return f"{action.removeprefix('webhook ')}: {why}"
 
     if not asked:
-        return await note("webhook observed", "its heads are switched")
+        return note("webhook observed", "its heads are switched")
     if not known:
-        return await note("webhook refused", f"mode {mitigation} is not known to this service; it may be the older one")
+        return note("webhook refused", f"mode {mitigation} is not known to this service; it may be the older one")
     if not refs:
         who = "took the switch of these heads back" if loose else "rejected this switch"
-        return await note("webhook observed", f"a person {who}, which holds until a warning of theirs is raised anew")
+        return note("webhook observed", f"a person {who}, which holds until a warning of theirs is raised anew")
     if nobody_left(refs, ranks):
-        return await note("webhook refused", "every rank that holds these heads has ended")
-    if why := await refusal(settings, connection, run_id, refs):
-        return await note("webhook refused", why)
+        return note("webhook refused", "every rank that holds these heads has ended")
+    if why := refusal(settings, connection, run_id, refs):
+        return note("webhook refused", why)
     state: CommandState = "pending" if incident.act == "switch" else "proposed"
     for mode, heads in wanted.items():
-        await commands.create(connection, replace(order, heads=heads, mode=mode_name(mode), state=state))
+        commands.create(connection, replace(order, heads=heads, mode=mode_name(mode), state=state))
     return "ordered" if incident.act == "switch" else "proposed"
 
 
-async def _propose_clip(
-    settings: Settings, connection: AsyncConnection, order: commands.Order, incident: Incident
-) -> str:
+def _propose_clip(settings: Settings, connection: Connection, order: commands.Order, incident: Incident) -> str:
     """Propose QK-Clip, which no policy orders: it changes weights."""
-    said = described(await _boots(connection, order.run_id))
+    said = described(_boots(connection, order.run_id))
     mode, known = clip_order(said.get("qk_clip"), said.get("policy")), incident.order
-    why = await refusal(settings, connection, order.run_id, [], clip=True)
+    why = refusal(settings, connection, order.run_id, [], clip=True)
     if mode is None or why is not None or (known is not None and known.state == "rejected"):
         why = why or "a person rejected QK-Clip, which holds until a warning is raised anew"
         details = {"reason": order.reason[:500], "incident": incident.id, "why": why}
-        await audit.append(connection, actor=SENDER, action="webhook observed", run=order.run, details=details)
+        audit.append(connection, actor=SENDER, action="webhook observed", run=order.run, details=details)
         return f"observed: {why}"
-    await commands.create(connection, replace(order, mode=mode))
+    commands.create(connection, replace(order, mode=mode))
     return "proposed"
 
 
-async def _seen(connection: AsyncConnection) -> None:
+def _seen(connection: Connection) -> None:
     values: dict[str, Any] = {"key": "watchdog", "value": time.time()}
-    await connection.execute(insert_or_ignore(connection, service_state).values(values))
-    await connection.execute(
-        update(service_state).where(service_state.c.key == "watchdog").values(value=values["value"])
-    )
+    connection.execute(insert_or_ignore(connection, service_state).values(values))
+    connection.execute(update(service_state).where(service_state.c.key == "watchdog").values(value=values["value"]))

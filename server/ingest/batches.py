@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import DataError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Ack, Batch
 from foreshock.server.access import quotas
@@ -177,18 +177,18 @@ class Writer:
             key_of(item.batch): item.arrival for item in sorted(items, key=lambda item: not item.arrival.replayed)
         }
 
-        async def take_in(connection: AsyncConnection) -> tuple[Recorded, Orders]:
-            done = await record(connection, group, arrivals)
+        def take_in(connection: Connection) -> tuple[Recorded, Orders]:
+            done = record(connection, group, arrivals)
             new = {id(batch) for batch in done.new}
             own = [(i.token, done.run_ids[i.batch.run], i.size) for i in items if i.token and id(i.batch) in new]
-            await quotas.count(connection, own)
-            orders = await exchange(connection, done.run_ids, done.switched, group, self._settings.verify_steps)
+            quotas.count(connection, own)
+            orders = exchange(connection, done.run_ids, done.switched, group, self._settings.verify_steps)
             if told := done.told | self._mode_comes(done):
-                found = await record_incidents(connection, told, self._settings.verify_steps)
-                await propose_after_switches(self._settings, connection, found)
+                found = record_incidents(connection, told, self._settings.verify_steps)
+                propose_after_switches(self._settings, connection, found)
             return done, orders
 
-        done, orders = await self._store.transact(take_in)
+        done, orders = await self._store.write(take_in)
         self._counters.batches["stored"] += len(done.new)
         self._counters.batches["duplicate"] += len(group) - len(done.new)
         for run_id, step in done.stepped:

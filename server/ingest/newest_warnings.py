@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from foreshock.contract.wire import Batch, Verdict
 from foreshock.server.store import process_starts
@@ -22,7 +21,7 @@ def _keep(insert: sqlite.Insert | postgresql.Insert) -> Many:
 _KEEP: Final = {"sqlite": _keep(sqlite.insert(warnings)), "postgresql": _keep(postgresql.insert(warnings))}
 
 
-async def merge_warnings(connection: AsyncConnection, group: Sequence[tuple[int, int, Batch]]) -> None:
+def merge_warnings(connection: Connection, group: Sequence[tuple[int, int, Batch]]) -> None:
     """Keep each warning's newest word, whatever order the words came in. group: (run id, boot id, batch) of each."""
     verdicts = [
         (run_id, boot_id, batch, position, event)
@@ -36,9 +35,9 @@ async def merge_warnings(connection: AsyncConnection, group: Sequence[tuple[int,
         warnings.c.run_id.in_({run_id for run_id, *_ in verdicts}),
         warnings.c.uid.in_({verdict.id for *_, verdict in verdicts}),
     )
-    newest = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in await connection.execute(query)}
+    newest = {(row.run_id, row.rank, row.uid): dict(row._mapping) for row in connection.execute(query)}
     spoke = {old["boot_id"] for old in newest.values()} | {boot_id for _, boot_id, *_ in verdicts}
-    starts = await connection.execute(select(boots).where(boots.c.id.in_(spoke))) if len(spoke) > 1 else ()
+    starts = connection.execute(select(boots).where(boots.c.id.in_(spoke))) if len(spoke) > 1 else ()
     places = {row.id: i for i, row in enumerate(process_starts.in_order(starts))}
     touched: set[tuple[int, int, str]] = set()
     for run_id, boot_id, batch, position, verdict in verdicts:
@@ -65,7 +64,7 @@ async def merge_warnings(connection: AsyncConnection, group: Sequence[tuple[int,
                 row = old
             row = {**row, "raised_step": raised}
         newest[key] = row
-    await _KEEP[connection.dialect.name].execute(connection, [newest[key] for key in sorted(touched)])
+    _KEEP[connection.dialect.name].execute(connection, [newest[key] for key in sorted(touched)])
 
 
 def _newness(row: dict[str, Any], places: dict[int, int]) -> tuple[int, int, int]:

@@ -5,12 +5,11 @@ What an agent tells beside a batch, in headers: how old the process start is, an
 stands outside of the batch, since a batch may have lain in a spool.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
-from sqlalchemy import Row, Select, desc, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, Select, desc, select, update
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER
 from foreshock.server.curves.rollups import forget_runs
@@ -47,24 +46,24 @@ log = structlog.get_logger()
 _OUTCOME: Final = "shared"
 
 
-async def record_shared_ranks(connection: AsyncConnection, heard: Sequence[Row[Any]], now: float) -> None:
+def record_shared_ranks(connection: Connection, heard: Sequence[Row[Any]], now: float) -> None:
     """Write down which ranks are shared, of the process starts that were heard just now (their rows as before)."""
     superseded = [row for row in heard if row.until_step is not None]
     if not superseded:
         return
     same = boots.c.id.in_([row.id for row in superseded])
-    known = (await connection.execute(select(boots).where(same))).all()
-    for of, last in (await process_starts.newest_of(connection, {(r.run_id, r.rank) for r in superseded})).items():
+    known = connection.execute(select(boots).where(same)).all()
+    for of, last in process_starts.newest_of(connection, {(r.run_id, r.rank) for r in superseded}).items():
         older = [row for row in known if (row.run_id, row.rank) == of and row.id != last.id]
         for rank, newest in process_starts.shared([*older, last]).items():
             own = (events.c.boot_id == newest.id, events.c.outcome == _OUTCOME)
-            if (await connection.execute(select(events.c.id).where(*own).limit(1))).first() is not None:
+            if connection.execute(select(events.c.id).where(*own).limit(1)).first() is not None:
                 continue
             sentence = shared_sentence([rank])
             log.warning("two processes of one rank", run_id=newest.run_id, rank=rank)
             row = {"run_id": newest.run_id, "boot_id": newest.id, "rank": rank, "kind": "started", "outcome": _OUTCOME}
             told = {"step": newest.newest_step, "unix_seconds": now, "sentence": sentence}
-            await write_events(connection, [{**row, **told}])
+            write_events(connection, [{**row, **told}])
 
 
 _AT_ONCE: Final = 4
@@ -74,8 +73,8 @@ _START: Final[Select[Any]] = select(
 )
 
 
-async def place(
-    connection: AsyncConnection, rows: dict[int, Row[Any]], told: Mapping[int, Arrival], now: float
+def place(
+    connection: Connection, rows: dict[int, Row[Any]], told: Mapping[int, Arrival], now: float
 ) -> dict[int, dict[str, Any]]:
     """When those process starts began that tell it for the first time, or for themselves for the first time.
 
@@ -84,7 +83,7 @@ async def place(
     new = {i for i, arrival in told.items() if rows[i].began is None or (rows[i].replayed and not arrival.replayed)}
     new = {i for i in new if told[i] != UNTOLD}
     ranks = {(rows[i].run_id, rows[i].rank) for i in new}
-    newest = await process_starts.newest_of(connection, ranks) if new else {}
+    newest = process_starts.newest_of(connection, ranks) if new else {}
     before = {rank: row for rank, row in newest.items() if row.id not in new}
     placed: dict[int, dict[str, Any]] = {}
     for i in sorted(new):
@@ -96,53 +95,52 @@ async def place(
     return placed
 
 
-async def supersede(connection: AsyncConnection, moved: Mapping[tuple[int, int], set[bytes]]) -> None:
+def supersede(connection: Connection, moved: Mapping[tuple[int, int], set[bytes]]) -> None:
     """The samples of a process start count up to the step at which a later one of the same rank took over.
 
     moved: by (run id, rank), the places of those that are new, came from there or to there, or know their first step
     anew.
     """
-    cut = {run_id for (run_id, rank), places in moved.items() if await _supersede(connection, run_id, rank, places)}
-    await forget_runs(connection, cut)
+    cut = {run_id for (run_id, rank), places in moved.items() if _supersede(connection, run_id, rank, places)}
+    forget_runs(connection, cut)
 
 
-async def _supersede(connection: AsyncConnection, run_id: int, rank: int, places: set[bytes]) -> bool:
+def _supersede(connection: Connection, run_id: int, rank: int, places: set[bytes]) -> bool:
     """Whether the samples of some process start of the rank count up to another step than before."""
     own = _START.where(boots.c.run_id == run_id, boots.c.rank == rank)
-    before = (await connection.execute(own.where(boots.c.newest))).first()
+    before = connection.execute(own.where(boots.c.newest)).first()
     latest = own.order_by(desc(boots.c.place)).limit(1)
-    newest = (await connection.execute(latest.where(~boots.c.replayed))).first()
-    newest = newest or (await connection.execute(latest)).one()
+    newest = connection.execute(latest.where(~boots.c.replayed)).first()
+    newest = newest or connection.execute(latest).one()
     changed: dict[int, int | None] = {newest.id: None} if newest.until_step is not None else {}
     if before is None or before.id != newest.id:
-        await connection.execute(update(boots).where(boots.c.id == newest.id).values(newest=True))
+        connection.execute(update(boots).where(boots.c.id == newest.id).values(newest=True))
         if before is not None:
-            await connection.execute(update(boots).where(boots.c.id == before.id).values(newest=False))
+            connection.execute(update(boots).where(boots.c.id == before.id).values(newest=False))
         places = places | {newest.place} | ({before.place} if before is not None else set())
     older, above, below = own.where(boots.c.id != newest.id), newest, None
     if newest.place not in places:  # those above the highest that moved stay as they are
         below = max(places) + b"\0"
         next_above = older.where(boots.c.place > max(places)).order_by(boots.c.place).limit(1)
-        above = (await connection.execute(next_above)).first() or newest
+        above = connection.execute(next_above).first() or newest
     until = _earlier(above.until_step if above.id != newest.id else None, above)
-    async for row in _downwards(connection, older, below):
+    for row in _downwards(connection, older, below):
         if row.until_step != until:
             changed[row.id] = until
         elif row.place < min(places):
             break  # nothing that stands under it hangs on what moved
         until = _earlier(until, row)
     for i, until in changed.items():
-        await connection.execute(update(boots).where(boots.c.id == i).values(until_step=until))
+        connection.execute(update(boots).where(boots.c.id == i).values(until_step=until))
     return bool(changed)
 
 
-async def _downwards(connection: AsyncConnection, query: Select[Any], below: bytes | None) -> AsyncIterator[Row[Any]]:
+def _downwards(connection: Connection, query: Select[Any], below: bytes | None) -> Iterator[Row[Any]]:
     """The process starts of a query below a place, the newest first."""
     while True:
         some = query if below is None else query.where(boots.c.place < below)
-        rows = (await connection.execute(some.order_by(desc(boots.c.place)).limit(_AT_ONCE))).all()
-        for row in rows:
-            yield row
+        rows = connection.execute(some.order_by(desc(boots.c.place)).limit(_AT_ONCE)).all()
+        yield from rows
         if len(rows) < _AT_ONCE:
             return
         below = rows[-1].place

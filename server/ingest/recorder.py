@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, bindparam, case, literal_column, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, bindparam, case, literal_column, select, update
 
 from foreshock.contract.wire import AgentHealth, Batch, Clipped, Finished, Layer, Sample, Started, Switched, Verdict
 from foreshock.server.curves.rollups import COARSE, forget, forget_runs
@@ -104,38 +103,38 @@ def key_of(batch: Batch) -> BootKey:
     return batch.run, batch.rank, batch.boot
 
 
-async def record(connection: AsyncConnection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]) -> Recorded:
+def record(connection: Connection, group: Sequence[Batch], arrivals: Mapping[BootKey, Arrival]) -> Recorded:
     """Write every batch of the group that is not stored yet. `arrivals` says how those of each process start came."""
     now = time.time()
     done = Recorded()
-    await _find_runs(connection, group, now, done)
+    _find_runs(connection, group, now, done)
     # Locked first, so that what is derived from a run's rows never misses some that another replica is writing.
-    await lock_runs(connection, done.run_ids.values())
-    found = await _find_boots(connection, group, now, done)
-    await _keep_new(connection, group, done)
+    lock_runs(connection, done.run_ids.values())
+    found = _find_boots(connection, group, now, done)
+    _keep_new(connection, group, done)
     if not done.new:
         return done
     run_ids = {done.run_ids[b.run] for b in done.new}
     rows = {i: found[i] for i in sorted({done.boot_ids[key_of(b)] for b in done.new})}
-    await _check_heads(connection, done, rows)
-    await _write_samples(connection, done)
+    _check_heads(connection, done, rows)
+    _write_samples(connection, done)
     told = {done.boot_ids[key_of(batch)]: arrivals[key_of(batch)] for batch in done.new}
-    placed = await place(connection, rows, told, now)
+    placed = place(connection, rows, told, now)
     living = {i for i, arrival in told.items() if not arrival.replayed}
-    await _merge_boots(connection, done, rows, placed, living, now)
-    await _write_events(connection, done, rows, now)
-    await record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
+    _merge_boots(connection, done, rows, placed, living, now)
+    _write_events(connection, done, rows, now)
+    record_shared_ranks(connection, [rows[i] for i in sorted(living)], now)
     brought = [(done.run_ids[batch.run], done.boot_ids[key_of(batch)], batch) for batch in done.new]
-    await merge_warnings(connection, brought)
-    await _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
+    merge_warnings(connection, brought)
+    _SEE_RUNS.execute(connection, [{"own": run_id, "now": now} for run_id in sorted(run_ids)])
     return done
 
 
-async def _find_runs(connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded) -> None:
+def _find_runs(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> None:
     """Find or make them."""
     names = sorted({batch.run for batch in group})
     for attempt in (1, 2):
-        found = await connection.execute(_FIND_RUNS, {"names": names})
+        found = connection.execute(_FIND_RUNS, {"names": names})
         done.run_ids = {row.name: row.id for row in found}
         missing = [name for name in names if name not in done.run_ids]
         if not missing or attempt == 2:
@@ -144,19 +143,17 @@ async def _find_runs(connection: AsyncConnection, group: Sequence[Batch], now: f
         # since its changes are counted on from another moment.
         since = int(1e6 * now)
         values = [{"name": name, "first_seen": now, "last_seen": now, "changes": since} for name in missing]
-        await connection.execute(insert_or_ignore(connection, runs), values)
+        connection.execute(insert_or_ignore(connection, runs), values)
 
 
-async def _find_boots(
-    connection: AsyncConnection, group: Sequence[Batch], now: float, done: Recorded
-) -> dict[int, Row[Any]]:
+def _find_boots(connection: Connection, group: Sequence[Batch], now: float, done: Recorded) -> dict[int, Row[Any]]:
     """Find or make them: their rows by id."""
     keys = sorted({key_of(batch) for batch in group})
     run_names = {run_id: name for name, run_id in done.run_ids.items()}
     wanted = {"run_ids": sorted(run_names), "names": sorted({boot for _, _, boot in keys})}
     rows: dict[int, Row[Any]] = {}
     for attempt in (1, 2):
-        rows = {row.id: row for row in await connection.execute(_FIND_BOOTS, wanted)}
+        rows = {row.id: row for row in connection.execute(_FIND_BOOTS, wanted)}
         done.boot_ids = {(run_names[row.run_id], row.rank, row.boot): i for i, row in rows.items()}
         absent = [key for key in keys if key not in done.boot_ids]
         if not absent or attempt == 2:
@@ -171,24 +168,24 @@ async def _find_boots(
             }
             for run, rank, boot in absent
         ]
-        await connection.execute(insert_or_ignore(connection, boots), values)
+        connection.execute(insert_or_ignore(connection, boots), values)
     return rows
 
 
-async def _keep_new(connection: AsyncConnection, group: Sequence[Batch], done: Recorded) -> None:
+def _keep_new(connection: Connection, group: Sequence[Batch], done: Recorded) -> None:
     wanted = {(done.boot_ids[key_of(b)], b.sequence): b for b in reversed(group)}
     values = [{"boot_id": boot_id, "sequence": sequence} for boot_id, sequence in sorted(wanted)]
     statement = insert_or_ignore(connection, batches).returning(batches.c.boot_id, batches.c.sequence)
-    stored = {(row.boot_id, row.sequence) for row in await connection.execute(statement, values)}
+    stored = {(row.boot_id, row.sequence) for row in connection.execute(statement, values)}
     done.new = [wanted[key] for key in sorted(stored)]
 
 
-async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
+def _check_heads(connection: Connection, done: Recorded, rows: dict[int, Row[Any]]) -> None:
     """Raises MisfitError when a sample speaks of other heads than its boot watches, as far as that is known."""
     if len(_heads_of) > _REMEMBERED:
         _heads_of.clear()
     if unknown := {row.topology for row in rows.values()} - {None} - _heads_of.keys():
-        for row in await connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
+        for row in connection.execute(select(topologies).where(topologies.c.hash.in_(unknown))):
             _heads_of[row.hash] = len(heads_of_layers(row.layers))
     watched: dict[int, int] = {}
     stored: dict[int, int | None] = {}
@@ -201,7 +198,7 @@ async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[i
                 want = watched[boot_id] = sum(len(layer.heads) for layer in event.layers)
         if want != known or want is None:  # samples that came before must stay readable
             if boot_id not in stored:
-                stored[boot_id] = await _heads_of_samples(connection, rows[boot_id])
+                stored[boot_id] = _heads_of_samples(connection, rows[boot_id])
             if want is None:
                 want = stored[boot_id]
             elif stored[boot_id] not in (None, want):
@@ -221,17 +218,17 @@ async def _check_heads(connection: AsyncConnection, done: Recorded, rows: dict[i
                 stored[boot_id] = want
 
 
-async def _heads_of_samples(connection: AsyncConnection, boot: Row[Any]) -> int | None:
+def _heads_of_samples(connection: Connection, boot: Row[Any]) -> int | None:
     """How many heads the stored samples of a process start speak of; None where none of them has any."""
     if boot.earliest_step is None:
         return None
     own = samples.c.run_id == boot.run_id, samples.c.step >= boot.earliest_step, samples.c.boot_id == boot.id
     query = select(samples.c.arrays).where(*own, samples.c.arrays.is_not(None)).order_by(samples.c.step).limit(1)
-    arrays = unpack_arrays((await connection.execute(query)).scalar())
+    arrays = unpack_arrays(connection.execute(query).scalar())
     return next((len(array) for array in arrays.values()), None)
 
 
-async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
+def _write_samples(connection: Connection, done: Recorded) -> None:
     rows = []
     for batch in done.new:
         for position, sample in enumerate(batch.events):
@@ -246,13 +243,13 @@ async def _write_samples(connection: AsyncConnection, done: Recorded) -> None:
                     }
                 )
     if rows:
-        await _WRITE_SAMPLES.execute(connection, rows)
+        _WRITE_SAMPLES.execute(connection, rows)
         done.stepped = {(row["run_id"], row["step"]) for row in rows}
-        await forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
+        forget(connection, {(run_id, step // COARSE) for run_id, step in done.stepped})
 
 
-async def _merge_boots(
-    connection: AsyncConnection,
+def _merge_boots(
+    connection: Connection,
     done: Recorded,
     rows: dict[int, Row[Any]],
     placed: dict[int, dict[str, Any]],
@@ -294,17 +291,17 @@ async def _merge_boots(
     done.unexplained = {key for key, i in done.boot_ids.items() if i in merged and merged[i]["description"] is None}
     if layers_by_hash:
         values = [{"hash": digest, "layers": layers} for digest, layers in sorted(layers_by_hash.items())]
-        await connection.execute(insert_or_ignore(connection, topologies), values)
+        connection.execute(insert_or_ignore(connection, topologies), values)
     changes = [{"row_id": i, **{f"new_{c}": boot[c] for c in _MERGED}} for i, boot in sorted(merged.items())]
-    await _MERGE_BOOTS.execute(connection, changes)
+    _MERGE_BOOTS.execute(connection, changes)
     if moved:
         places: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         for i in moved:
             before = {rows[i].place} if rows[i].last_sequence else set()
             places[merged[i]["run_id"], merged[i]["rank"]] |= {merged[i]["place"], *before}
-        await supersede(connection, places)
+        supersede(connection, places)
     reshaped = {merged[i]["run_id"] for i in moved if merged[i]["topology"] != rows[i].topology}
-    await forget_runs(connection, reshaped)
+    forget_runs(connection, reshaped)
 
 
 def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
@@ -314,7 +311,7 @@ def _topology(layers: tuple[Layer, ...], seen: dict[str, str]) -> str:
     return digest
 
 
-async def _write_events(connection: AsyncConnection, done: Recorded, before: dict[int, Row[Any]], now: float) -> None:
+def _write_events(connection: Connection, done: Recorded, before: dict[int, Row[Any]], now: float) -> None:
     rows: list[dict[str, Any]] = []
     clipped: list[tuple[Batch, Clipped]] = []
     introduced = {boot_id for boot_id, row in before.items() if row.description is not None}
@@ -348,11 +345,11 @@ async def _write_events(connection: AsyncConnection, done: Recorded, before: dic
                 done.told.add(done.run_ids[batch.run])
             row |= {"run_id": done.run_ids[batch.run], "boot_id": boot_id, "rank": batch.rank}
             rows.append(row | {"kind": event.kind, "step": event.step, "unix_seconds": now})
-    await write_events(connection, rows)
+    write_events(connection, rows)
     for batch, event in clipped:
         details: dict[str, Any] = {"on": event.on, "step": event.step, "reason": event.reason}
         if event.heads:
             heads = [list(ref) for ref in event.heads[:64]]
             details |= {"heads": heads, "smallest_factor": min(event.factors), "times": sum(event.times)}
         actor = f"rank {batch.rank}"
-        await audit.append(connection, actor=actor, action="qk_clip", run=batch.run, details=details)
+        audit.append(connection, actor=actor, action="qk_clip", run=batch.run, details=details)

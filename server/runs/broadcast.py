@@ -136,8 +136,7 @@ class Broadcaster:
         if not joined:
             return None  # nobody listens: nothing to read until somebody does
         after = min(joined) if last is None else last
-        async with self.store.read() as connection:
-            found = await events_after(connection, after, REPLAYED_AT_ONCE)
+        found = await self.store.read(lambda connection: events_after(connection, after, REPLAYED_AT_ONCE))
         last = after
         waiting, self._samples = self._samples, {}
         if len(found) == REPLAYED_AT_ONCE:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Row, Select, bindparam, desc, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, Select, bindparam, desc, func, select
 
 from foreshock.contract.incident import Acknowledged
 from foreshock.contract.wire import Clipped, Switched, Verdict
@@ -33,38 +32,36 @@ _PAYLOADS: Final = {
 }
 
 
-async def write_events(connection: AsyncConnection, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_events(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows of `events`, all with the same columns; each gets the next number of its run."""
     if not rows:
         return
-    await lock_log(connection)
-    found = await connection.execute(_NEWEST, {"run_ids": sorted({row["run_id"] for row in rows})})
+    lock_log(connection)
+    found = connection.execute(_NEWEST, {"run_ids": sorted({row["run_id"] for row in rows})})
     newest = Counter({run_id: number or 0 for run_id, number in found})
     numbered = []
     for row in rows:
         newest[row["run_id"]] += 1
         numbered.append({**row, "number": newest[row["run_id"]]})
-    await connection.execute(events.insert(), numbered)
+    connection.execute(events.insert(), numbered)
 
 
-async def events_of(
-    connection: AsyncConnection, run: str, kinds: Sequence[str], before: int | None, limit: int
-) -> list[RunEvent]:
+def events_of(connection: Connection, run: str, kinds: Sequence[str], before: int | None, limit: int) -> list[RunEvent]:
     """Events of a run before a number (or the newest), newest first; of these kinds, where any is named."""
     query = _events(kinds).where(runs.c.name == run).order_by(desc(events.c.number)).limit(limit)
     if before is not None:
         query = query.where(events.c.number < before)
-    return [_as_event(row) for row in await connection.execute(query)]
+    return [_as_event(row) for row in connection.execute(query)]
 
 
-async def events_after(
-    connection: AsyncConnection, cursor: int, limit: int, *, run: str | None = None, kinds: Sequence[str] = ()
+def events_after(
+    connection: Connection, cursor: int, limit: int, *, run: str | None = None, kinds: Sequence[str] = ()
 ) -> list[tuple[int, RunEvent]]:
     """Events of one run or of all after a cursor, oldest first, each with its own cursor."""
     query = _events(kinds).where(events.c.id > cursor).order_by(events.c.id).limit(limit)
     if run is not None:
         query = query.where(runs.c.name == run)
-    return [(row.id, _as_event(row)) for row in await connection.execute(query)]
+    return [(row.id, _as_event(row)) for row in connection.execute(query)]
 
 
 def event_id(event: RunEvent) -> str:
@@ -72,19 +69,19 @@ def event_id(event: RunEvent) -> str:
     return f"{event.id} {event.run}"
 
 
-async def cursor_of(connection: AsyncConnection, named: str, prefix: str) -> int | None:
+def cursor_of(connection: Connection, named: str, prefix: str) -> int | None:
     """The cursor of an event by its `event_id`; None where it is none, of a run that begins otherwise too."""
     found = _EVENT_ID.fullmatch(named)
     if found is None or not found[2].startswith(prefix):
         return None
     query = select(events.c.id).join(runs).where(runs.c.name == found[2], events.c.number == int(found[1]))
-    cursor: int | None = (await connection.execute(query)).scalar()
+    cursor: int | None = connection.execute(query).scalar()
     return cursor
 
 
-async def newest_cursor(connection: AsyncConnection) -> int:
+def newest_cursor(connection: Connection) -> int:
     """The cursor of the newest event of all; 0 where there is none."""
-    return (await connection.execute(select(func.max(events.c.id)))).scalar() or 0
+    return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
 
 def _events(kinds: Sequence[str]) -> Select[Any]:

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, desc, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Row, desc, select
 
 from foreshock.contract.decision import IncidentCause
 from foreshock.contract.incident import Acknowledged, Incident, SwitchOutcome, Warned, incidents
@@ -32,8 +31,8 @@ Newest = Mapping[int, tuple[Axis, list[Row[Any]]]]
 """Of each run the heads and the samples of its newest reading, as `newest_samples` gives them."""
 
 
-async def incidents_of(
-    connection: AsyncConnection,
+def incidents_of(
+    connection: Connection,
     run_ids: Collection[int],
     verify_steps: int,
     *,
@@ -45,16 +44,16 @@ async def incidents_of(
     verify_steps: how long after a switch it is judged; it speaks of all warnings that were raised until then.
     starts, newest: the runs' process starts of now and newest samples, where the caller has read them already.
     """
-    warned = await warned_of(connection, run_ids)
+    warned = warned_of(connection, run_ids)
     if not warned:
         return {}
-    known = starts or await process_starts.of_now(connection, warned)
+    known = starts or process_starts.of_now(connection, warned)
     if newest is None:
-        newest = await newest_samples(connection, list(warned))
+        newest = newest_samples(connection, list(warned))
     modes, steps = _modes({run_id: newest[run_id] for run_id in warned if run_id in newest})
-    judged = await _judged(connection, warned, verify_steps)
-    acknowledged = await _acknowledged(connection, warned)
-    ordered = await orders_of(connection, warned)
+    judged = _judged(connection, warned, verify_steps)
+    acknowledged = _acknowledged(connection, warned)
+    ordered = orders_of(connection, warned)
     found = {}
     for run_id, own in warned.items():
         said = described(known.get(run_id, ()))
@@ -78,32 +77,30 @@ async def incidents_of(
     return found
 
 
-async def warned_of(
-    connection: AsyncConnection, run_ids: Collection[int], *only: ColumnElement[bool]
-) -> dict[int, list[Warned]]:
+def warned_of(connection: Connection, run_ids: Collection[int], *only: ColumnElement[bool]) -> dict[int, list[Warned]]:
     """Every warning in its newest word, `only` those if given, but for those of steps that a later boot does again."""
     query = select(warnings, boots.c.until_step).join(boots, warnings.c.boot_id == boots.c.id)
     query = query.where(warnings.c.run_id.in_(run_ids), *only)
     found: dict[int, list[Warned]] = defaultdict(list)
-    for row in await connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)):
+    for row in connection.execute(query.order_by(warnings.c.raised_step, warnings.c.rank, warnings.c.uid)):
         said = read_back(Verdict, row.verdict, "warning", (row.run_id, row.rank, row.uid))
         if said is not None and (row.until_step is None or said.step <= row.until_step):
             found[row.run_id].append(Warned(row.rank, row.raised_step, said, row.rejected))
     return found
 
 
-async def present(connection: AsyncConnection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
+def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], set[HeadRef]]:
     """The present mode of every head of a run whose mode is known, and the heads that no machine switches."""
-    orders = (await orders_of(connection, [run_id])).get(run_id, Orders())
-    modes, steps = _modes(await newest_samples(connection, [run_id]))
+    orders = orders_of(connection, [run_id]).get(run_id, Orders())
+    modes, steps = _modes(newest_samples(connection, [run_id]))
     names = orders.modes(modes.get(run_id, {}), steps.get(run_id, 0))
-    held = orders.held((await warned_of(connection, [run_id])).get(run_id, ()))
+    held = orders.held(warned_of(connection, [run_id]).get(run_id, ()))
     return {ref: int(parse_mode(name)) for ref, name in names.items()}, held
 
 
-async def rejected_heads(connection: AsyncConnection, run_id: int) -> set[tuple[int | None, int | None]]:
+def rejected_heads(connection: Connection, run_id: int) -> set[tuple[int | None, int | None]]:
     """Heads with a standing warning on whose evidence a person rejected a switch."""
-    warned = (await warned_of(connection, [run_id])).get(run_id, ())
+    warned = warned_of(connection, [run_id]).get(run_id, ())
     return {(one.verdict.layer, one.verdict.head) for one in warned if one.rejected and one.verdict.state != "cleared"}
 
 
@@ -128,15 +125,13 @@ def modes_of(axis: Axis, reading: MergedSteps) -> dict[HeadRef, str]:
     return found
 
 
-async def _judged(
-    connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
-) -> dict[int, list[SwitchOutcome]]:
+def _judged(connection: Connection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[SwitchOutcome]]:
     """What became of the switches that were verified."""
     ruled = commands.c.run_id.in_(run_ids), commands.c.verification.in_(("verified", "not arrested"))
     query = select(
         commands.c.run_id, commands.c.id, commands.c.heads, commands.c.verification, command_ranks.c.switched
     )
-    answers = await connection.execute(query.join(command_ranks).where(*ruled, command_ranks.c.switched.is_not(None)))
+    answers = connection.execute(query.join(command_ranks).where(*ruled, command_ranks.c.switched.is_not(None)))
     at: dict[str, tuple[int, frozenset[HeadRef] | None, int, bool]] = {}
     for row in answers:
         said = read_back(Switched, row.switched, "answer of command", row.id)
@@ -150,39 +145,37 @@ async def _judged(
     return found
 
 
-async def _acknowledged(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, list[Acknowledged]]:
+def _acknowledged(connection: Connection, run_ids: Collection[int]) -> dict[int, list[Acknowledged]]:
     query = select(events.c.id, events.c.run_id, events.c.payload)
     query = query.where(events.c.run_id.in_(run_ids), events.c.kind == "acknowledged")
     found: dict[int, list[Acknowledged]] = defaultdict(list)
-    for row in await connection.execute(query):
+    for row in connection.execute(query):
         said = read_back(Acknowledged, row.payload, "event", row.id)
         if said is not None:
             found[row.run_id].append(said)
     return found
 
 
-async def record_incidents(
-    connection: AsyncConnection, run_ids: Collection[int], verify_steps: int
-) -> dict[int, list[Incident]]:
+def record_incidents(connection: Connection, run_ids: Collection[int], verify_steps: int) -> dict[int, list[Incident]]:
     """Write into the log which incidents of these runs have opened, turned worse, grown tenfold or changed their state.
 
     The caller holds the runs (`Store.lock_runs`). Returns the incidents.
     """
     now = time.time()
     rows = []
-    known = await incidents_of(connection, run_ids, verify_steps)
+    known = incidents_of(connection, run_ids, verify_steps)
     for run_id, found in known.items():
         for incident in found:
-            before = await _told(connection, run_id, incident.cause)
+            before = _told(connection, run_id, incident.cause)
             change = change_of(incident)
             if before is None or is_news(before, change):
                 change.grown = before is not None and not is_news(before, change, growth=False)
                 rows.append(_event(run_id, now, change))
         for was, incident in _gone_over(found).items():
-            before = await _told(connection, run_id, was)
+            before = _told(connection, run_id, was)
             if before is not None and before.state != "closed":
                 rows.append(_event(run_id, now, closed_by(before, incident)))
-    await write_events(connection, rows)
+    write_events(connection, rows)
     return known
 
 
@@ -225,15 +218,15 @@ def is_news(before: IncidentChange, now: IncidentChange, *, growth: bool = True)
     return grown or worse.index(now.severity) > worse.index(before.severity)
 
 
-async def _told(connection: AsyncConnection, run_id: int, cause: str) -> IncidentChange | None:
+def _told(connection: Connection, run_id: int, cause: str) -> IncidentChange | None:
     of = events.c.run_id == run_id, events.c.kind == "incident", events.c.outcome == cause
     query = select(events.c.id, events.c.payload).where(*of).order_by(desc(events.c.id)).limit(1)
-    row = (await connection.execute(query)).first()
+    row = connection.execute(query).first()
     return None if row is None else read_back(IncidentChange, row.payload, "event", row.id)
 
 
-async def acknowledge(
-    connection: AsyncConnection, run: tuple[int, str], incident_id: str, who: str, reason: str, verify_steps: int
+def acknowledge(
+    connection: Connection, run: tuple[int, str], incident_id: str, who: str, reason: str, verify_steps: int
 ) -> Incident:
     """Write down that `who` takes care of an incident of the run (its id and name); the incident as it is then.
 
@@ -241,11 +234,11 @@ async def acknowledge(
     """
     run_id, name = run
 
-    async def present() -> Incident | None:
-        found = (await incidents_of(connection, [run_id], verify_steps)).get(run_id, [])
+    def present() -> Incident | None:
+        found = incidents_of(connection, [run_id], verify_steps).get(run_id, [])
         return next((one for one in found if one.id == incident_id), None)
 
-    known = await present()
+    known = present()
     if known is None:
         raise ProblemError(
             404, f"Run {name} has no incident {incident_id[:64]!r}; GET /v1/runs/RUN/incidents lists them."
@@ -255,9 +248,9 @@ async def acknowledge(
     now = time.time()
     said = Acknowledged(cause=known.cause, step=known.step, who=who, reason=reason, unix_seconds=now)
     details = {"incident": incident_id, "step": known.step, "reason": reason}
-    await audit.append(connection, actor=who, action="acknowledged", run=name, details=details)
+    audit.append(connection, actor=who, action="acknowledged", run=name, details=details)
     row = {"run_id": run_id, "kind": "acknowledged", "step": known.step, "unix_seconds": now}
     sentence = printable(f"{who} acknowledged the incident {incident_id}: {reason}")
-    await write_events(connection, [{**row, "sentence": sentence, "payload": said.model_dump_json()}])
-    await record_incidents(connection, [run_id], verify_steps)
-    return await present() or known
+    write_events(connection, [{**row, "sentence": sentence, "payload": said.model_dump_json()}])
+    record_incidents(connection, [run_id], verify_steps)
+    return present() or known

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, desc, func, or_, select, tuple_
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, desc, func, or_, select, tuple_
 
 from foreshock.contract.catalog import FIRST_STEP_SECONDS, HUNG_SECONDS, HUNG_STEPS
 from foreshock.contract.incident import Warned
@@ -34,26 +33,24 @@ class SummaryCache:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[int, dict[str, Any]]] = {}
 
-    async def of(
-        self, connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
-    ) -> list[dict[str, Any]]:
+    def of(self, connection: Connection, rows: Sequence[Row[Any]], verify_steps: int) -> list[dict[str, Any]]:
         """The fields of RunSummary for each run. verify_steps: as for `incidents_of`."""
         new = [row for row in rows if self._kept.get(row.id, (None,))[0] != row.changes]
         if len(self._kept) > _MOST_KEPT:
             self._kept, new = {}, list(rows)
-        for row, (fields, _) in zip(new, await summaries(connection, new, verify_steps), strict=True):
+        for row, (fields, _) in zip(new, summaries(connection, new, verify_steps), strict=True):
             self._kept[row.id] = row.changes, fields
         found = {row.id: self._kept[row.id][1] for row in rows}
         fresh = {row.id for row in new}
         warned = [i for i, fields in found.items() if fields["active_warnings"] and i not in fresh]
-        standing = await incidents_of(connection, warned, verify_steps) if warned else {}
+        standing = incidents_of(connection, warned, verify_steps) if warned else {}
         open_ = {i: [change_of(one) for one in standing.get(i, ()) if one.state != "closed"] for i in warned}
         now = [found[row.id] | ({"incidents": open_[row.id]} if row.id in open_ else {}) for row in rows]
         return [fields | condition_of(fields) for fields in now]
 
 
-async def list_runs(
-    connection: AsyncConnection,
+def list_runs(
+    connection: Connection,
     known: SummaryCache,
     prefix: str,
     search: str,
@@ -74,21 +71,21 @@ async def list_runs(
     if cursor is not None:
         last_seen, _, name = cursor.partition("-")  # a run's number would tell how many runs others have
         query = query.where(tuple_(runs.c.last_seen, runs.c.name) < tuple_(float.fromhex(last_seen), name))
-    rows = (await connection.execute(query)).all()
+    rows = connection.execute(query).all()
     more = rows[limit - 1] if len(rows) > limit else None
-    found = [RunSummary.model_validate(fields) for fields in await known.of(connection, rows[:limit], steps)]
+    found = [RunSummary.model_validate(fields) for fields in known.of(connection, rows[:limit], steps)]
     return RunList(runs=found, next_cursor=f"{more.last_seen.hex()}-{more.name}" if more else None)
 
 
-async def summaries(
-    connection: AsyncConnection, rows: Sequence[Row[Any]], verify_steps: int
+def summaries(
+    connection: Connection, rows: Sequence[Row[Any]], verify_steps: int
 ) -> list[tuple[dict[str, Any], MergedSteps | None]]:
     """The fields of RunSummary for each run, with its newest reading. verify_steps: as for `incidents_of`."""
-    found = await process_starts.of_now(connection, [row.id for row in rows])
-    beside = await process_starts.beside(connection, [row.id for row in rows])
-    raised = await active_warnings(connection, [row.id for row in rows])
-    samples = await newest_samples(connection, [row.id for row in rows])
-    standing = await incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
+    found = process_starts.of_now(connection, [row.id for row in rows])
+    beside = process_starts.beside(connection, [row.id for row in rows])
+    raised = active_warnings(connection, [row.id for row in rows])
+    samples = newest_samples(connection, [row.id for row in rows])
+    standing = incidents_of(connection, list(raised), verify_steps, starts=found, newest=samples)
     newest = {run_id: (axis, merge(axis, own)) for run_id, (axis, own) in samples.items()}
     result = []
     for row in rows:
@@ -151,14 +148,12 @@ def _described(rows: Sequence[Row[Any]], beside: Sequence[Row[Any]]) -> dict[str
     }
 
 
-async def active_warnings(
-    connection: AsyncConnection, run_ids: Sequence[int], named: Sequence[str] | None = None
+def active_warnings(
+    connection: Connection, run_ids: Sequence[int], named: Sequence[str] | None = None
 ) -> dict[int, list[ActiveWarning]]:
     """Warnings that are raised, not cleared, and not of steps that a later boot does again; all, or of these names."""
     picked = (warnings.c.active,) if named is None else (warnings.c.active, warnings.c.uid.in_(named))
-    return {
-        run_id: [_raised(one) for one in own] for run_id, own in (await warned_of(connection, run_ids, *picked)).items()
-    }
+    return {run_id: [_raised(one) for one in own] for run_id, own in warned_of(connection, run_ids, *picked).items()}
 
 
 def _raised(one: Warned) -> ActiveWarning:
@@ -166,17 +161,17 @@ def _raised(one: Warned) -> ActiveWarning:
     return ActiveWarning(**fields, rank=one.rank, raised_step=one.raised_step)
 
 
-async def run_detail(connection: AsyncConnection, row: Row[Any], verify_steps: int) -> RunDetail:
+def run_detail(connection: Connection, row: Row[Any], verify_steps: int) -> RunDetail:
     """Everything known of a run."""
-    [(summary, reading)] = await summaries(connection, [row], verify_steps)
-    rows = (await process_starts.of_now(connection, [row.id]))[row.id]
-    lost = (await losses(connection, [row.id]))[row.id]
+    [(summary, reading)] = summaries(connection, [row], verify_steps)
+    rows = process_starts.of_now(connection, [row.id])[row.id]
+    lost = losses(connection, [row.id])[row.id]
     return RunDetail(
         **summary,
         **condition_of(summary),
         versions=described(rows).get("versions", {}),
-        layers=await _layers(connection, reading, row.id),
-        warnings=(await active_warnings(connection, [row.id])).get(row.id, []),
+        layers=_layers(connection, reading, row.id),
+        warnings=active_warnings(connection, [row.id]).get(row.id, []),
         latest=reading.latest() if reading else {},
         agent_dropped=dict(sorted(lost.dropped.items())),
         agent_faults=dict(sorted(lost.faults.items())),
@@ -196,7 +191,7 @@ class Losses:
     """Of the rank that has the most."""
 
 
-async def losses(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Losses]:
+def losses(connection: Connection, run_ids: Collection[int]) -> dict[int, Losses]:
     """What went wrong in each of these runs; process starts that tell the same are read as one."""
     found: dict[int, Losses] = defaultdict(Losses)
     same = boots.c.run_id, boots.c.rank, boots.c.health
@@ -206,7 +201,7 @@ async def losses(connection: AsyncConnection, run_ids: Collection[int]) -> dict[
         func.sum(boots.c.nonfinite_steps).label("steps"),
     )
     by_rank: Counter[tuple[int, int]] = Counter()
-    for row in await connection.execute(select(*same, *sums).where(boots.c.run_id.in_(run_ids)).group_by(*same)):
+    for row in connection.execute(select(*same, *sums).where(boots.c.run_id.in_(run_ids)).group_by(*same)):
         own = found[row.run_id]
         by_rank[row.run_id, row.rank] += int(row.steps)
         own.nonfinite_steps = max(own.nonfinite_steps, by_rank[row.run_id, row.rank])
@@ -216,16 +211,16 @@ async def losses(connection: AsyncConnection, run_ids: Collection[int]) -> dict[
     return found
 
 
-async def _layers(connection: AsyncConnection, reading: MergedSteps | None, run_id: int) -> list[LayerState]:
+def _layers(connection: Connection, reading: MergedSteps | None, run_id: int) -> list[LayerState]:
     hashes = select(boots.c.topology).where(boots.c.run_id == run_id).distinct()
     known: dict[int, Layer] = {}
     heads: dict[int, set[int]] = defaultdict(set)
-    found = await connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
+    found = connection.execute(select(topologies).where(topologies.c.hash.in_(hashes)).order_by("hash"))
     for topology in found:
         for layer in layers_of(topology.layers):
             known[layer.layer] = layer
             heads[layer.layer] |= set(layer.heads)
-    index = (await axis_of(connection, run_id)).index()
+    index = axis_of(connection, run_id).index()
     states = []
     for number_, layer in sorted(known.items()):
         own = sorted(heads[number_])

@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Row, and_, desc, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, and_, desc, func, select
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.contract.wire import Layer, Severity, Started
@@ -74,9 +73,7 @@ def status_of(rows: Sequence[Row[Any]]) -> RunStatus:
     return "failed" if "failed" in endings else "stopped" if "stopped" in endings else "completed"
 
 
-async def newest_samples(
-    connection: AsyncConnection, run_ids: Collection[int]
-) -> dict[int, tuple[Axis, list[Row[Any]]]]:
+def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int, tuple[Axis, list[Row[Any]]]]:
     """The heads of each run that has a sample, and the samples of its newest reading: three queries for all runs.
 
     It is the newest step that as many ranks have reported as any of the last few.
@@ -92,7 +89,7 @@ async def newest_samples(
     newest = placed.group_by(samples.c.run_id, samples.c.step).cte()
     same = and_(samples.c.run_id == newest.c.run_id, samples.c.step == newest.c.step, newest.c.place == 1)
     rows: dict[int, list[Row[Any]]] = defaultdict(list)
-    for row in await connection.execute(LIVE_SAMPLES.join(newest, same)):
+    for row in connection.execute(LIVE_SAMPLES.join(newest, same)):
         rows[row.run_id].append(row)
-    axes = await axes_of(connection, rows.keys())
+    axes = axes_of(connection, rows.keys())
     return {run_id: (axes[run_id], own) for run_id, own in rows.items()}

@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sqlalchemy import desc, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, desc, select, update
 
 from foreshock.contract.decision import calls_for_clip, cause_of, curable
 from foreshock.contract.incident import Warned
@@ -49,15 +48,15 @@ class Orders:
         return {ref for ref, one in self.given.items() if one.taken and anew.get(ref, -1) <= one.step}
 
 
-async def orders_of(connection: AsyncConnection, run_ids: Collection[int]) -> dict[int, Orders]:
+def orders_of(connection: Connection, run_ids: Collection[int]) -> dict[int, Orders]:
     """What was ordered of each of these runs; dry runs, which change nothing, are left out."""
     found: dict[int, Orders] = defaultdict(Orders)
     mine = commands.c.run_id.in_(run_ids), ~commands.c.dry_run
-    rows = (await connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number)))).all()
+    rows = connection.execute(select(commands).where(*mine).order_by(desc(commands.c.number))).all()
     carried_out = select(commands.c.id, command_ranks.c.switched).join(command_ranks)
     carried_out = carried_out.where(*mine, command_ranks.c.outcome == "applied", command_ranks.c.switched.is_not(None))
     answers: dict[str, list[str]] = defaultdict(list)
-    for answer in await connection.execute(carried_out):
+    for answer in connection.execute(carried_out):
         answers[answer.id].append(answer.switched)
     for row in rows:
         own = found[row.run_id]
@@ -93,14 +92,12 @@ def _asks_for_switch(verdict: Verdict) -> bool:
     return curable(cause_of(verdict))
 
 
-async def reject_evidence(
-    connection: AsyncConnection, run_id: int, heads: Collection[HeadRef] | None, mode: str
-) -> None:
+def reject_evidence(connection: Connection, run_id: int, heads: Collection[HeadRef] | None, mode: str) -> None:
     """Mark the standing warnings that called for this order for these heads, None for every, as answered by a no."""
     asks = calls_for_clip if mode in CLIP_ORDERS else _asks_for_switch
     standing = select(warnings).where(warnings.c.run_id == run_id, warnings.c.active)
-    for row in (await connection.execute(standing)).all():
+    for row in connection.execute(standing).all():
         said = read_back(Verdict, row.verdict, "warning", (run_id, row.rank, row.uid))
         if said is not None and asks(said) and (heads is None or (said.layer, said.head) in heads):
             same = warnings.c.run_id == run_id, warnings.c.rank == row.rank, warnings.c.uid == row.uid
-            await connection.execute(update(warnings).where(*same).values(rejected=True))
+            connection.execute(update(warnings).where(*same).values(rejected=True))

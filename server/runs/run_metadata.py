@@ -5,8 +5,7 @@ import math
 import time
 from typing import Any, Final
 
-from sqlalchemy import Row, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, select, update
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.server.access.problems import ProblemError
@@ -23,19 +22,19 @@ from foreshock.server.store.schema import runs
 _WORDS: Final = {"display_name": "display name", "tags": "tags", "notes": "notes"}
 
 
-async def find_run(connection: AsyncConnection, run: str) -> Row[Any]:
+def find_run(connection: Connection, run: str) -> Row[Any]:
     """The row of a run. Raises ProblemError when there is none."""
-    row = (await connection.execute(select(runs).where(runs.c.name == run))).first()
+    row = connection.execute(select(runs).where(runs.c.name == run)).first()
     if row is None:
         raise ProblemError(404, f"There is no run {run[:128]!r}: it was deleted, or its name is misspelt.")
     return row
 
 
-async def describe(connection: AsyncConnection, run: str, who: str, said: Description) -> None:
+def describe(connection: Connection, run: str, who: str, said: Description) -> None:
     """Write down what is new, in the audit trail and the log too."""
-    row = await find_run(connection, run)
-    await lock_runs(connection, [row.id])
-    row = await find_run(connection, run)
+    row = find_run(connection, run)
+    lock_runs(connection, [row.id])
+    row = find_run(connection, run)
     before = {"display_name": row.display_name or "", "tags": tags_of(row), "notes": row.notes or ""}
     wanted = {
         "display_name": said.display_name,
@@ -46,15 +45,15 @@ async def describe(connection: AsyncConnection, run: str, who: str, said: Descri
     if not new:
         return
     stored = {key: (json.dumps(value) if key == "tags" else value) or None for key, value in new.items()}
-    await connection.execute(
+    connection.execute(
         update(runs)
         .where(runs.c.id == row.id)
         .values(**stored, changes=runs.c.changes + 1)  # what was made of it is old
     )
-    await audit.append(connection, actor=who, action="described", run=run, details=new)
+    audit.append(connection, actor=who, action="described", run=run, details=new)
     sentence = printable(f"{who} changed the run's {' and '.join(_WORDS[key] for key in new)}.")
     own = {"run_id": row.id, "kind": "described", "unix_seconds": time.time(), "sentence": sentence}
-    await write_events(connection, [own])
+    write_events(connection, [own])
 
 
 async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
@@ -62,17 +61,20 @@ async def delete(store: Store, run: str, who: str, decision: Decision) -> None:
 
     Raises ProblemError where there is no such run, and where it still trains: it would come back with its next batch.
     """
-    async with store.write() as connection:
-        row = await find_run(connection, run)
-        starts = (await process_starts.of_now(connection, [row.id]))[row.id]
+    said: dict[str, Any] = {"actor": who, "run": run, "details": {"reason": decision.reason}}
+
+    def begin(connection: Connection) -> Row[Any]:
+        row = find_run(connection, run)
+        starts = process_starts.of_now(connection, [row.id])[row.id]
         if status_of(starts) == "active" and time.time() - row.last_seen < SILENT_SECONDS:
             raise ProblemError(409, _trains(run))
-        details = {"reason": decision.reason}
-        await audit.append(connection, actor=who, action="deletion begun", run=run, details=details)
+        audit.append(connection, action="deletion begun", **said)
+        return row
 
-    async def tell(connection: AsyncConnection) -> None:
-        await audit.append(connection, actor=who, action="deleted", run=run, details=details)
+    def tell(connection: Connection) -> None:
+        audit.append(connection, action="deleted", **said)
 
+    row = await store.write(begin)
     if not await delete_run(store, row.id, math.nextafter(row.last_seen, math.inf), tell):
         raise ProblemError(409, _trains(run))
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from pydantic import ValidationError
-from sqlalchemy import desc, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, desc, insert, select
 
 from foreshock.server.models import AuditRow
 from foreshock.server.store.database import lock_log
@@ -18,8 +17,8 @@ from foreshock.server.store.schema import audit
 GENESIS: Final = "0" * 64
 
 
-async def append(
-    connection: AsyncConnection,
+def append(
+    connection: Connection,
     *,
     actor: str,
     action: str,
@@ -28,10 +27,8 @@ async def append(
     details: dict[str, Any] | None = None,
 ) -> None:
     """Append a row in the caller's transaction: it stands if and only if what it tells of stands."""
-    await lock_log(connection)
-    last = (
-        await connection.execute(select(audit.c.sequence, audit.c.hash).order_by(desc(audit.c.sequence)).limit(1))
-    ).first()
+    lock_log(connection)
+    last = connection.execute(select(audit.c.sequence, audit.c.hash).order_by(desc(audit.c.sequence)).limit(1)).first()
     row = AuditRow(
         sequence=last.sequence + 1 if last else 1,
         unix_seconds=time.time(),
@@ -45,7 +42,7 @@ async def append(
     )
     row.hash = row_hash(row)
     values = row.model_dump(exclude={"details"})
-    await connection.execute(insert(audit).values(**values, details=_canonical(row.details)))
+    connection.execute(insert(audit).values(**values, details=_canonical(row.details)))
 
 
 def row_hash(row: AuditRow) -> str:
@@ -61,19 +58,19 @@ def intact(rows: Sequence[AuditRow]) -> bool:
     return linked and all(row.hash == row_hash(row) for row in rows)
 
 
-async def page(connection: AsyncConnection, before: int | None, limit: int) -> list[AuditRow]:
+def page(connection: Connection, before: int | None, limit: int) -> list[AuditRow]:
     """Rows, newest first."""
     query = select(audit).order_by(desc(audit.c.sequence)).limit(limit)
     if before is not None:
         query = query.where(audit.c.sequence < before)
-    rows = (await connection.execute(query)).mappings()
+    rows = connection.execute(query).mappings()
     return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
 
 
-async def after(connection: AsyncConnection, sequence: int, limit: int) -> list[AuditRow]:
+def after(connection: Connection, sequence: int, limit: int) -> list[AuditRow]:
     """Rows that follow this one, oldest first."""
     query = select(audit).where(audit.c.sequence > sequence).order_by(audit.c.sequence).limit(limit)
-    rows = (await connection.execute(query)).mappings()
+    rows = connection.execute(query).mappings()
     return [AuditRow.model_validate({**row, "details": json.loads(row["details"])}) for row in rows]
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 from sqlalchemy.engine import URL, make_url
 
 from foreshock.server.store import audit
@@ -78,15 +78,17 @@ async def examine(url: str) -> Held:
     store = Store(url)
     try:
         await store.check_schema()
-        chain = audit.Chain()
-        async with store.read() as connection:
-            counted = [select(func.count()).select_from(table) for table in (runs, batches)]
-            found = [int((await connection.execute(query)).scalar_one()) for query in counted]
-            while rows := await audit.after(connection, chain.sequence, 1000):
-                for row in rows:
-                    chain.follow(row)
+        return await store.read(_count)
     finally:
         await store.close()
+
+
+def _count(connection: Connection) -> Held:
+    found = [connection.execute(select(func.count()).select_from(table)).scalar_one() for table in (runs, batches)]
+    chain = audit.Chain()
+    while rows := audit.after(connection, chain.sequence, 1000):
+        for row in rows:
+            chain.follow(row)
     return Held(found[0], found[1], chain.sequence)
 
 

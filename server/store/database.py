@@ -6,9 +6,8 @@ by URL and may be shared by several replicas of the service.
 
 import asyncio
 import os
-import sqlite3
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,21 +17,20 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, Table, create_engine, event, select, text
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from foreshock.server.store.executors import LoopExecutor, ThreadExecutor, Work
+from foreshock.server.store.executors import Executor, Work
 from foreshock.server.store.schema import metadata, runs
 
 _EVENTS_LOCK: Final = 0x666F7265  # any fixed number; the same in every replica
 _MIGRATION_LOCK: Final = _EVENTS_LOCK + 1
-_LOOKS: Final = 2
-"""Reads of many rows at work at once, of those that nobody can multiply: scrapes, roll-ups."""
+_READS: Final = 8
+"""Reads at once; large ones of people, of scrapes and for roll-ups take five of them at most."""
 _HEAVY_READS: Final = 2
-"""Large reads at work at once; each may hold a few hundred MiB, and takes a processor from whoever writes."""
+"""Of those, large ones that people ask for; each may hold a few hundred MiB, and takes a processor from who writes."""
 _HEAVY_WAITING: Final = 64
 """Large reads that wait or work; beyond, they are told to come back."""
 _CACHE_KIB: Final = 8192
@@ -41,6 +39,14 @@ _WAL_PAGES: Final = 4000
 """Pages of 4 KiB after which the log is copied into the file: rarely, since the commit that does it waits."""
 _FREE_PAGES: Final = 4096
 """Pages that stay in the file after a deletion; what lies beyond goes back to the disk."""
+_DRIVERS: Final = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+_PATIENCE: Final = {
+    "connect_timeout": "10",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+}
+"""Of libpq, where the address says nothing else: who waits for a machine that is gone is told so in a minute."""
 _PAGES_AT_ONCE: Final = 2048
 """Of those at once, while ingest waits: some hundredths of a second."""
 BESIDE: Final = ("", "-wal", "-shm")
@@ -67,9 +73,8 @@ class Store:
                 "FORESHOCK_DATABASE_URL is no address; give sqlite:///path/to/file.db or "
                 "postgresql://user:password@host:5432/database, with %40 for an @ within the password"
             ) from None
-        drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
         backend = parsed.drivername.split("+")[0]
-        if backend not in drivers:
+        if backend not in _DRIVERS:
             raise StoreError(
                 f"database_url begins with {parsed.drivername!r}; give sqlite:///path/to/file.db or "
                 "postgresql://user:password@host/database"
@@ -79,79 +84,37 @@ class Store:
             raise StoreError("database_url names no file; give sqlite:///path/to/file.db")
         if self.sqlite and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        address, options = parsed.set(drivername=drivers[backend]), {} if self.sqlite else {"pool_pre_ping": True}
-        self.engine: AsyncEngine = create_async_engine(address, pool_size=8, **options)
-        # The writer's connection is its own: readers, however many, never take it.
-        self._write_engine: AsyncEngine = create_async_engine(address, pool_size=1, max_overflow=0, **options)
-        self._writing = asyncio.Lock()
-        self._turns, self._heavy_waiting = asyncio.Semaphore(_HEAVY_READS), 0
         self.path = Path(parsed.database) if self.sqlite and parsed.database else None
-        self._writer: ThreadExecutor | LoopExecutor
-        self._looking: ThreadExecutor | LoopExecutor
-        self._heavy: ThreadExecutor | LoopExecutor
-        if self.sqlite:
-            for engine in (self.engine.sync_engine, self._write_engine.sync_engine):
-                _prepare(engine)
-            plain = parsed.set(drivername="sqlite")
-            self._writer = ThreadExecutor(
-                "write", _prepare(create_engine(plain, pool_size=1, max_overflow=0)), 1, write=True
-            )
-            self._looking = ThreadExecutor("look", _prepare(create_engine(plain)), _LOOKS)
-            self._heavy = ThreadExecutor("read", _prepare(create_engine(plain)), _HEAVY_READS)
-        else:
-            own = create_async_engine(address, pool_size=1, max_overflow=0, **options)
-            self._writer = LoopExecutor("write", own, 1, write=True)
-            self._looking = LoopExecutor("look", create_async_engine(address, pool_size=_LOOKS, **options), _LOOKS)
-            self._heavy = LoopExecutor(
-                "read", create_async_engine(address, pool_size=_HEAVY_READS, **options), _HEAVY_READS
-            )
+        address = parsed.set(drivername=_DRIVERS[backend])
+        # The writer's connection is its own: readers, however many, never take it.
+        self.writer = Executor("write", _engine(address, 1, write=True), 1)
+        self.reader = Executor("read", _engine(address, _READS), _READS)
+        self._turns, self._heavy_waiting = asyncio.Semaphore(_HEAVY_READS), 0
+
+    async def read(self, read: Work[T]) -> T:
+        """Read one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
+        return await self.reader.run(read)
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncConnection]:
-        """A connection that sees one consistent state."""
-        async with self.engine.connect() as connection:
-            if not self.sqlite:
-                await connection.execution_options(isolation_level="REPEATABLE READ")
-            yield connection
-
-    async def read_in_thread(self, read: Work[T]) -> T:
-        """Reads of one consistent state, beside the event loop. Raises ClosingError when the service goes down."""
-        return await self._looking.run(read)
-
-    @asynccontextmanager
-    async def heavy_read_slot(self) -> AsyncIterator[Callable[[Work[T]], Coroutine[Any, Any, T]]]:
-        """Wait for a turn to read much, a few at once: gives what reads as `read_in_thread` does.
-
-        Raises BusyError when many wait.
-        """
+    async def heavy_read_slot(self) -> AsyncIterator[None]:
+        """Wait for a turn to read much, a few at once. Raises BusyError when many wait."""
         if self._heavy_waiting >= _HEAVY_WAITING:
             raise BusyError
         self._heavy_waiting += 1
         try:
             async with self._turns:
-                yield self._heavy.run
+                yield
         finally:
             self._heavy_waiting -= 1
 
-    async def transact(self, change: Work[T]) -> T:
-        """As `write`, for a change that awaits nothing but its connection: it runs beside the event loop."""
-        async with self._writing:
-            return await self._writer.run(change)
-
-    @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction: committed when the block ends, rolled back when it raises."""
-        async with self._writing, self._write_engine.connect() as connection:
-            if self.sqlite:
-                await connection.execution_options(foreshock_write=True)
-            async with connection.begin():
-                yield connection
+    async def write(self, change: Work[T]) -> T:
+        """A transaction, beside the event loop: committed when the change returns, rolled back when it raises."""
+        return await self.writer.run(change)
 
     async def migrate(self) -> None:
         """Bring the schema to this version. Raises StoreError where this package knows no way from the database's."""
         await self._check_known()
-        async with self.engine.connect() as connection, connection.begin():
-            await connection.run_sync(_upgrade)
+        await self.write(_upgrade)
 
     async def check_schema(self) -> None:
         """Raises StoreError unless the schema is exactly this version's."""
@@ -164,8 +127,7 @@ class Store:
             )
 
     async def _revisions(self) -> tuple[str | None, str | None]:
-        async with self.engine.connect() as connection:
-            current = await connection.run_sync(lambda c: MigrationContext.configure(c).get_current_revision())
+        current = await self.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
         return current, _migrations().get_current_head()
 
     async def _check_known(self) -> None:
@@ -187,32 +149,27 @@ class Store:
     async def give_back(self, kept: int = _FREE_PAGES) -> None:
         """Return some free pages of SQLite's file to the disk, but for those `kept`; PostgreSQL does so itself."""
         if self.path is not None:
-            async with self._writing:
-                await asyncio.to_thread(_give_back, self.path, kept)
+            await self.write(lambda connection: _give_back(connection, kept))
 
-    async def size_bytes(self, connection: AsyncConnection) -> float:
+    def size_bytes(self, connection: Connection) -> float:
         """Bytes that the store takes."""
         if self.path is not None:
             parts = (self.path, self.path.with_name(self.path.name + "-wal"))
             return float(sum(part.stat().st_size for part in parts if part.exists()))
-        size = await connection.execute(text("SELECT pg_database_size(current_database())"))
-        return float(size.scalar_one())
+        return float(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
 
     def cancel_reads(self) -> None:
         """The service goes down: reads under way are given up."""
-        self._looking.cancel()
-        self._heavy.cancel()
+        self.reader.cancel()
 
     async def close(self) -> None:
         """Close every connection."""
         self.cancel_reads()
-        for executor in (self._writer, self._looking, self._heavy):
-            await executor.close()
-        await self._write_engine.dispose()
-        await self.engine.dispose()
+        await self.writer.close()
+        await self.reader.close()
 
 
-async def lock_runs(connection: AsyncConnection, run_ids: Collection[int]) -> None:
+def lock_runs(connection: Connection, run_ids: Collection[int]) -> None:
     """Hold these runs until the transaction ends. Whoever changes what belongs to a run calls this first, and once.
 
     Replicas then wait for one another and cannot deadlock: runs in the order of their ids, then the log. The lock
@@ -220,16 +177,16 @@ async def lock_runs(connection: AsyncConnection, run_ids: Collection[int]) -> No
     """
     if connection.dialect.name != "sqlite":
         held = select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id)
-        await connection.execute(held.with_for_update(key_share=True))
+        connection.execute(held.with_for_update(key_share=True))
 
 
-async def lock_log(connection: AsyncConnection) -> None:
+def lock_log(connection: Connection) -> None:
     """Called before rows are appended to `events` or `audit`: replicas append in one order, ids never overtake."""
     if connection.dialect.name != "sqlite":
-        await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _EVENTS_LOCK})
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _EVENTS_LOCK})
 
 
-def insert_or_ignore(connection: AsyncConnection, table: Table) -> Any:
+def insert_or_ignore(connection: Connection, table: Table) -> Any:
     """An INSERT that leaves rows alone which are there already."""
     return _insert_or_ignore(connection.dialect.name, table)
 
@@ -263,10 +220,18 @@ def _upgrade(connection: Connection) -> None:
         command.upgrade(_alembic_config(connection), "head")
 
 
-def _prepare(engine: Engine) -> Engine:
+def _engine(address: URL, connections: int, *, write: bool = False) -> Engine:
+    pool: dict[str, Any] = {"pool_size": connections, "max_overflow": 0}
+    if address.get_backend_name() != "sqlite":
+        if not write:
+            pool["isolation_level"] = "REPEATABLE READ"
+        patient = address.set(query={**_PATIENCE, **address.query})
+        return create_engine(patient, pool_pre_ping=True, **pool)
+    engine = create_engine(address, **pool)
     event.listen(engine, "do_connect", _sqlite_file)
     event.listen(engine, "connect", _sqlite_connect)
-    event.listen(engine, "begin", _sqlite_begin)
+    begin = "BEGIN IMMEDIATE" if write else "BEGIN"
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
     return engine
 
 
@@ -294,16 +259,11 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-def _give_back(path: Path, kept: int) -> None:
-    with closing(sqlite3.connect(path, timeout=5.0)) as connection:
-        [free] = connection.execute("PRAGMA freelist_count").fetchone()
-        if free > kept:  # a script, since `execute` takes one step, which gives back one page
-            connection.executescript(f"PRAGMA incremental_vacuum({min(free - kept, _PAGES_AT_ONCE)})")
-
-
-def _sqlite_begin(connection: Connection) -> None:
-    write = connection.get_execution_options().get("foreshock_write")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+def _give_back(connection: Connection, kept: int) -> None:
+    free = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+    if free > kept:  # a script, since `execute` takes one step, which gives back one page
+        driver: Any = connection.connection.driver_connection
+        driver.executescript(f"PRAGMA incremental_vacuum({min(free - kept, _PAGES_AT_ONCE)})")
 
 
 def make_private(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Statements that are executed for many rows: compiled once for each kind of database, and given plain tuples.
+"""Statements that are executed for many rows: compiled once for each kind of database, and given plain values.
 
 Where every batch brings rows, the query layer spends more time on their parameters than the database on the rows.
 """
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Dialect
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Dialect
 from sqlalchemy.sql.dml import UpdateBase
 
 Values = Mapping[str, Any]
@@ -20,16 +19,16 @@ class Many:
 
     def __init__(self, statement: UpdateBase, parameters: Iterable[str]) -> None:
         self._statement, self._parameters = statement, list(parameters)
-        self._compiled: dict[str, tuple[str, Callable[[Values], tuple[Any, ...]]]] = {}
+        self._compiled: dict[str, tuple[str, Callable[[Values], Any]]] = {}
 
-    async def execute(self, connection: AsyncConnection, rows: Iterable[Values]) -> None:
+    def execute(self, connection: Connection, rows: Iterable[Values]) -> None:
         """Execute it for each of these rows, one at least; every parameter is among a row's values."""
         dialect = connection.dialect
         if dialect.name not in self._compiled:
             self._compiled[dialect.name] = self._compile(dialect)
-        words, in_order = self._compiled[dialect.name]
-        await connection.exec_driver_sql(words, [in_order(row) for row in rows])
+        words, given = self._compiled[dialect.name]
+        connection.exec_driver_sql(words, [given(row) for row in rows])
 
-    def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Values], tuple[Any, ...]]]:
+    def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Values], Any]]:
         compiled: Any = self._statement.compile(dialect=dialect, column_keys=self._parameters)
-        return str(compiled), itemgetter(*compiled.positiontup)
+        return str(compiled), itemgetter(*compiled.positiontup) if dialect.positional else dict

@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any, Final
 
-from sqlalchemy import Row, desc, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Row, desc, select
 
 from foreshock.contract.catalog import SILENT_SECONDS
 from foreshock.server.store.schema import boots
@@ -46,35 +45,35 @@ def newest(rows: Iterable[Row[Any]]) -> dict[int, Row[Any]]:
     return dict(sorted((row.rank, row) for row in rows if row.newest))
 
 
-async def of_now(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+def of_now(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
     """The process starts that say what each of these runs is now, however many there were before.
 
     Those are the newest of each rank and, where none of them has described itself yet, the last one that did.
     """
     wanted = list(run_ids)
     found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for row in await connection.execute(select(boots).where(boots.c.newest, boots.c.run_id.in_(wanted))):
+    for row in connection.execute(select(boots).where(boots.c.newest, boots.c.run_id.in_(wanted))):
         found[row.run_id].append(row)
     for run_id in wanted:
         if not any(row.description for row in found[run_id]):
             older = boots.c.run_id == run_id, ~boots.c.newest, boots.c.description.is_not(None)
             last = select(boots).where(*older).order_by(desc(boots.c.place), boots.c.rank).limit(1)
-            found[run_id] += (await connection.execute(last)).all()
+            found[run_id] += connection.execute(last).all()
     return found
 
 
-async def newest_of(connection: AsyncConnection, ranks: Collection[tuple[int, int]]) -> dict[tuple[int, int], Row[Any]]:
+def newest_of(connection: Connection, ranks: Collection[tuple[int, int]]) -> dict[tuple[int, int], Row[Any]]:
     """The newest process start of each (run id, rank) that has one."""
     run_ids, numbers = {run_id for run_id, _ in ranks}, {rank for _, rank in ranks}
     query = select(boots).where(boots.c.newest, boots.c.run_id.in_(run_ids), boots.c.rank.in_(numbers))
-    return {(row.run_id, row.rank): row for row in await connection.execute(query) if (row.run_id, row.rank) in ranks}
+    return {(row.run_id, row.rank): row for row in connection.execute(query) if (row.run_id, row.rank) in ranks}
 
 
-async def beside(connection: AsyncConnection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
+def beside(connection: Connection, run_ids: Iterable[int]) -> dict[int, list[Row[Any]]]:
     """Of each of these runs, the process starts that have spoken beside the newest of their rank (for `shared`)."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     spoke = boots.c.run_id.in_(list(run_ids)), boots.c.beside, ~boots.c.newest
-    for row in await connection.execute(select(boots).where(*spoke)):
+    for row in connection.execute(select(boots).where(*spoke)):
         found[row.run_id].append(row)
     return found
 

@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 import structlog
-from sqlalchemy import delete, select
+from sqlalchemy import Connection, delete, select
 
 from foreshock.server.store.database import Store, lock_runs
 from foreshock.server.store.executors import Work
@@ -34,8 +34,7 @@ class Retention:
             return 0
         now, monotonic = now or time.time(), time.monotonic() if monotonic is None else monotonic
         query = select(runs.c.id, runs.c.name, runs.c.last_seen).where(runs.c.last_seen < now - self._seconds)
-        async with self._store.read() as connection:
-            found = {row.id: row for row in await connection.execute(query)}
+        found = {row.id: row for row in await self._store.read(lambda connection: connection.execute(query).all())}
         self._old_since = {run_id: self._old_since.get(run_id, monotonic) for run_id in found}
         confirmed = min(_CONFIRMED_SECONDS, self._seconds / 10)
         due = [run_id for run_id, since in self._old_since.items() if monotonic - since >= confirmed][:_RUNS_AT_ONCE]
@@ -53,13 +52,19 @@ async def delete_run(store: Store, run_id: int, before: float, also: Work[None] 
     """
     some = select(samples.c.id).where(samples.c.run_id == run_id).limit(_SAMPLES_AT_ONCE)
     old = runs.c.id == run_id, runs.c.last_seen < before
-    while True:
-        async with store.write() as connection:
-            await lock_runs(connection, [run_id])
-            if (await connection.execute(select(runs.c.id).where(*old))).first() is None:
-                return False
-            if (await connection.execute(delete(samples).where(samples.c.id.in_(some)))).rowcount == 0:
-                gone = bool((await connection.execute(delete(runs).where(*old))).rowcount)
-                if gone and also is not None:
-                    await also(connection)
-                return gone
+
+    def delete_some(connection: Connection) -> bool | None:
+        """Whether the run is gone; None while samples of it are left."""
+        lock_runs(connection, [run_id])
+        if connection.execute(select(runs.c.id).where(*old)).first() is None:
+            return False
+        if connection.execute(delete(samples).where(samples.c.id.in_(some))).rowcount:
+            return None
+        gone = bool(connection.execute(delete(runs).where(*old)).rowcount)
+        if gone and also is not None:
+            also(connection)
+        return gone
+
+    while (gone := await store.write(delete_some)) is None:
+        pass
+    return gone

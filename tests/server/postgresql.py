@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import asyncpg  # type: ignore[import-untyped]
 import psutil  # type: ignore[import-untyped]
+import psycopg
 import pytest
 
 
@@ -84,17 +84,15 @@ def started_postgres() -> Iterator[str]:
 
 async def new_database(postgres: str, name: str) -> str:
     """The URL of a new database on the server of this URL."""
-    connection = await asyncpg.connect(postgres)
-    await connection.execute(f"CREATE DATABASE {name}")
-    await connection.close()
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
     return f"{postgres.rpartition('/')[0]}/{name}"
 
 
 async def deadlocks(url: str) -> int:
     """How often the server has broken a deadlock in this database; its counters lag by a second at most."""
     await asyncio.sleep(1.5)
-    connection = await asyncpg.connect(url)
-    query = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
-    found: int = await connection.fetchval(query)
-    await connection.close()
-    return found
+    with psycopg.connect(url) as connection:
+        query = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+        row = connection.execute(query).fetchone()
+    return int(row[0]) if row else 0

@@ -80,7 +80,7 @@ def test_a_chore_that_fails_is_told_and_tried_again_until_the_service_closes(
     rounds: list[str] = []
 
     class Broken:
-        def write(self) -> Any:
+        def write(self, _: Any) -> Any:
             rounds.append("tried")
             raise next(went)
 

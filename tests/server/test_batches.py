@@ -35,7 +35,7 @@ def test_a_store_that_fails_answers_503_and_acknowledges_nothing(play: Any, monk
     async def story(service: Any) -> None:
         rank = FakeRank()
 
-        async def full(*_: Any) -> None:
+        def full(*_: Any) -> None:
             raise OperationalError("COMMIT", None, OSError("database or disk is full"))
 
         with monkeypatch.context() as patch:
@@ -54,7 +54,7 @@ def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_holds_up_
     async def story(service: Any) -> None:
         leaving, staying = FakeRank(rank=0), FakeRank(rank=1)
         writer = service.app.state.writer
-        async with service.app.state.store.write():  # the writer waits
+        with service.app.state.store.writer.engine.begin():  # the writer waits
             left = asyncio.create_task(service.post(leaving.batch(leaving.sample(1))))
             stayed = asyncio.create_task(service.post(staying.batch(staying.sample(1))))
             while sum(writer._held.values()) < 2:
@@ -106,8 +106,8 @@ def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(play: 
         assert set(codes) == {200, 429}
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
         assert service.app.state.counters.batches["busy"] == codes.count(429)
-        async with service.app.state.store.read() as connection:
-            stored = (await connection.execute(text("SELECT count(*) FROM batches"))).scalar()
+        with service.app.state.store.reader.engine.begin() as connection:
+            stored = connection.execute(text("SELECT count(*) FROM batches")).scalar()
         assert stored == codes.count(200)
         assert (await service.post(FakeRank(rank=99).batch(ranks[0].started()))).status_code == 200
 

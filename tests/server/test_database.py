@@ -21,8 +21,8 @@ def test_a_database_from_before_the_first_release_is_refused_with_what_it_is_and
     async def look() -> None:
         store = Store(f"sqlite:///{tmp_path / 'x.db'}")
         await store.migrate()
-        async with store.write() as connection:
-            await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
+        with store.writer.engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
         for use in (store.migrate, store.check_schema):
             with pytest.raises(
                 StoreError, match=r"schema 0012.*before the first release.*reads 0013.*FORESHOCK_DATABASE_URL"
@@ -40,8 +40,8 @@ def test_a_database_of_a_newer_version_or_of_none_is_refused_with_a_sentence(tmp
         with pytest.raises(StoreError, match="FORESHOCK_MIGRATE"):
             await store.check_schema()
         await store.migrate()
-        async with store.write() as connection:
-            await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+        with store.writer.engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
         with pytest.raises(StoreError, match="newer foreshock"):
             await store.migrate()
         await store.close()
@@ -61,22 +61,22 @@ def test_the_migration_numbers_the_events_of_each_run_in_the_order_in_which_they
         in_postgres = postgres and await new_database(postgres, f"numbers_{uuid.uuid4().hex[:8]}")
         store = Store(in_postgres or f"sqlite:///{tmp_path / 'x.db'}")
         await store.migrate()
-        async with store.write() as connection:
-            await connection.run_sync(lambda c: command.downgrade(_alembic_config(c), "0013"))
+        with store.writer.engine.begin() as connection:
+            command.downgrade(_alembic_config(connection), "0013")
             seen = [{"id": i, "name": f"run-{i}", "first_seen": 1.0, "last_seen": 1.0} for i in range(1, 6)]
-            await connection.execute(insert(runs), seen)
+            connection.execute(insert(runs), seen)
             old = "INSERT INTO events (run_id, kind, unix_seconds, sentence) VALUES (:run, 'started', 1.0, 'a rank')"
-            await connection.execute(text(old), [{"run": run_id} for run_id in told])
-            await connection.execute(text("DELETE FROM events WHERE id % 7 = 0"))
+            connection.execute(text(old), [{"run": run_id} for run_id in told])
+            connection.execute(text("DELETE FROM events WHERE id % 7 = 0"))
         await store.migrate()
         await store.check_schema()
         row = {"kind": "started", "unix_seconds": 2.0, "sentence": "another rank"}
-        async with store.write() as connection:
-            await write_events(connection, [{**row, "run_id": run_id} for run_id in (2, 5, 2)])
+        with store.writer.engine.begin() as connection:
+            write_events(connection, [{**row, "run_id": run_id} for run_id in (2, 5, 2)])
         kept = [run_id for place, run_id in enumerate(told, 1) if place % 7]
         count: Counter[int] = Counter()
-        async with store.read() as connection:
-            found = (await connection.execute(select(events.c.run_id, events.c.number).order_by(events.c.id))).all()
+        with store.reader.engine.begin() as connection:
+            found = connection.execute(select(events.c.run_id, events.c.number).order_by(events.c.id)).all()
         assert [run_id for run_id, _ in found] == [*kept, 2, 5, 2]
         for run_id, number in found:
             count[run_id] += 1

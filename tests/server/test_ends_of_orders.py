@@ -153,8 +153,8 @@ def test_an_order_that_nobody_answers_any_more_expires_and_says_who_was_silent(
         await service.store(ranks[0], ranks[0].answer(sent, 2))
         now = time.time()
         monkeypatch.setattr(delivery, "time", SimpleNamespace(time=lambda: now + 5 + 61))
-        async with service.app.state.store.write() as connection:
-            await delivery.expire(connection)
+        with service.app.state.store.writer.engine.begin() as connection:
+            delivery.expire(connection)
         assert await state_of(service, command) == "expired"
         [event, *_] = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
         assert "is expired; no answer from ranks 1, 2" in event["sentence"]

@@ -15,8 +15,8 @@ from foreshock.server.runs.eventlog import cursor_of
 def test_a_strange_last_event_id_begins_the_stream_anew_and_is_no_error(last: str, play: Any) -> None:
     async def story(service: Any) -> None:
         await two_tenants(service)
-        async with service.app.state.store.read() as connection:
-            assert await cursor_of(connection, last, "team-e/") is None
-            assert await cursor_of(connection, f"1 {OWN}", "team-e/") is not None
+        with service.app.state.store.reader.engine.begin() as connection:
+            assert cursor_of(connection, last, "team-e/") is None
+            assert cursor_of(connection, f"1 {OWN}", "team-e/") is not None
 
     play(story, tokens=TOKENS)

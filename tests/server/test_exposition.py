@@ -197,8 +197,7 @@ def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(play: Any) 
     async def story(service: Any) -> None:
         store = service.app.state.store
         statements: list[str] = []
-        for engine in (store.engine.sync_engine, store._looking._engine):
-            event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
         async def queries() -> int:
             statements.clear()
@@ -288,12 +287,11 @@ def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_thos
         exposer, store = service.app.state.exposer, service.app.state.store
         look = exposer.read_changed
         statements: list[str] = []
-        for engine in (store.engine.sync_engine, store._looking._engine):
-            event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
-        async def counted(connection: Any, *, rows: Any) -> Any:
+        def counted(connection: Any, *, rows: Any) -> Any:
             read.extend(row.name for row in rows)
-            return await look(connection, rows=rows)
+            return look(connection, rows=rows)
 
         async def scraped(what: str) -> tuple[set[str], int]:
             read.clear()

@@ -31,8 +31,8 @@ def test_the_steps_of_a_run_of_months_are_listed_quickly(play: Any) -> None:
     async def story(service: Any) -> None:
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(1))
-        async with service.app.state.store.write() as connection:
-            await connection.execute(
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(
                 text(
                     "WITH RECURSIVE n(step) AS (SELECT 2 UNION ALL SELECT step + 1 FROM n WHERE step < :count) "
                     "INSERT INTO samples (run_id, boot_id, sequence, position, step, since_step, unix_seconds, "

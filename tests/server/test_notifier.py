@@ -153,13 +153,13 @@ def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and
             rank = FakeRank(run=f"fleet/run-{number:03}", layers=1, heads=(0,))
             ended = [Finished(step=2, unix_seconds=1.0, status="completed")] if number >= 190 else []
             await service.store(rank, rank.started(), *ended)
-        async with service.app.state.store.write() as connection:
+        with service.app.state.store.writer.engine.begin() as connection:
             for number in range(200):  # their last heartbeats lie within ten seconds
                 heard = now - SILENT_SECONDS - 40 + number % 10
                 own = runs.c.name == f"fleet/run-{number:03}"
-                await connection.execute(update(runs).where(own).values(last_seen=heard))
+                connection.execute(update(runs).where(own).values(last_seen=heard))
             own = service_state.c.key == "notified silence"
-            await connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
+            connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
         for _ in range(3):
             await notifier.turn()
         [message] = out.said

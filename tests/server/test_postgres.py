@@ -252,11 +252,11 @@ def order(address: str, turn: int) -> str:
 async def stored(url: str) -> set[tuple[int, int]]:
     """(rank, sequence) of every batch; the primary key lets none be there twice. Samples must be one for each."""
     store = Store(url)
-    async with store.read() as connection:
+    with store.reader.engine.begin() as connection:
         query = text("SELECT rank, sequence FROM batches JOIN boots ON boots.id = boot_id ORDER BY 1, 2")
-        found = [(rank, sequence) for rank, sequence in await connection.execute(query)]
+        found = [(rank, sequence) for rank, sequence in connection.execute(query)]
         doubled = text("SELECT count(*) FROM samples GROUP BY boot_id, sequence HAVING count(*) > 1")
-        assert (await connection.execute(doubled)).all() == []
+        assert connection.execute(doubled).all() == []
     await store.close()
     return set(found)
 
@@ -265,8 +265,8 @@ def test_a_newer_database_is_refused_with_a_sentence(postgres_for_replicas: str)
     async def look() -> None:
         store = Store(postgres_for_replicas)
         await store.migrate()
-        async with store.write() as connection:
-            await connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+        with store.writer.engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
         with pytest.raises(Exception, match="newer foreshock"):
             await store.check_schema()
         await store.close()

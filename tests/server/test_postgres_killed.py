@@ -1,6 +1,7 @@
 """PostgreSQL itself killed with kill -9: the service lives on, keeps what it acknowledged, and needs no restart."""
 
 import asyncio
+import gc
 import random
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.server.test_postgres import MIGRATE, Sender, stored
 from foreshock.server.curves import rollups
 from foreshock.server.store import retention as sweeping
 from foreshock.server.store.database import Store
-from foreshock.server.store.trouble import STORE_ERRORS
+from foreshock.server.store.trouble import is_away
 from foreshock.server.testing import FakeRank, LiveService
 
 pytestmark = [pytest.mark.servers, pytest.mark.promise("S1")]
@@ -114,6 +115,7 @@ def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(server:
     asyncio.run(look())
 
 
+@pytest.mark.filterwarnings("ignore:<psycopg.ServerCursor:ResourceWarning")  # it cannot be closed: its server is gone
 def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_next_try(
     server: PostgresServer, url: str, player: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,16 +127,15 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         for rank in (old, live):
             await service.store(rank, rank.started(), *(rank.sample(step) for step in range(1, 200)))
         before = await service.get("/v1/runs/live/curves", line="head.risk")
-        async with store.write() as connection:
-            await connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
-            ids = {r.name: r.id for r in await connection.execute(text("SELECT id, name FROM runs"))}
+        with store.writer.engine.begin() as connection:
+            connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
+            ids = {r.name: r.id for r in connection.execute(text("SELECT id, name FROM runs"))}
         retention = sweeping.Retention(store, 500.0)
         assert await retention.sweep(monotonic=0.0) == 0
         left = text(f"SELECT count(*) FROM samples WHERE run_id = {ids['old']}")
 
         async def count() -> int:
-            async with store.read() as connection:
-                return int((await connection.execute(left)).scalar_one())
+            return int(await store.read(lambda connection: connection.execute(left).scalar_one()))
 
         leaving = asyncio.create_task(retention.sweep(monotonic=51.0))
         while await count() > 195:
@@ -142,12 +143,14 @@ def test_killed_while_old_runs_leave_and_curves_are_rolled_up_both_end_at_the_ne
         rolling = asyncio.create_task(rollups.build(store, ids["live"], 0))
         await asyncio.sleep(0.02)
         await asyncio.to_thread(server.kill)
-        ended = await asyncio.gather(leaving, rolling, return_exceptions=True)
-        assert isinstance(ended[0], STORE_ERRORS), ended
-        assert ended[1] is True or isinstance(ended[1], STORE_ERRORS), ended
+        ended: list[Any] = [*await asyncio.gather(leaving, rolling, return_exceptions=True)]
+        assert is_away(ended[0]), ended
+        assert ended[1] is True or is_away(ended[1]), ended
         await asyncio.to_thread(server.start)
         assert await retention.sweep(monotonic=60.0) == 1
         assert await rollups.build(store, ids["live"], 0)
+        del ended
+        gc.collect()  # the cursor that the kill left open, while its warning is left out
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["live"]
         after = await service.get("/v1/runs/live/curves", line="head.risk")
         assert after["lines"][0]["steps"] == before["lines"][0]["steps"]

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
 from foreshock.server.access.problems import MAX_ERRORS, ProblemError, install, items, problem
@@ -24,7 +24,11 @@ WAYS: dict[str, tuple[Exception, int, str]] = {
     "going down": (ClosingError(INSIDE), 503, "The service is going down; try again."),
     "busy": (BusyError(INSIDE), 429, "More large reads wait than the service takes; try again."),
     "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503, "The store cannot be used just now; try again."),
-    "server gone": (ConnectionRefusedError(INSIDE), 503, "The store cannot be used just now; try again."),
+    "server gone": (
+        DBAPIError(INSIDE, {}, OSError(INSIDE), connection_invalidated=True),
+        503,
+        "The store cannot be used just now; try again.",
+    ),
     "not there": (HTTPException(404), 404, "There is nothing at this address; /openapi.json lists what there is."),
     "no method": (HTTPException(405, headers={"allow": "GET"}), 405, "This address does not take that method."),
     "nobody's": (RuntimeError(INSIDE), 500, "The service failed on this request; its log says why."),

@@ -107,8 +107,8 @@ def test_in_whatever_order_process_starts_move_each_counts_up_to_where_a_later_o
             )
             age = draw.choice([None, draw.uniform(0, 9000)])
             await service.store(rank, said, age=age, replayed=draw.random() < 0.3)
-            async with service.app.state.store.read() as connection:
-                known = (await connection.execute(select(boots).order_by(boots.c.place))).all()
+            with service.app.state.store.reader.engine.begin() as connection:
+                known = connection.execute(select(boots).order_by(boots.c.place)).all()
             newest = ([row for row in known if not row.replayed] or known)[-1]
             assert [row.id for row in known if row.newest] == [newest.id]
             later: list[int] = []

@@ -175,8 +175,8 @@ def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(p
         rank = FakeRank()
         assert not (await service.store(rank, rank.started(), age=1)).send_started
         assert not (await service.store(rank, rank.sample(1), age=2)).send_started
-        async with service.app.state.store.write() as connection:
-            await connection.execute(runs.delete())
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(runs.delete())
         assert (await service.store(rank, rank.sample(2), age=3)).send_started
         assert (await service.get("/v1/runs/run-1"))["layers"] == []
         assert not (await service.store(rank, rank.started(), rank.sample(3), age=4)).send_started

@@ -42,8 +42,8 @@ async def sent(service: Any, rank: FakeRank, name: str = "greedy", sequence: int
 async def used(service: Any) -> dict[str, tuple[int, int]]:
     """(runs, bytes) in the store of every token that has some."""
     query = select(usage.c.token, func.count(), func.sum(usage.c.stored_bytes)).group_by(usage.c.token)
-    async with service.app.state.store.read() as connection:
-        return {token: (number, int(size)) for token, number, size in await connection.execute(query)}
+    with service.app.state.store.reader.engine.begin() as connection:
+        return {token: (number, int(size)) for token, number, size in connection.execute(query)}
 
 
 def read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,8 @@ def test_a_run_that_is_deleted_makes_room(play: Any, monkeypatch: pytest.MonkeyP
     async def story(service: Any) -> None:
         assert (await sent(service, FakeRank(run="run-0"))).status_code == 200
         assert (await sent(service, FakeRank(run="run-1"))).status_code == 429
-        async with service.app.state.store.write() as connection:
-            await connection.execute(delete(runs).where(runs.c.name == "run-0"))
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(delete(runs).where(runs.c.name == "run-0"))
         assert (await sent(service, FakeRank(run="run-1"))).status_code == 200
         assert list(await used(service)) == ["greedy"]
 
@@ -121,8 +121,8 @@ def test_a_quota_holds_over_replicas_of_one_postgresql(
                 assert (await sent(service, FakeRank(run="run-0"))).status_code == 200
                 assert (await sent(second, FakeRank(run="run-1"))).status_code == 429
                 assert (await sent(second, FakeRank(run="run-1"), "modest")).status_code == 200
-                async with service.app.state.store.read() as connection:
-                    rows = (await connection.execute(select(usage))).all()
+                with service.app.state.store.reader.engine.begin() as connection:
+                    rows = connection.execute(select(usage)).all()
                 assert [row.token for row in rows] == ["greedy", "modest"]
 
             await player(url, other, tokens=TOKENS, token_stored_bytes=BOUND)

@@ -74,8 +74,8 @@ def test_a_disk_with_no_room_for_a_batch_is_not_ready(play: Any, monkeypatch: py
 
 def test_a_store_that_reads_but_takes_no_write_is_not_ready(play: Any) -> None:
     async def story(service: Any) -> None:
-        async with service.app.state.store.write() as connection:
-            await connection.exec_driver_sql(
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.exec_driver_sql(
                 "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
         status, said = await asked(service)
@@ -90,7 +90,7 @@ def test_a_writer_that_hangs_is_said_within_the_deadline_and_not_for_ever(
     monkeypatch.setattr(readiness, "DEADLINE_SECONDS", 0.3)
 
     async def story(service: Any) -> None:
-        async with service.app.state.store.write():
+        with service.app.state.store.writer.engine.begin():
             began = time.monotonic()
             assert (await asked(service))[0] == 503
             assert time.monotonic() - began < 3

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ def test_batches_are_stored_while_readers_hold_every_connection(play: Any) -> No
     async def story(service: Any) -> None:
         rank = FakeRank()
         await service.store(rank, rank.started(), rank.sample(1))
-        async with AsyncExitStack() as held:
-            for _ in range(15):
-                await held.enter_async_context(service.app.state.store.read())
+        engine = service.app.state.store.reader.engine
+        with ExitStack() as held:
+            for _ in range(engine.pool.size()):
+                held.enter_context(engine.begin())
             async with asyncio.timeout(10):
                 await service.store(rank, rank.sample(2))
 

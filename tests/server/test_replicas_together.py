@@ -106,9 +106,9 @@ def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two
         working += [order("job-0", *replicas), order("job-1", *reversed(replicas))]
         await asyncio.gather(*working)
         assert (await replicas[0].get("/v1/audit"))["intact"]
-        async with replicas[0].app.state.store.read() as connection:
+        with replicas[0].app.state.store.reader.engine.begin() as connection:
             of_runs = select(events.c.run_id, events.c.number).order_by(events.c.id)
-            numbers = (await connection.execute(of_runs)).all()
+            numbers = connection.execute(of_runs).all()
         for run_id in {run_id for run_id, _ in numbers}:
             own = [number for other, number in numbers if other == run_id]
             assert own == list(range(1, len(own) + 1))

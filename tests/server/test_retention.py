@@ -18,17 +18,17 @@ def test_old_runs_are_deleted_and_the_audit_trail_stays(play: Any) -> None:
         for rank in (old, new):
             await service.store(rank, rank.started(), rank.sample(1), rank.verdict(1))
         store = service.app.state.store
-        async with store.write() as connection:
-            await audit.append(connection, actor="ann", action="command", run="old")
-            await connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
+        with store.writer.engine.begin() as connection:
+            audit.append(connection, actor="ann", action="command", run="old")
+            connection.execute(text("UPDATE runs SET last_seen = last_seen - 1000 WHERE name = 'old'"))
         retention = Retention(store, 500.0)
         assert [await retention.sweep(monotonic=at) for at in (0.0, 40.0, 51.0)] == [0, 0, 1]
         assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["new"]
-        async with store.read() as connection:
+        with store.reader.engine.begin() as connection:
             for table in ("samples", "boots", "events", "warnings"):
-                found = await connection.execute(text(f"SELECT name FROM {table} LEFT JOIN runs ON runs.id = run_id"))
+                found = connection.execute(text(f"SELECT name FROM {table} LEFT JOIN runs ON runs.id = run_id"))
                 assert set(found.scalars()) == {"new"}, table
-            assert (await connection.execute(text("SELECT count(*) FROM batches"))).scalar() == 1
+            assert connection.execute(text("SELECT count(*) FROM batches")).scalar() == 1
         assert len((await service.get("/v1/audit"))["rows"]) == 1
 
     play(story)
@@ -73,9 +73,9 @@ def test_what_a_deleted_run_took_goes_back_to_the_disk_a_little_at_a_time(play: 
         store = service.app.state.store
 
         async def size() -> int:
-            async with store.read() as connection:
-                await connection.execute(text("PRAGMA wal_checkpoint(PASSIVE)"))
-                return int((await connection.execute(text("PRAGMA page_count"))).scalar())
+            with store.reader.engine.begin() as connection:
+                connection.execute(text("PRAGMA wal_checkpoint(PASSIVE)"))
+                return int(connection.execute(text("PRAGMA page_count")).scalar())
 
         empty = await size()
         rank = FakeRank(layers=12, heads=range(12))

@@ -19,8 +19,8 @@ def test_rolled_up_spans_say_what_the_samples_say(play: Any, metric: str) -> Non
         before = await service.get("/v1/runs/run-1/curves", **query)
         for span in range(8):
             assert await build(service.app.state.store, 1, span)
-        async with service.app.state.store.read() as connection:
-            count = (await connection.execute(text("SELECT count(*) FROM rollups"))).scalar()
+        with service.app.state.store.reader.engine.begin() as connection:
+            count = connection.execute(text("SELECT count(*) FROM rollups")).scalar()
         assert count > 0
         after = await service.get("/v1/runs/run-1/curves", **query)
         for old, new in zip(before["lines"], after["lines"], strict=True):
@@ -40,8 +40,8 @@ def test_a_wide_runs_few_samples_are_drawn_from_its_roll_ups(play: Any) -> None:
         before = await service.get("/v1/runs/run-1/curves", **query)
         for span in range(8):
             assert await build(service.app.state.store, 1, span)
-        async with service.app.state.store.write() as connection:
-            await connection.execute(text("UPDATE samples SET arrays = NULL"))
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(text("UPDATE samples SET arrays = NULL"))
         after = await service.get("/v1/runs/run-1/curves", **query)
         for old, new in zip(before["lines"], after["lines"], strict=True):
             assert new["steps"] == old["steps"]
@@ -82,8 +82,8 @@ def test_a_span_that_was_forgotten_is_rolled_up_again_after_a_restart(play: Any)
         await service.store(rank, rank.sample(1300))
 
     async def built(service: Any) -> set[int]:
-        async with service.app.state.store.read() as connection:
-            return await built_spans(connection, 1, 0, 5 * COARSE - 1)
+        with service.app.state.store.reader.engine.begin() as connection:
+            return built_spans(connection, 1, 0, 5 * COARSE - 1)
 
     async def after(service: Any) -> None:
         assert await built(service) == {0, 2, 3}
@@ -132,16 +132,16 @@ def test_what_changes_a_span_while_it_is_rolled_up_is_not_kept_and_no_process_st
             "a start that does its steps again": (again, again.started(step=500)),
             "a start with other heads": (wider, wider.started()),
         }
-        transact = store.transact
+        write = store.write
 
         async def late(change: Any) -> Any:
-            monkeypatch.setattr(store, "transact", transact)
+            monkeypatch.setattr(store, "write", write)
             if meanwhile in events:
                 await service.store(*events[meanwhile])
-            listen(store._writer._engine, "before_cursor_execute", lambda *given: said.append(given[2]))
-            return await transact(change)
+            listen(store.writer.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+            return await write(change)
 
-        monkeypatch.setattr(store, "transact", late)
+        monkeypatch.setattr(store, "write", late)
         assert await build(store, 1, 0) == kept
         assert said
         assert [statement for statement in said if "boots" in statement] == []

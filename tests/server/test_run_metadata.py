@@ -61,11 +61,11 @@ async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
 async def everything(service: Any) -> dict[str, int]:
     """How many rows each table has that belongs to runs."""
     found = {}
-    async with service.app.state.store.read() as connection:
+    with service.app.state.store.reader.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if table is runs or "run_id" in table.c or "boot_id" in table.c:
                 query = select(func.count()).select_from(table)
-                found[table.name] = (await connection.execute(query)).scalar_one()
+                found[table.name] = connection.execute(query).scalar_one()
     return found
 
 
@@ -188,8 +188,8 @@ def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(live: Call
         assert refused.status_code == 409
         assert "still trains" in refused.json()["detail"]
         assert (await service.get("/v1/audit"))["rows"] == []
-        async with service.app.state.store.write() as connection:
-            await connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
         assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
         await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
         assert (await service.get("/v1/runs/trains"))["last_step"] == 9

@@ -19,10 +19,10 @@ def test_the_migrations_make_exactly_the_tables_that_the_code_uses(tmp_path: Pat
         await store.migrate()
         await store.migrate()
         await store.check_schema()
-        async with store.engine.connect() as connection:
-            changes = await connection.run_sync(lambda c: compare_metadata(MigrationContext.configure(c), metadata))
-            mode = (await connection.execute(text("PRAGMA journal_mode"))).scalar()
-            synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar()
+        with store.reader.engine.connect() as connection:
+            changes = compare_metadata(MigrationContext.configure(connection), metadata)
+            mode = connection.execute(text("PRAGMA journal_mode")).scalar()
+            synchronous = connection.execute(text("PRAGMA synchronous")).scalar()
         assert changes == []
         assert (mode, synchronous) == ("wal", 2)
         await store.close()
@@ -34,9 +34,9 @@ def test_what_belongs_to_a_boot_is_found_by_an_index(tmp_path: Path) -> None:
     async def look() -> None:
         store = Store(f"sqlite:///{tmp_path / 'x.db'}")
         await store.migrate()
-        async with store.read() as connection:
+        with store.reader.engine.begin() as connection:
             for table in ("samples", "events", "warnings", "batches"):
-                plan = await connection.execute(text(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE boot_id = 1"))
+                plan = connection.execute(text(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE boot_id = 1"))
                 [row] = plan.all()
                 assert row.detail.startswith("SEARCH"), row.detail
         await store.close()

@@ -70,21 +70,18 @@ def test_a_store_that_has_become_read_only_is_read_and_refuses_batches_for_now(p
         rank, store = FakeRank(), service.app.state.store
         await service.store(rank, rank.started(), rank.sample(1))
 
-        async def only_reading(on: str) -> None:
-            raw = store._writer._engine.raw_connection()
+        def only_reading(on: str) -> None:
+            raw = store.writer.engine.raw_connection()
             raw.driver_connection.execute(f"PRAGMA query_only = {on}")
             raw.close()
-            async with store._write_engine.connect() as connection:
-                driver = (await connection.get_raw_connection()).driver_connection
-                await driver.execute(f"PRAGMA query_only = {on}")
 
-        await only_reading("ON")
+        only_reading("ON")
         answer = await service.post(rank.batch(rank.sample(2)))
         assert (answer.status_code, answer.headers["retry-after"] >= "1") == (503, True)
         assert (await service.get("/v1/runs/run-1"))["last_step"] == 1
         order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
         assert (await service.client.post("/v1/runs/run-1/commands", json=order)).status_code == 503
-        await only_reading("OFF")
+        only_reading("OFF")
         assert (await service.post(rank.batch(rank.sample(2), sequence=2))).status_code == 200
 
     play(story)

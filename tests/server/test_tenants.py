@@ -262,8 +262,8 @@ def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(play:
             body = FakeRank(run=name).batch(FakeRank().sample(1)).model_dump_json()
             json_type = {"content-type": "application/json"}
             assert (await ask(service, ALL, "POST", "/v1/batches", content=body, headers=json_type)).status_code == 200
-        async with service.app.state.store.write() as connection:
-            await connection.execute(runs.update().values(last_seen=1.8e9))
+        with service.app.state.store.writer.engine.begin() as connection:
+            connection.execute(runs.update().values(last_seen=1.8e9))
         cursor: str | None = None
         seen: list[str] = []
         cursors: list[str] = []

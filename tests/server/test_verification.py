@@ -91,10 +91,10 @@ def test_an_escalation_keeps_to_the_bounds_of_machines(play: Any) -> None:
     async def story(service: Any) -> None:
         await switched(service, mode="stable_softmax")
         store = service.app.state.store
-        async with store.write() as connection:
-            run_id = (await connection.execute(select(runs.c.id))).scalar_one()
+        with store.writer.engine.begin() as connection:
+            run_id = connection.execute(select(runs.c.id)).scalar_one()
             order = Order(run_id, "run-1", "alertmanager", "alertmanager", "it drifts", [(1, 0)], "exact_delta")
-            await create(connection, order)
+            create(connection, order)
         await judge(service)
         assert sorted(c["source"] for c in await commands_of(service)) == ["alertmanager", "api"]
 
