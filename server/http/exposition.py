@@ -27,6 +27,7 @@ from foreshock.server.http.run_series import RunRows, RunSeries, read_rows, seri
 from foreshock.server.logs import lines
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store
+from foreshock.server.store.executors import give_up_if_cancelled
 from foreshock.server.store.reading import unreadable
 from foreshock.server.store.schema import runs, service_state
 
@@ -81,19 +82,18 @@ class Exposer:
             life = self._settings.metrics_seconds
             self._taken = {known: taken for known, taken in self._taken.items() if now - taken[0] < life}
             if prefix not in self._taken:
-                self._taken[prefix] = now, await self._take(prefix)
+                self._taken[prefix] = now, await self._store.read(partial(self._take, prefix=prefix))
             exposition = self._taken[prefix][1]
         encode, content_type = encoder(accept)
         return await asyncio.to_thread(encode, exposition.lines), content_type
 
-    async def _take(self, prefix: str) -> Exposition:
+    def _take(self, connection: Connection, prefix: str) -> Exposition:
         exposition = Exposition(self._settings.max_series)
-        rows, per_run = await self._store.read(lambda connection: self._look(connection, exposition, prefix))
-        await self._read_anew([row for row in rows if self._made_of(row) is None])
+        rows, per_run = self._look(connection, exposition, prefix)
+        self._read_anew(connection, [row for row in rows if self._made_of(row) is None])
         now = time.time()
         shown = [(row, series) for row in rows if (series := self._made_of(row)) and self._is_shown(row, series, now)]
-        shown = self._in_turns(shown)
-        await asyncio.to_thread(_fill, exposition, shown, per_run)
+        _fill(exposition, self._in_turns(shown), per_run)
         exposition.set("service.series_dropped", float(exposition.dropped))
         if not prefix:
             exposition.set("service.unreadable_rows", float(len(unreadable)))  # now that the runs have been read
@@ -136,11 +136,11 @@ class Exposer:
         changes, series = self._made.get(row.id, (None, None))
         return series if changes == row.changes else None
 
-    async def _read_anew(self, rows: Sequence[Row[Any]]) -> None:
+    def _read_anew(self, connection: Connection, rows: Sequence[Row[Any]]) -> None:
         for first in range(0, len(rows), _RUNS_AT_ONCE):
+            give_up_if_cancelled(connection)
             some = rows[first : first + _RUNS_AT_ONCE]
-            found = await self._store.read(partial(self.read_changed, rows=some))
-            made = await asyncio.to_thread(self._make_all, found)
+            made = self._make_all(self.read_changed(connection, some))
             self._made |= {row.id: (row.changes, made[row.id]) for row in some}
 
     def _make_all(self, found: dict[int, RunRows]) -> dict[int, RunSeries]:

@@ -101,8 +101,7 @@ def read_rows(connection: Connection, rows: Sequence[Row[Any]], verify_steps: in
 
 
 def series_of(rows: RunRows) -> tuple[RunSeries, MergedSteps | None]:
-    """The series of a run, but for its tables, and its newest reading; work for the processor, best done beside the
-    event loop."""
+    """The series of a run, but for its tables, and its newest reading."""
     reading = merge(*rows.newest) if rows.newest is not None else None
     series = RunSeries(finished=status_of(rows.boots) != "active")
     told: set[tuple[str, Labels]] = set()

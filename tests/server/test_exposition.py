@@ -165,9 +165,9 @@ def test_scrapers_that_come_within_a_second_share_one_snapshot(play: Any) -> Non
         exposer, taken = service.app.state.exposer, []
         take = exposer._take
 
-        async def counted(prefix: str) -> Any:
+        def counted(connection: Any, prefix: str) -> Any:
             taken.append(prefix)
-            return await take(prefix)
+            return take(connection, prefix)
 
         exposer._take = counted
         rank = await a_full_run(service)
@@ -289,9 +289,9 @@ def test_of_two_thousand_runs_a_scrape_reads_those_that_changed_and_forgets_thos
         statements: list[str] = []
         event.listen(store.reader.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
 
-        def counted(connection: Any, *, rows: Any) -> Any:
+        def counted(connection: Any, rows: Any) -> Any:
             read.extend(row.name for row in rows)
-            return look(connection, rows=rows)
+            return look(connection, rows)
 
         async def scraped(what: str) -> tuple[set[str], int]:
             read.clear()

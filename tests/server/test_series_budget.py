@@ -53,9 +53,9 @@ def test_only_runs_that_changed_are_read_again_for_a_scrape(play: Any) -> None:
         exposer = service.app.state.exposer
         look = exposer.read_changed
 
-        def counted(connection: Any, *, rows: Any) -> Any:
+        def counted(connection: Any, rows: Any) -> Any:
             read.extend(row.id for row in rows)
-            return look(connection, rows=rows)
+            return look(connection, rows)
 
         exposer.read_changed = counted
         assert await shown(service) == first
