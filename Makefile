@@ -74,7 +74,6 @@ check-rest: .venv/.dev
 	@$(BIN)/lint-imports
 	@$(PY) -m foreshock dashboards check
 	@$(PY) scripts/generate_docs.py --check
-	@$(PY) scripts/reliability_page.py --check
 	@$(BIN)/codespell $(PROSE)
 	@$(PY) scripts/check_prose.py
 	@$(PY) scripts/check_tests.py

@@ -1,4 +1,4 @@
-"""Write docs/reference/, the page's types and the agent's keywords from the code, or with --check say what is stale.
+"""Write docs/reference/, docs/reliability.md, the page's types and the agent's keywords; --check says what is stale.
 
 Commands come from the command line's own definitions, settings and configuration from their typed models, routes and
 the page's types from the service's OpenAPI document, modes from their list: what is not documented does not exist, and
@@ -7,8 +7,10 @@ what changes shows up in `make check`.
 
 import ast
 import inspect
+import re
 import runpy
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -241,6 +243,31 @@ def variables() -> Iterator[str]:
 
 
 ROOT = Path(__file__).parents[1]
+PROMISES = ROOT / "tests" / "promises.toml"
+
+
+def proofs() -> dict[str, list[Path]]:
+    """The test files that bear each promise's number, in order."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for promise in sorted(set(re.findall(r"mark\.promise\(\"(\w+)\"\)", path.read_text()))):
+            files.setdefault(promise, []).append(path)
+    return files
+
+
+def promises() -> Iterator[str]:
+    """Every promise with the files whose tests prove it. Raises KeyError for one that none proves."""
+    files = proofs()
+    yield "# What is promised, and where it is proven\n"
+    yield "Each promise stands in tests/promises.toml. The tests that bear its number prove it, for example"
+    yield '`@pytest.mark.promise("A1")`; the links name their files. `make test` and `make test-full` run all of them,'
+    yield "and `make faults-long` runs kills, fuzzing and soak at their full sizes, which takes hours.\n"
+    for part, sentences in tomllib.loads(PROMISES.read_text()).items():
+        yield f"## {part.capitalize()}\n\n| | promise | proven in |\n|---|---|---|"
+        for promise, sentence in sentences.items():
+            links = (f"[{path.stem.removeprefix('test_')}](../{path.relative_to(ROOT)})" for path in files[promise])
+            yield f"| {promise} | {sentence.replace('|', chr(92) + '|')} | {', '.join(links)} |"
+        yield ""
 
 
 def _beside(file: str) -> dict[str, Any]:
@@ -259,6 +286,7 @@ PAGES = {
             "api.md": routes,
         }.items()
     },
+    ROOT / "docs" / "reliability.md": (NOTE, promises),
     ROOT / "server" / "ui" / "src" / "service.ts": (PAGE_NOTE, _beside("page_types.py")["page_types"]),
     ROOT / "monitor" / "agent_settings.py": ("", keywords),
     **{ROOT / page: ("", partial(_BLOCKS, ROOT / page)) for page in ("README.md", "docs/agent.md", "docs/examples.md")},
