@@ -29,7 +29,6 @@ WITHOUT: Final = {
     "kernels/flash_attention/triton_kernels/launcher.py": "needs a GPU: `tests/kernels/test_triton_cuda.py`",
     "server/models.py": "declares answers, which `tests/server/test_fuzz.py` holds every route to",
     "server/testing/service.py": "is what the service's own tests stand on: `tests/server/conftest.py`",
-    "benchmarks/agent_cost.py": "is run whole by `tests/faults/test_host_cost.py`, which asserts its figures",
     "benchmarks/page.py": "is measured in a browser by `tests/server/ui/test_fleet.py`",
 }
 """Modules that need no test file of their name: why, with the file that tests them in backquotes."""

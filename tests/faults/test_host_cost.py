@@ -15,12 +15,14 @@ import pytest
 import torch
 from tests.faults.hostile_server import answer, closed_port, drip, hang, hostile_server
 from tests.faults.sending import BUSY_SECONDS
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from foreshock.benchmarks.agent_cost import HEADS, LAYERS, Attention, counts
+from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SLOT_COUNT, SUM_SLOTS, Slot
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
+LAYERS, HEADS, ROWS = 12, 12, 32 * 1024
 BLOCK = 50
 """Steps of one training before it is the other's turn."""
 WARM_UP_BLOCKS = 4
@@ -33,6 +35,29 @@ from pathlib import Path
 from tests.faults.test_host_cost import measured
 print(json.dumps(measured(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
 """
+
+
+class Attention(nn.Module):
+    """Announces its heads; what it computes does not matter here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def counts(generator: np.random.Generator) -> Tensor:
+    """A healthy step's state of one layer, int64 [HEADS, SLOT_COUNT]."""
+    words = np.zeros((HEADS, SLOT_COUNT), dtype=np.int64)
+    floats = words.view(np.float64)
+    words[:, list(COUNT_SLOTS)] = generator.integers(0, 50, (HEADS, len(COUNT_SLOTS)))
+    words[:, [Slot.NONFINITE_ROWS, Slot.EMPTY_ROWS]] = 0
+    words[:, Slot.ROWS] = ROWS
+    floats[:, list(SUM_SLOTS)] = generator.normal(ROWS, 10.0, (HEADS, len(SUM_SLOTS)))
+    floats[:, list(MAX_SLOTS)] = generator.normal(20.0, 1.0, (HEADS, len(MAX_SLOTS)))
+    return torch.from_numpy(words)
 
 
 @contextmanager
