@@ -34,9 +34,6 @@ TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 _OPERATIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
-_TIMED_MODES = ("exact_delta", "stable_softmax", "row_corrected")
-"""What is told of their cost on every head."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -127,24 +124,15 @@ def _flex(shape: Shape) -> Contender:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
-def contenders(shape: Shape, mitigations: bool) -> dict[str, Contender]:
+def contenders(shape: Shape) -> dict[str, Contender]:
     """Who is timed on a shape, by the name of its column."""
-    found: dict[str, Contender] = {
+    return {
         "foreshock": foreshock(shape, Mode.PLAIN),
         "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
-    }
-    if mitigations:
-        found |= {f"foreshock_{mode}": foreshock(shape, Mode[mode.upper()]) for mode in _TIMED_MODES}
-    return found | {
         "sdpa_flash": sdpa(shape, SDPBackend.FLASH_ATTENTION),
         "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION),
         "flex": _flex(shape),
     }
-
-
-def measure(shape: Shape, stopwatch: Stopwatch, mitigations: bool = True) -> list[dict[str, Any]]:
-    """The cells of one shape, one per pass, of every contender."""
-    return timed(shape, stopwatch, contenders(shape, mitigations))
 
 
 def timed(
@@ -222,31 +210,6 @@ def _ratio(cell: dict[str, Any], peer: str) -> str:
     return f"{cell[peer] / cell['foreshock']:.2f}" if cell.get(peer) else "-"
 
 
-def table(cells: list[dict[str, Any]]) -> str:
-    """Milliseconds of foreshock, and how many times as long each peer takes: from 1.00 on foreshock is as fast."""
-    lines = [
-        "  D  heads  kv      S  causal  pass          ms  TFLOP/s  / flash  / cuDNN  / flex   "
-        "counting    exact   stable"
-    ]
-    for cell in cells:
-        shape = Shape(*(cell[key] for key in ("head_dim", "heads", "kv_heads", "seq_len", "causal")))
-        rate = _OPERATIONS[cell["pass"]] * shape.flops / cell["foreshock"] / 1e9
-        extra = "".join(
-            f"{100 * (cell[a] / cell[b] - 1):+8.1f}%" if cell.get(a) and cell.get(b) else f"{'-':>9}"
-            for a, b in (
-                ("foreshock", "foreshock_plain"),
-                ("foreshock_exact_delta", "foreshock"),
-                ("foreshock_stable_softmax", "foreshock"),
-            )
-        )
-        lines.append(
-            f"{shape.head_dim:>3}  {shape.heads:>5}  {shape.kv_heads:>2}  {shape.seq_len:>5}  {shape.causal!s:>6}  "
-            f"{cell['pass']:<8}  {cell['foreshock']:>6.3f}  {rate:>7.0f}  {_ratio(cell, 'sdpa_flash'):>7}  "
-            f"{_ratio(cell, 'sdpa_cudnn'):>7}  {_ratio(cell, 'flex'):>6}  {extra}"
-        )
-    return "\n".join(lines)
-
-
 def markdown(cells: list[dict[str, Any]]) -> str:
     """The table of kernels/flash_attention/README.md: milliseconds (TFLOP/s), then peer / foreshock for each peer."""
     lines = [
@@ -271,18 +234,11 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
     """Geometric means over `both` from S = 2048, and the least and mean ratio to each peer over every cell."""
     both = [c for c in cells if c["pass"] == PASSES[-1] and c["seq_len"] >= 2048 and c["kv_heads"] == c["heads"]]
     result = {}
-    modes = sorted(
-        {name for cell in cells for name in cell if name.startswith("foreshock_")}
-        - {"foreshock_plain", "foreshock_quiet"}
-    )
-    for name, a, b in (
-        ("statistics_cost", "foreshock", "foreshock_plain"),
-        *((f"{name.removeprefix('foreshock_')}_cost", name, "foreshock") for name in modes),
-    ):
-        ratios = [c[a] / c[b] for c in both if c.get(a) and c.get(b)]
-        if ratios:
-            result[name] = statistics.geometric_mean(ratios) - 1
-            result[f"{name}_worst_cell"] = max(ratios) - 1
+    if ratios := [c["foreshock"] / c["foreshock_plain"] for c in both if c.get("foreshock_plain")]:
+        result = {
+            "statistics_cost": statistics.geometric_mean(ratios) - 1,
+            "statistics_cost_worst_cell": max(ratios) - 1,
+        }
     for which in PASSES:
         for peer in ("sdpa_flash", "sdpa_cudnn", "flex"):
             ratios = [c[peer] / c["foreshock"] for c in cells if c["pass"] == which and c.get(peer)]
@@ -314,9 +270,9 @@ def main(json_path: str | None = None, repeats: int = 15, lengths: tuple[int, ..
         Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
 
     for shape in grid(lengths):
-        found = measure(shape, stopwatch)
-        header, *lines = table(found).splitlines()
-        print("\n".join(lines if cells else [header, *lines]), flush=True)
+        found = timed(shape, stopwatch, contenders(shape))
+        *head, line = markdown(found).splitlines()
+        print("\n".join([line] if cells else [*head, line]), flush=True)
         cells += found
         keep()
     for head_dim, heads in ((64, 32), (128, 16)):

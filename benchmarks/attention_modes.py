@@ -2,7 +2,7 @@
 
 Every mode of the list in contract/modes.py that kernels serve, in turn with plain heads and with cuDNN, all with the
 statistics of every row. What a change did to a mode's cost, the same command tells in both commits, one after the other
-on one quiet host: `--before` prints the ratios of an earlier file beside those of this run.
+on one quiet host.
 """
 
 import json
@@ -57,57 +57,35 @@ def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(cells: list[dict[str, Any]], before: list[dict[str, Any]] | None = None) -> str:
-    """Milliseconds of plain heads and the ratio of each mode to them; in brackets that of the same cell before."""
-    earlier = {_key(cell): cell["ratio_to_plain"] for cell in before or []}
+def table(cells: list[dict[str, Any]]) -> str:
+    """Milliseconds of plain heads and the ratio of each mode to them."""
     width = max(len(name) for name in RATIOS) + 1
     lines = ["  D      S  causal  pass      plain ms  " + "".join(f"{name:>{width}}" for name in RATIOS)]
     for cell in cells:
-        columns = []
-        for name in RATIOS:
-            now, then = cell["ratio_to_plain"][name], earlier.get(_key(cell), {}).get(name)
-            said = "-" if now is None else f"{now:.3f}"
-            columns.append(f"{said if then is None else f'{said} ({then:.3f})':>{width}}")
+        ratios = ["-" if each is None else f"{each:.3f}" for each in map(cell["ratio_to_plain"].get, RATIOS)]
         lines.append(
             f"{cell['head_dim']:>3}  {cell['seq_len']:>5}  {cell['causal']!s:>6}  {cell['pass']:<8}  "
-            f"{cell['plain']:>8.3f}  {''.join(columns)}"
+            f"{cell['plain']:>8.3f}  {''.join(f'{each:>{width}}' for each in ratios)}"
         )
     return "\n".join(lines)
 
 
-def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in ("head_dim", "heads", "kv_heads", "seq_len", "causal", "pass"))
-
-
-def main(json_path: str | None = None, repeats: int = 15, before: str | None = None) -> None:
+def main(json_path: str | None = None, repeats: int = 15) -> None:
     """Measure, print, and write to `json_path` after every shape. Needs a CUDA GPU."""
-    earlier = None if before is None else read(Path(before))
     if not torch.cuda.is_available():
         raise SystemExit(
             "foreshock bench attention --modes needs a CUDA GPU, and this machine has none that PyTorch sees"
         )
-    run(Stopwatch(repeats), None if json_path is None else Path(json_path), earlier)
+    run(Stopwatch(repeats), None if json_path is None else Path(json_path))
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The cells of an earlier run. Raises SystemExit with a sentence for a file that holds none."""
-    try:
-        cells: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
-        table(cells, cells)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise SystemExit(f"{file} holds no result of foreshock bench attention --modes: {error!r}") from None
-    return cells
-
-
-def run(
-    stopwatch: Stopwatch, file: Path | None, before: list[dict[str, Any]] | None = None, device: str = "cuda"
-) -> None:
+def run(stopwatch: Stopwatch, file: Path | None, device: str = "cuda") -> None:
     """Every shape in turn."""
     began = time.monotonic()
     cells: list[dict[str, Any]] = []
     for shape in SHAPES:
         found = measure(shape, stopwatch, device)
-        header, *lines = table(found, before).splitlines()
+        header, *lines = table(found).splitlines()
         print("\n".join(lines if cells else [header, *lines]), flush=True)
         cells += found
         if file is not None:

@@ -1,7 +1,7 @@
 """What the service takes in: batches a second, under overload, and as runs grow many. `foreshock bench ingest`.
 
 A real service process on 127.0.0.1 is driven by real client processes; every batch holds one sample of 12 layers x 12
-heads with every metric. Clients and service share the machine's cores, unless the service is given its own.
+heads with every metric. Clients and service share the machine's cores.
 """
 
 import json
@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -72,12 +71,10 @@ def main(
     seconds: float = 20.0,
     overload_seconds: float = 60.0,
     database_url: str | None = None,
-    service_cpus: Collection[int] = (),
 ) -> dict[str, Any]:
     """Measure, print a table, write JSON; the figures. The run takes about three times `seconds` and two minutes more.
 
     `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
-    `service_cpus` are the cores of the service; bind this process, and so the clients, to others.
     """
     # The limit for each run is taken away: what is measured is the service, not its fairness.
     environment = {"FORESHOCK_RUN_BATCHES_PER_SECOND": "1e9"}
@@ -88,10 +85,8 @@ def main(
         tempfile.TemporaryDirectory() as folder,
         LiveService(Path(folder), environment, metrics_seconds=1.0) as service,
     ):
-        _bind(service.pid, service_cpus)
         run_load(Load(service.url, CLIENTS, CLIENTS, 2.0, f"{name}-warm"))
         report = device(database_url)
-        report["device"]["service_cores"] = len(service_cpus) or os.cpu_count()
         report["sustained"] = _sustained(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a"))
         report["overload"] = _overload(service, Load(service.url, 10 * CLIENTS, CLIENTS, overload_seconds, f"{name}-b"))
         after = run_load(Load(service.url, CLIENTS, CLIENTS, 8.0, f"{name}-c"))
@@ -124,12 +119,6 @@ def device(database_url: str | None) -> dict[str, Any]:
         "store": "SQLite, WAL, synchronous=FULL" if database_url is None else "PostgreSQL",
         "batch": {"layers": LAYERS, "heads": HEADS, "bytes": len(template())},
     }
-
-
-def _bind(pid: int, cpus: Collection[int]) -> None:
-    """Keep a process to these cores: every thread that it has, and so every one that it will have."""
-    for thread in os.listdir(f"/proc/{pid}/task") if cpus else ():
-        os.sched_setaffinity(int(thread), cpus)
 
 
 def cpu_seconds(service: LiveService) -> float:

@@ -25,23 +25,17 @@ def bench_attention(
     modes: Annotated[
         bool, typer.Option("--modes", help="Only what each mode costs beside plain heads, and cuDNN, on eight shapes.")
     ] = False,
-    before: Annotated[
-        Path | None,
-        typer.Option(help="With --modes: a file of an earlier run, whose ratios are printed in brackets.", exists=True),
-    ] = None,
 ) -> None:
     """Time attention beside SDPA flash, SDPA cuDNN and FlexAttention, interleaved in one process. Needs a CUDA GPU."""
     from foreshock.benchmarks import attention, attention_host, attention_modes
 
     file = None if json is None else str(json)
-    if before is not None and not modes:
-        raise typer.BadParameter("compares runs with --modes; give --modes too", param_hint="--before")
     if host_only and modes:
         raise typer.BadParameter("are two measurements; give one of them", param_hint="--host-only and --modes")
     if host_only:
         attention_host.main(file)
     elif modes:
-        attention_modes.main(file, repeats, None if before is None else str(before))
+        attention_modes.main(file, repeats)
     else:
         attention.main(file, repeats)
 
@@ -63,7 +57,7 @@ def bench_agent(
     shape: Annotated[str | None, typer.Option(help="Model to time: gpt2-small or llama-1b; by default both.")] = None,
     arm: Annotated[
         list[str] | None,
-        typer.Option(help="kernels, kernels_agent, quiet_agent or keep_agent; again for more. By default all four."),
+        typer.Option(help="kernels, kernels_agent or keep_agent; again for more. By default all three."),
     ] = None,
 ) -> None:
     """Time training steps without foreshock, with its kernels, its agent, and attention kept. Needs a CUDA GPU."""

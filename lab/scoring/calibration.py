@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -15,16 +15,7 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 Outcome = Literal[
     "inside", "earlier", "later", "undecided", "none in sight, right", "none in sight, wrong", "no forecast", "past"
 ]
-OUTCOMES: Final[tuple[Outcome, ...]] = (
-    "inside",
-    "earlier",
-    "later",
-    "undecided",
-    "none in sight, right",
-    "none in sight, wrong",
-    "no forecast",
-    "past",
-)
+OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 """later: the whole range passed without it. undecided: the run ended within the range, or the head was switched. past:
 it was there already. A range without a latest step is never too early for what does not come."""
 

@@ -5,7 +5,7 @@ Runs are what is independent here, not steps or alarms: intervals of leads and s
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -55,15 +55,12 @@ def _where(reached: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def over_runs(
-    values: Sequence[float], statistic: Literal["mean", "median"], confidence: float = CONFIDENCE
-) -> Interval | None:
-    """Interval of the mean or median of runs, by drawing as many with replacement, always the same draws; None for
-    fewer than two runs, which say nothing of how runs differ."""
+def over_runs(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """Interval of the median of runs, by drawing as many with replacement, always the same draws; None for fewer than
+    two runs, which say nothing of how runs differ."""
     if len(values) < 2:
         return None
     runs = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(0).integers(len(runs), size=(_DRAWS, len(runs)))
-    found = (np.mean if statistic == "mean" else np.median)(runs[drawn], axis=1)
-    tail = (1 - confidence) / 2
+    found, tail = np.median(runs[drawn], axis=1), (1 - confidence) / 2
     return float(np.quantile(found, tail)), float(np.quantile(found, 1 - tail))

@@ -107,7 +107,7 @@ def row(scores: Iterable[Score], monitor: str, threshold: float, kind: str, spli
         in_time=in_time,
         in_time_interval=share_interval(in_time, failures),
         median_lead_steps=float(np.median(leads)) if leads else None,
-        median_lead_interval=over_runs(leads, "median"),
+        median_lead_interval=over_runs(leads),
         dangerous=len(to_dangerous),
         warned_before_dangerous=sum(lead > 0 for lead in to_dangerous),
         median_lead_to_dangerous_steps=float(np.median(to_dangerous)) if to_dangerous else None,

@@ -27,8 +27,7 @@ F = Path("f.json")
         ("attention --json f.json --repeats 4", attention, ("f.json", 4), {}),
         ("attention", attention, (None, 15), {}),
         ("attention --host-only --json f.json", attention_host, ("f.json",), {}),
-        ("attention --modes --json f.json --repeats 7", attention_modes, ("f.json", 7, None), {}),
-        (f"attention --modes --before {__file__}", attention_modes, (None, 15, __file__), {}),
+        ("attention --modes --json f.json --repeats 7", attention_modes, ("f.json", 7), {}),
         ("detectors --json f.json", detectors, (F,), {}),
         ("agent --rounds 2 --shape llama-1b", agent_step, (None, 2, "llama-1b", agent_step.WATCHED), {}),
         ("ingest --seconds 3", ingest, (None,), {"seconds": 3.0, "database_url": None}),
@@ -66,8 +65,6 @@ def test_what_needs_a_gpu_says_so_without_one_and_writes_nothing(words: str, tmp
     "words",
     [
         ("attention", "--repeats", "1"),
-        ("attention", "--before", __file__),
-        ("attention", "--modes", "--before", "none.json"),
         ("attention", "--modes", "--host-only"),
         ("ingest", "--seconds", "0"),
         ("pages",),

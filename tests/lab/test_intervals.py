@@ -55,20 +55,20 @@ def test_the_bound_of_a_count_is_where_so_few_become_unlikely(count: int) -> Non
 
 @given(st.lists(st.integers(-5000, 9000), min_size=2, max_size=20))
 def test_an_interval_over_runs_lies_within_the_runs_and_repeats(leads: list[int]) -> None:
-    found = over_runs(leads, "median")
-    assert found == over_runs(leads, "median")
+    found = over_runs(leads)
+    assert found == over_runs(leads)
     assert found is not None
     assert min(leads) <= found[0] <= found[1] <= max(leads)
 
 
-def test_an_interval_over_many_runs_holds_the_mean_as_often_as_it_says() -> None:
+def test_an_interval_over_many_runs_holds_the_median_as_often_as_it_says() -> None:
     source = np.random.default_rng(5)
     inside = 0
     for _ in range(60):
-        low, high = over_runs(source.normal(3.0, 1.0, size=25).tolist(), "mean") or (0, 0)
+        low, high = over_runs(source.normal(3.0, 1.0, size=25).tolist()) or (0, 0)
         inside += low <= 3.0 <= high
     assert 50 <= inside <= 60
 
 
 def test_one_run_says_nothing_of_how_runs_differ() -> None:
-    assert over_runs([4.0], "mean") is None
+    assert over_runs([4.0]) is None
