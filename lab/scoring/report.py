@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreshock.lab.scoring.score import Score, score_all
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.scoring.score import Score, score_traces
 from foreshock.lab.scoring.sealed import break_seal
 from foreshock.lab.scoring.table import as_json
 from foreshock.monitor.detect.detectors import DetectorConfig
@@ -26,7 +27,7 @@ def lab_score(
     no trace, and for held-out runs that may not be scored (`foreshock.lab.scoring.sealed`).
     """
     break_seal(paths, config or DetectorConfig(), seal)
-    scores = score_all(paths, config, on_trace)
+    scores = score_traces(list(map(read_trace, paths)), config, lambda trace: on_trace(trace.path))
     result = as_json(scores)
     if report is not None:
         report.write_text(json.dumps(_plain(result), indent=1) + "\n")

@@ -8,7 +8,6 @@ shipped thresholds; a baseline at the published one, where there is one, and at 
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +16,8 @@ from foreshock.contract import wire
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef
 from foreshock.lab.recording.harm import AGAINST_CONTROL, Limits, first_harm
-from foreshock.lab.recording.trace import Trace, read_trace, readings
-from foreshock.lab.scoring.baselines import BASELINES, Baseline, Signal
+from foreshock.lab.recording.trace import Trace, readings
+from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.calibration import Forecast, forecasts_of
 from foreshock.lab.scoring.incidents import Opened, Told, failing_head, opened, told_at
 from foreshock.lab.scoring.noise import controls_of, limits_of_recipes
@@ -114,18 +113,7 @@ def asked_lead(harm_step: int) -> float:
     return min(ASKED_LEAD_STEPS, harm_step / 2)
 
 
-def score(path: Path, config: DetectorConfig | None = None, control: Trace | None = None) -> Score:
-    """Score one trace, against its control where there is one. Raises ValueError for a file that is none."""
-    return _score(read_trace(path), config or DetectorConfig(), control)
-
-
-def _score(
-    trace: Trace,
-    config: DetectorConfig,
-    control: Trace | None,
-    limits: Limits | None = None,
-    baselines: Sequence[Baseline] = BASELINES,
-) -> Score:
+def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: Limits | None) -> Score:
     verdicts, signals = _watched(trace, config)
     raised = [verdict for verdict in verdicts if verdict.state == "raised"]
     first = raised[0] if raised else None
@@ -136,7 +124,7 @@ def _score(
     for name in DETECTORS:
         steps[name] = _first(alarms(signals[name], 1.0))
     steps[OURS] = first.step if first else None
-    for baseline in baselines:
+    for baseline in BASELINES:
         found = baseline.signal(trace)
         if found is None:
             steps[baseline.name] = NOT_RECORDED
@@ -261,24 +249,12 @@ def heard_of(score: Score, monitor: str, threshold: float) -> list[int]:
     return alarms(score.signals[monitor], threshold)
 
 
-def score_all(
-    paths: Sequence[Path],
-    config: DetectorConfig | None = None,
-    on_trace: Callable[[Path], None] = lambda path: None,
-) -> list[Score]:
-    """Score traces beside their controls. `on_trace` hears of each one that is done."""
-    return score_traces(list(map(read_trace, paths)), config, on_trace=lambda trace: on_trace(trace.path))
-
-
 def score_traces(
     traces: Sequence[Trace],
     config: DetectorConfig | None = None,
-    *,
-    baselines: Sequence[Baseline] = BASELINES,
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Score]:
-    """As `score_all`, of traces that are read already; `baselines` are scored beside our detectors."""
-    config = config or DetectorConfig()
+    """Score traces beside their controls. `on_trace` hears of each one that is done."""
     controls = controls_of(traces)
     limits = limits_of_recipes(controls)
     scores = []
@@ -286,6 +262,6 @@ def score_traces(
         recipe, seed = trace.header.get("recipe"), trace.header.get("seed")
         own = [each for each in controls.get((recipe, seed), []) if each.header.get("arm") == CONTROL.name]
         control = None if not own or own[-1] is trace else own[-1]
-        scores.append(_score(trace, config, control, limits.get(str(recipe)), baselines))
+        scores.append(_score(trace, config or DetectorConfig(), control, limits.get(str(recipe))))
         on_trace(trace)
     return scores

@@ -30,6 +30,11 @@ class Corpus:
         starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
         return self.tokens[starts[:, None] + torch.arange(length + 1)]
 
+    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Such windows as tokens and the tokens that follow them, int64 [size, length] each."""
+        windows = self.windows(size, length, generator).long()
+        return windows[:, :-1], windows[:, 1:]
+
 
 def standard_library(root: Path | None = None) -> Corpus:
     """Every module of the standard library (or of `root`) but its tests, in the order of their relative paths.

@@ -19,7 +19,7 @@ FAILING = ("kb256_untreated_seed1", "kb256_untreated_seed2", "kb256b128_untreate
 
 def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) -> list[int | None]:
     traces = [read_trace(TRACES / folder / f"{name}.trace.xz") for name in names]
-    return [score.first_warning_step for score in score_traces(traces, config, baselines=())]
+    return [score.first_warning_step for score in score_traces(traces, config)]
 
 
 def test_the_seals_name_every_held_out_run_that_is_published_as_it_was_scored_and_no_run_twice() -> None:
