@@ -11,8 +11,8 @@ from rich.table import Table
 
 from foreshock.lab.recording.packed import PACKED, RECORDED
 from foreshock.lab.recording.trace import read_trace
-from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.sealed import break_seal
+from foreshock.lab.scoring.table import lab_score
 from foreshock.monitor.detect.detectors import DetectorConfig
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

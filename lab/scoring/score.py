@@ -31,6 +31,10 @@ OURS: Final = "foreshock"
 """The verdict that joins the detectors."""
 DETECTORS: Final = (OURS, *(f"foreshock: {name}" for name in SIGNAL_NAMES))
 NOT_RECORDED: Final = "not recorded"
+_OF_THE_WARNING: Final = (
+    *("layer", "head", "cause", "signal"),
+    *("forecast_steps", "forecast_low_steps", "forecast_high_steps"),
+)
 ASKED_LEAD_STEPS: Final = 1000
 """A warning is in time so many steps before the first harm, or half of the run's life before it, where that is less."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
@@ -148,13 +152,7 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None, limits: 
         dangerous_step=dangerous_step(trace, first) if first else None,
         any_dangerous_step=dangerous,
         first_warning_step=first.step if first else None,
-        layer=first.layer if first else None,
-        head=first.head if first else None,
-        cause=first.cause if first else None,
-        signal=first.signal if first else None,
-        forecast_steps=first.forecast_steps if first else None,
-        forecast_low_steps=first.forecast_low_steps if first else None,
-        forecast_high_steps=first.forecast_high_steps if first else None,
+        **{name: getattr(first, name, None) for name in _OF_THE_WARNING},
         warnings=len(raised),
         incidents=opened(verdicts),
         forecasts=forecasts_of(trace, verdicts),

@@ -7,7 +7,7 @@ import pytest
 from tests.lab.made_up import record
 
 from foreshock.lab.scoring.incident_table import group_of, incident_rows
-from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.scoring.table import lab_score
 
 
 @pytest.mark.parametrize(

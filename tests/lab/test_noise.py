@@ -8,7 +8,7 @@ from tests.lab.made_up import noisy, record, steps
 from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.trace import Steps, read_trace
 from foreshock.lab.scoring.noise import calibrated_limits, controls_of, limits_of_recipes
-from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.scoring.table import lab_score
 
 
 def part(size: float, seed: int) -> tuple[Steps, Steps]:

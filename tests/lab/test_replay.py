@@ -14,7 +14,7 @@ from foreshock.contract.slots import Floats
 from foreshock.lab.recording.replay import replay, verdicts
 from foreshock.lab.recording.trace import read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.scoring.report import lab_score
+from foreshock.lab.scoring.table import lab_score
 from foreshock.lab.service import local_service
 from foreshock.lab.training.arm import find_arm
 from foreshock.lab.training.recipes import find_recipe

@@ -16,9 +16,8 @@ from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.scoring.baselines import BASELINES, Signal
 from foreshock.lab.scoring.incidents import Told
 from foreshock.lab.scoring.intervals import poisson_upper_bound
-from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.score import NOT_RECORDED, alarms, split, truth
-from foreshock.lab.scoring.table import as_json
+from foreshock.lab.scoring.table import as_json, lab_score
 
 
 @pytest.mark.parametrize(("count", "bound"), [(0, 2.996), (1, 4.744), (2, 6.296), (10, 16.962)])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.lab.made_up import record
 
-from foreshock.lab.scoring.report import lab_score
 from foreshock.lab.scoring.sealed import break_seal, said, sealed
+from foreshock.lab.scoring.table import lab_score
 from foreshock.lab.training.real_text_split import real_text_split
 from foreshock.monitor.detect.detectors import DetectorConfig
 

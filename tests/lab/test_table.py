@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tests.lab.made_up import record
 
-from foreshock.lab.scoring.report import lab_score
-from foreshock.lab.scoring.table import calibrated, row, table
+from foreshock.lab.scoring.table import calibrated, lab_score, row, table
 
 
 def test_baselines_are_calibrated_on_the_healthy_runs_of_the_tuning_set_alone(tmp_path: Path) -> None:
