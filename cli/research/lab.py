@@ -41,7 +41,11 @@ def lab_run(
     ] = None,
     url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
 ) -> None:
-    """Train one variant of a recipe and record every head of every sample."""
+    """Train one variant of a recipe and record every head of every sample.
+
+    Under torchrun the processes share out each batch, which stays the recipe's:
+    torchrun --nproc-per-node 8 -m foreshock lab run ...
+    """
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 

@@ -185,16 +185,29 @@ def run(
     checkpoint: Path | None,
     url: str | None,
 ) -> None:
-    """Train one arm of a recipe, write its trace and say how it ended."""
+    """Train one arm of a recipe, write its trace and say how it ended. Of several processes the first one speaks."""
+    from foreshock.lab.training.ranks import launched
     from foreshock.lab.training.run import lab_run
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
-    with Progress(*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
+    columns = (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
+    with launched() as ranks, Progress(*columns, console=console, disable=ranks.rank > 0) as progress:
         bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=steps or recipe.steps, loss=float("nan"))
 
         def stepped(step: int, loss: SupportsFloat) -> None:
             if step % 10 == 0 or step == (steps or recipe.steps):
                 progress.update(bar, completed=step, loss=float(loss))
 
-        lab_run(recipe, arm, seed=seed, trace=trace, steps=steps, checkpoint=checkpoint, url=url, on_step=stepped)
-    console.print(f"trace: {trace}; `foreshock lab score` and `foreshock replay` read it")
+        lab_run(
+            recipe,
+            arm,
+            seed=seed,
+            trace=trace,
+            steps=steps,
+            checkpoint=checkpoint,
+            url=url,
+            ranks=ranks,
+            on_step=stepped,
+        )
+    if ranks.rank == 0:
+        console.print(f"trace: {trace}; `foreshock lab score` and `foreshock replay` read it")

@@ -22,6 +22,8 @@ class Recipe:
     model: ModelConfig
     batch: int
     """Sequences of a step."""
+    micro_batch: int | None = None
+    """Sequences that a process takes at once, at most; gradients of several such parts add up to a step. None: all."""
     steps: int
     learning_rate: float
     bias_rate: float = 1.0

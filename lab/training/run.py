@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreshock.contract import wire
@@ -19,6 +19,7 @@ from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers
+from foreshock.lab.training.ranks import Ranks
 from foreshock.lab.training.recipes import Recipe, Text
 from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
 from foreshock.monitor import Agent, attach
@@ -59,7 +60,8 @@ class Training:
     """One run: model, optimizer, text and agent, at some step.
 
     Equal recipes, arms and seeds give equal runs on one kind of machine; `checkpoint` and `restore` carry a run into
-    another arm, which is then identical to the first until something is switched.
+    another arm, which is then identical to the first until something is switched. Several processes (`ranks`) share out
+    each batch; the batches are those of one process.
     """
 
     def __init__(
@@ -72,10 +74,17 @@ class Training:
         url: str | None = None,
         corpus: Corpus | None = None,
         labels: dict[str, str] | None = None,
+        ranks: Ranks | None = None,
         **agent_settings: Any,
     ) -> None:
         self.recipe, self.arm, self.seed, self.step = recipe.under(arm), arm, seed, 0
         recipe = self.recipe
+        self.ranks = ranks or Ranks()
+        self._rows, self.rows_at_once = self.ranks.rows(recipe.batch, recipe.micro_batch)
+        self.wants_to_end = False
+        """Set it to have every process end after one of its next steps."""
+        self.ends = False
+        """Whether one of the processes wanted to end two steps ago: all of them know it after the same step."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._corpus = corpus or text_of(recipe.text)
         if arm.backend in ("cudnn", "efficient") and self.device.type == "cpu":
@@ -94,14 +103,16 @@ class Training:
             recipe.steps if plain_rate and recipe.schedule == "cosine" else recipe.warmup_steps * plain_rate
         )
         self._eager_steps = 0
+        self._captures = self._stream is not None and self.rows_at_once == recipe.batch
         torch.manual_seed(seed)
         self._batches = torch.Generator().manual_seed(seed)
         with self.on_stream():
             self.model = GPT(recipe.model)
             _nudge(self.model, arm.nudge, seed)
             self.model.to(self.device)
-            shape, dtype = (recipe.batch, recipe.model.context + 1), self._corpus.tokens.dtype
-            self._windows = torch.zeros(shape, dtype=dtype, device=self.device)
+            shape = recipe.batch // self.ranks.world, recipe.model.context + 1
+            self._windows = torch.zeros(shape, dtype=self._corpus.tokens.dtype, device=self.device)
+            self._wishes = torch.zeros((), device=self.device)
             self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)
             self._place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.optimizers = optimizers(self.model, recipe)
@@ -135,7 +146,9 @@ class Training:
         self._layers = [vars(m)[LAYER_ATTRIBUTE] for m in self.model.modules() if LAYER_ATTRIBUTE in vars(m)]
         self._kept = self._keeping()
         compiled = recipe.compiled and self.device.type == "cuda"
-        self._whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
+        whole = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
+        with self.on_stream():
+            self._whole = self.ranks.replica(cast(nn.Module, whole))
         self._begun = False
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -147,6 +160,7 @@ class Training:
         with self.on_stream():
             if self._done is not None:
                 self._done.synchronize()  # so that a sample is always read one step later, not when it happens to come
+            self.ends = bool(self._wishes > 0) if self.ranks.world > 1 else self.wants_to_end
             if self._kept != (kept := self._keeping()):  # a switch waits, which a captured step would hide
                 self._kept, self._graph, self._eager_steps = kept, None, 0
             if not self._begun and self.arm.mode != "plain" and self.step == 0:
@@ -192,13 +206,16 @@ class Training:
         return self.recipe.rate_share(step)
 
     def _next_windows(self) -> Tensor:
-        return self._corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)
+        return self._corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)[self._rows]
 
     def _step(self) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed."""
+        """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed.
+
+        Not where a batch is taken in parts: processes wait for one another, and long steps hide what launches cost.
+        """
         if self._graph is not None:
             self._graph.replay()
-        elif self._stream is None or self._eager_steps < _EAGER_STEPS or not self._steady:
+        elif not self._captures or self._eager_steps < _EAGER_STEPS or not self._steady:
             self._eager_steps += 1
             self._loss, self._norm = self._compute()
         else:
@@ -211,18 +228,31 @@ class Training:
     def _compute(self) -> tuple[Tensor, Tensor]:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss = self._loss_of(self._windows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._gradients()
         weights = list(self.model.parameters())
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         if self.recipe.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(weights, self.recipe.clip, norm)
         for optimizer in self.optimizers:
             optimizer.step()
-        loss = loss.detach()
         self._history.index_copy_(0, self._place, torch.stack([loss, norm]).view(1, 2))
         self._place.add_(1).remainder_(HISTORY_STEPS)
         return loss, norm
+
+    def _gradients(self) -> Tensor:
+        """The loss of the batch [], of all processes. Only the last pass has gradients wait for those of the others."""
+        parts = torch.split(self._windows, self.rows_at_once)
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            with self.ranks.in_part(self._whole, last=number == len(parts)):
+                loss = self._loss_of(part) / len(parts)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        whole = torch.stack(losses).sum()
+        if self.ranks.world > 1:
+            wish = torch.full_like(whole, self.wants_to_end)
+            whole, self._wishes = self.ranks.mean(torch.stack([whole, wish])).unbind()
+        return whole
 
     def _loss_of(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
@@ -279,8 +309,8 @@ def train(
     deadline: float | None = None,
     writer: TraceWriter | None = None,
 ) -> wire.Finished:
-    """Run `training` up to step `steps`, or until the monotonic clock passes `deadline`, but one step
-    at least; closes its agent.
+    """Run `training` up to step `steps`, until the monotonic clock passes `deadline`, but one step at least, or until a
+    process of it wants to end; closes its agent.
 
     on_warning gets the first warning and the checkpoint of the last sample before it. writer gets all that is recorded.
     """
@@ -304,17 +334,21 @@ def train(
         began = training.step
         while training.step < steps and (deadline is None or training.step == began or time.monotonic() < deadline):
             loss = training.advance()
-            on_step(training.step, loss)
             if recorder is not None:
                 recorder.step()
+            on_step(training.step, loss)
             if on_warning and warned:
                 on_warning(warned[0], before)
                 on_warning = None
             elif on_warning and sampled and sampled[-1] > before["step"]:  # it is judged a step after it is taken
                 made = training.checkpoint()
                 before = before if warned else made  # to make one is to sample the rest, which may warn
+            if training.ends:
+                break
         if recorder is not None:
             recorder.flush()
+        if training.ends:
+            training.agent.close("stopped")
     return finished[0]
 
 
@@ -327,15 +361,21 @@ def lab_run(
     steps: int | None = None,
     checkpoint: Path | None = None,
     url: str | None = None,
+    ranks: Ranks | None = None,
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
 ) -> None:
-    """Train one arm from the first step and write its trace (every head, every sample); `checkpoint` gets the end."""
-    training, last = Training(recipe, arm, seed, url=url), steps or recipe.steps
+    """Train one arm from the first step and write its trace (every head, every sample); `checkpoint` gets the end.
+
+    Of several processes the first one writes both: the trace holds what its agent saw, and the loss of all of them.
+    """
+    training, last = Training(recipe, arm, seed, url=url, ranks=ranks), steps or recipe.steps
+    first = training.ranks.rank == 0
 
     def stepped(step: int, loss: SupportsFloat) -> None:
         on_step(step, loss)
-        if checkpoint is not None and step == last:
+        if checkpoint is not None and step == last and first:
             torch.save(training.checkpoint(), checkpoint)
 
-    with TraceWriter(trace, recipe.header(arm, seed, training.agent.run)) as writer:
+    header = recipe.header(arm, seed, training.agent.run)
+    with TraceWriter(trace, header) if first else nullcontext() as writer:
         train(training, last, writer=writer, on_step=stepped)

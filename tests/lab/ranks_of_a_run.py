@@ -1,0 +1,72 @@
+"""One process of several, for tests: torchrun ... ranks_of_a_run.py FOLDER trains a tiny model and saves what came.
+
+What each process saw lies in FOLDER/RANK.pt, the trace of the first one beside it.
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+
+from foreshock.contract import wire
+from foreshock.contract.slots import Slot
+from foreshock.lab.recording.trace_writer import TraceWriter
+from foreshock.lab.training.arm import find_arm
+from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.ranks import Ranks, launched
+from foreshock.lab.training.recipes import Recipe, find_recipe
+from foreshock.lab.training.run import Training, train
+
+TINY = replace(
+    find_recipe("key-bias-small"),
+    model=ModelConfig(layers=2, heads=2, width=16, context=16),
+    batch=8,
+    micro_batch=2,
+    steps=40,
+    schedule="cosine",
+)
+HALVED = replace(TINY, batch=4)
+"""Of which two processes take one part each, and one takes two."""
+STEPS = 24
+
+
+def _trained(recipe: Recipe, ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> dict[str, Any]:
+    """On PyTorch's own attention; the second process wants to end at a step."""
+    losses: list[float] = []
+    rows: list[int] = []
+    training = Training(recipe, find_arm("flash-untreated"), 1, ranks=ranks)
+
+    def heard(event: wire.Event) -> None:
+        if isinstance(event, wire.Sample) and (words := event.words()) is not None:
+            rows.append(int(words[0, Slot.ROWS]))
+
+    def stepped(step: int, loss: SupportsFloat) -> None:
+        losses.append(float(loss))
+        training.wants_to_end = ranks.rank == 1 and step == ends_at
+
+    header = recipe.header(training.arm, 1, training.agent.run)
+    with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
+        train(training, STEPS, sinks=(heard,), on_step=stepped, writer=writer)
+    config = training.agent.config
+    place = (config.rank, config.world_size, training.agent.run)
+    return {"losses": losses, "rows": sum(rows), "weights": training.model.state_dict(), "place": place}
+
+
+def main(folder: Path) -> None:
+    """Train both, and save what this process saw."""
+    with launched() as ranks:
+        trace = folder / "trace.jsonl.gz" if ranks.rank == 0 else None
+        runs = {"whole": _trained(TINY, ranks, trace), "halved": _trained(HALVED, ranks, None)}
+        runs["ended"] = _trained(HALVED, ranks, None, ends_at=10)
+        told = ranks.gather(f"told by {ranks.rank}")
+        torch.save(runs | {"told": told, "folder": folder}, folder / f"{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""Several processes share out the batches of one run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.lab import ranks_of_a_run
+from tests.monitor.torchrun import trained
+
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training.ranks import Ranks
+
+Runs = dict[int, list[dict[str, Any]]]
+PROGRAM = Path(ranks_of_a_run.__file__)
+
+
+@pytest.mark.parametrize(("world", "batch", "most"), [(1, 8, None), (2, 8, 4), (4, 8, 1), (8, 8, 32), (3, 12, 3)])
+def test_every_row_of_a_batch_is_taken_once_in_parts_that_are_small_enough(
+    world: int, batch: int, most: int | None
+) -> None:
+    shares = [Ranks(rank, world).rows(batch, most) for rank in range(world)]
+    assert [row for rows, _ in shares for row in range(batch)[rows]] == list(range(batch))
+    [at_once] = {at_once for _, at_once in shares}
+    assert (batch // world) % at_once == 0
+    assert at_once <= (most or batch)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="512 sequences cannot be shared by 3 processes; start a number of processes"):
+        Ranks(0, 3).rows(512)
+
+
+def test_a_process_alone_needs_nobody() -> None:
+    alone, model = Ranks(), torch.nn.Linear(2, 2)
+    assert alone.replica(model) is model
+    assert alone.gather("told") == ["told"]
+    assert float(alone.mean(torch.tensor(3.0))) == 3.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By number of processes what each of them saw. Each imports PyTorch, which takes seconds."""
+    return {world: trained(PROGRAM, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in (1, 2)}
+
+
+@pytest.mark.full
+def test_two_processes_of_one_part_each_train_as_one_with_two_parts_to_the_last_bit(runs: Runs) -> None:
+    """A sum of two has one order, and halves are exact."""
+    [alone] = runs[1]
+    for seen in runs[2]:
+        assert seen["halved"]["losses"] == alone["halved"]["losses"]
+        assert all(
+            torch.equal(one, alone["halved"]["weights"][name]) for name, one in seen["halved"]["weights"].items()
+        )
+
+
+@pytest.mark.full
+def test_two_processes_train_as_one_does_where_parts_are_summed_in_another_order(runs: Runs) -> None:
+    """The sums differ by a rounding of float32, 6e-8 of a loss; 24 steps and the rounding of attention to 16 bits may
+    make more of it, and 1e-5 is far below what another batch changes."""
+    [alone], several = runs[1], runs[2]
+    for seen in several:
+        assert seen["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)
+    assert several[0]["whole"]["losses"] == several[1]["whole"]["losses"]
+    assert alone["halved"]["losses"] != pytest.approx(alone["whole"]["losses"], rel=1e-4)
+
+
+@pytest.mark.full
+def test_each_process_has_an_agent_of_its_own_that_counts_its_rows(runs: Runs) -> None:
+    [alone], several = runs[1], runs[2]
+    assert alone["whole"]["rows"] == sum(seen["whole"]["rows"] for seen in several) > 0
+    name = "key-bias-small-flash-untreated-seed1"
+    assert [seen["whole"]["place"] for seen in several] == [(0, 2, name), (1, 2, name)]
+    assert several[0]["told"] == ["told by 0", "told by 1"]
+    assert several[1]["told"] == []
+
+
+@pytest.mark.full
+def test_the_trace_of_the_first_process_holds_the_losses_of_all(runs: Runs) -> None:
+    trace = read_trace(runs[2][0]["folder"] / "trace.jsonl.gz")
+    assert trace.steps.loss.tolist() == pytest.approx(runs[1][0]["whole"]["losses"], rel=1e-2)  # kept to three digits
+    assert trace.samples[-1].step == len(trace.steps.loss)
+
+
+@pytest.mark.full
+def test_all_processes_end_after_the_same_step_once_one_of_them_wants_to(runs: Runs) -> None:
+    [alone], several = runs[1], runs[2]
+    assert [len(seen["ended"]["losses"]) for seen in several] == [12, 12]
+    assert several[0]["ended"]["losses"] == alone["ended"]["losses"][:12]
