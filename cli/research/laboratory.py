@@ -1,6 +1,7 @@
 """`foreshock lab ...` as text on the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -12,8 +13,8 @@ from rich.table import Table
 
 from foreshock.cli.output import print_json
 from foreshock.cli.research.scores import COLUMNS, cell
-from foreshock.lab.training.arm import ARMS, UNTREATED, find_arm, variant
-from foreshock.lab.training.recipes import RECIPES, find_recipe
+from foreshock.lab.training.arm import ARMS, UNTREATED, Arm, find_arm, variant
+from foreshock.lab.training.recipes import RECIPES, Recipe, find_recipe
 
 
 def recipes_as_json() -> None:
@@ -190,14 +191,7 @@ def run(
     from foreshock.lab.training.run import lab_run
 
     recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
-    columns = (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
-    with launched() as ranks, Progress(*columns, console=console, disable=ranks.rank > 0) as progress:
-        bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=steps or recipe.steps, loss=float("nan"))
-
-        def stepped(step: int, loss: SupportsFloat) -> None:
-            if step % 10 == 0 or step == (steps or recipe.steps):
-                progress.update(bar, completed=step, loss=float(loss))
-
+    with launched() as ranks, _bar(console, recipe, arm, steps, shown=ranks.rank == 0) as stepped:
         lab_run(
             recipe,
             arm,
@@ -211,3 +205,62 @@ def run(
         )
     if ranks.rank == 0:
         console.print(f"trace: {trace}; `foreshock lab score` and `foreshock replay` read it")
+
+
+def long_run(
+    recipe_name: str,
+    console: Console,
+    *,
+    arm_name: str,
+    seed: int,
+    steps: int | None,
+    url: str | None,
+    folder: Path,
+    resume: bool,
+    minutes: float | None,
+    branch_from: Path | None,
+) -> None:
+    """Train one arm of a recipe in a folder, and say at each checkpoint what it came to."""
+    from foreshock.lab.training.long_run import LongRun
+    from foreshock.lab.training.ranks import launched
+
+    recipe, arm = find_recipe(recipe_name), find_arm(arm_name)
+
+    def say(sentence: str) -> None:
+        console.print(sentence, soft_wrap=True, highlight=False)
+
+    with launched() as ranks, _bar(console, recipe, arm, steps, shown=ranks.rank == 0) as stepped:
+        run = LongRun(
+            recipe=recipe,
+            arm=arm,
+            seed=seed,
+            folder=folder,
+            steps=steps,
+            resume=resume,
+            minutes=minutes,
+            branch_from=branch_from,
+            url=url,
+            ranks=ranks,
+            say=say,
+            on_step=stepped,
+        )
+        came_to = run.train()
+    if ranks.rank == 0 and came_to < run.last:
+        say(f"ended at step {came_to} of {run.last}; the same command with --resume goes on")
+
+
+@contextmanager
+def _bar(
+    console: Console, recipe: Recipe, arm: Arm, steps: int | None, *, shown: bool
+) -> Iterator[Callable[[int, SupportsFloat], None]]:
+    """A progress bar that is told of each step and its loss."""
+    last = steps or recipe.steps
+    columns = (*COLUMNS, TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, console=console, disable=not shown) as progress:
+        bar = progress.add_task(f"{recipe.name} {variant(arm.name)}", total=last, loss=float("nan"))
+
+        def stepped(step: int, loss: SupportsFloat) -> None:
+            if shown and (step % 10 == 0 or step == last):
+                progress.update(bar, completed=step, loss=float(loss))
+
+        yield stepped

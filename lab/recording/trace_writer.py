@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -75,6 +75,16 @@ class TraceWriter:
             line["query_norm"] = _rounded(sample.query_norm.numpy())
         self._write(line | {"kind": "sample"})
 
+    def copy(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Write lines of an earlier trace of the same run, as `lines_until` gives them, before anything else."""
+        for line in lines:
+            self._write(line)
+
+    def flush(self) -> None:
+        """Write what waits, so that it outlives this process."""
+        self._flush()
+        self._file.flush()
+
     def close(self) -> None:
         """Write what waits, and end the file."""
         self._flush()
@@ -85,6 +95,20 @@ class TraceWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.close()
+
+
+def lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The lines of a trace up to a step, without its header and its end; of a torn one those that are whole."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            next(file, None)
+            for line in map(json.loads, file):
+                if line["kind"] == "steps" and (count := step - line["since_step"]) > 0:
+                    yield line | {name: line[name][:count] for name in ("loss", "grad_norm")}
+                elif line["kind"] not in ("steps", "finished") and line["step"] <= step:
+                    yield line
+    except (EOFError, json.JSONDecodeError):
+        return
 
 
 def _merged(samples: list[wire.Sample]) -> wire.Sample:

@@ -24,6 +24,8 @@ class Corpus:
     sha256: str
     source: str
     """what it is, in words"""
+    held_out: Tensor | None = None
+    """tokens that are not trained on"""
 
     def windows(self, size: int, length: int, generator: torch.Generator) -> Tensor:
         """`size` windows of `length` tokens and the one that follows, drawn uniformly: uint8 [size, length + 1]."""
@@ -34,6 +36,13 @@ class Corpus:
         """Such windows as tokens and the tokens that follow them, int64 [size, length] each."""
         windows = self.windows(size, length, generator).long()
         return windows[:, :-1], windows[:, 1:]
+
+    def held_out_windows(self, size: int, length: int) -> Tensor | None:
+        """`size` windows [size, length + 1] spread evenly over the held-out text; None where there is too little."""
+        if self.held_out is None or len(self.held_out) <= length:
+            return None
+        starts = torch.linspace(0, len(self.held_out) - length - 1, size, dtype=torch.float64).long()
+        return self.held_out[starts[:, None] + torch.arange(length + 1)]
 
 
 def standard_library(root: Path | None = None) -> Corpus:

@@ -38,7 +38,7 @@ class Ranks:
         """`model`, whose gradients are those of all processes after a backward."""
         if self.world == 1:
             return model
-        return DistributedDataParallel(model, broadcast_buffers=False)
+        return DistributedDataParallel(model)
 
     def in_part(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Round the passes of one part of a batch: only those of the last part wait for the other processes."""

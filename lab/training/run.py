@@ -86,7 +86,7 @@ class Training:
         self.ends = False
         """Whether one of the processes wanted to end two steps ago: all of them know it after the same step."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._corpus = corpus or text_of(recipe.text)
+        self.corpus = corpus or text_of(recipe.text)
         if arm.backend in ("cudnn", "efficient") and self.device.type == "cpu":
             raise ValueError(
                 f"variant {arm.name!r} needs a CUDA GPU: PyTorch has no {arm.backend} attention for a CPU; "
@@ -111,7 +111,7 @@ class Training:
             _nudge(self.model, arm.nudge, seed)
             self.model.to(self.device)
             shape = recipe.batch // self.ranks.world, recipe.model.context + 1
-            self._windows = torch.zeros(shape, dtype=self._corpus.tokens.dtype, device=self.device)
+            self._windows = torch.zeros(shape, dtype=self.corpus.tokens.dtype, device=self.device)
             self._wishes = torch.zeros((), device=self.device)
             self._history = torch.zeros(HISTORY_STEPS, 2, device=self.device)
             self._place = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -122,7 +122,7 @@ class Training:
             "recipe": recipe.name,
             "variant": variant(arm.name),
             "seed": str(seed),
-            "corpus": self._corpus.sha256[:16],
+            "corpus": self.corpus.sha256[:16],
         }
         settings: dict[str, Any] = {
             "run": run or f"{recipe.name}-{arm.name}-seed{seed}".replace("+", "."),
@@ -206,7 +206,7 @@ class Training:
         return self.recipe.rate_share(step)
 
     def _next_windows(self) -> Tensor:
-        return self._corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)[self._rows]
+        return self.corpus.windows(self.recipe.batch, self.recipe.model.context, self._batches)[self._rows]
 
     def _step(self) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one optimizer step: on a GPU captured once as a CUDA graph, and then replayed.
@@ -245,7 +245,7 @@ class Training:
         losses = []
         for number, part in enumerate(parts, start=1):
             with self.ranks.in_part(self._whole, last=number == len(parts)):
-                loss = self._loss_of(part) / len(parts)
+                loss = self.loss_of(part) / len(parts)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         whole = torch.stack(losses).sum()
@@ -254,7 +254,8 @@ class Training:
             whole, self._wishes = self.ranks.mean(torch.stack([whole, wish])).unbind()
         return whole
 
-    def _loss_of(self, windows: Tensor) -> Tensor:
+    def loss_of(self, windows: Tensor) -> Tensor:
+        """The loss of `windows` [N, context + 1] on its device, [] in nats, with its graph."""
         tokens = windows.long()
         with sdpa_kernel(self._backends, set_priority=True) if self._backends else nullcontext():
             loss: Tensor = self._whole(tokens[:, :-1], tokens[:, 1:])
@@ -268,7 +269,7 @@ class Training:
 
     def next_loss(self) -> Tensor:
         """The loss of the run's next batch, [] in nats, with its graph."""
-        return self._loss_of(self._next_windows().to(self.device))
+        return self.loss_of(self._next_windows().to(self.device))
 
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""
@@ -282,7 +283,9 @@ class Training:
             **copied,
             "batches": self._batches.get_state(),
             "agent": watching,
+            "random": [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.device.type == "cuda" else [])],
             "step": self.step,
+            "text": self.corpus.sha256,
             "recipe": _RECIPE.dump_python(self.recipe, mode="json"),
             "arm": _ARM.dump_python(self.arm, mode="json"),
             "seed": self.seed,
@@ -295,7 +298,10 @@ class Training:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.agent.load_state_dict(checkpoint["agent"])
-        self._batches.set_state(checkpoint["batches"])
+        self._batches.set_state(checkpoint["batches"].cpu())
+        torch.set_rng_state(checkpoint["random"][0].cpu())
+        if self.device.type == "cuda" and checkpoint["random"][1:]:
+            torch.cuda.set_rng_state(checkpoint["random"][1].cpu())
         self.step = int(checkpoint["step"])
 
 

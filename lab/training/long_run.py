@@ -1,0 +1,213 @@
+"""A run that takes days: it lies in a folder, ends when it is told to, and goes on from its newest checkpoint.
+
+The folder holds checkpoints/, trace.jsonl.gz (of the first process) and progress.jsonl: at each checkpoint the loss of
+the last steps and that of text which is held out, so that what repeating the text does is seen.
+"""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from foreshock.contract import wire
+from foreshock.lab.recording.trace_writer import TraceWriter, lines_until
+from foreshock.lab.training.arm import Arm, variant
+from foreshock.lab.training.checkpoints import EVERY_STEPS, Checkpoints
+from foreshock.lab.training.corpus import Corpus
+from foreshock.lab.training.ranks import Ranks
+from foreshock.lab.training.recipe import Recipe
+from foreshock.lab.training.recorder import HISTORY_STEPS, Recorder
+from foreshock.lab.training.run import Training, train
+
+HELD_OUT_WINDOWS: Final = 256
+"""Sequences of the held-out text whose loss is told: the same ones at each checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRun:
+    """What one command is to train, from the first step or from a checkpoint."""
+
+    recipe: Recipe
+    arm: Arm
+    seed: int
+    folder: Path
+    steps: int | None = None
+    """by default the recipe's own"""
+    resume: bool = False
+    """go on from the newest checkpoint of the folder"""
+    branch_from: Path | None = None
+    """or from this one, of another variant of the same recipe, text and seed"""
+    minutes: float | None = None
+    """end with a checkpoint when they are over"""
+    url: str | None = None
+    every_steps: int = EVERY_STEPS
+    corpus: Corpus | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    say: Callable[[str], None] = lambda sentence: None
+    """gets a sentence at each checkpoint, in the first process"""
+    on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None
+
+    @property
+    def last(self) -> int:
+        """The step that it ends with."""
+        return self.steps or self.recipe.steps
+
+    def train(self) -> int:
+        """Train, and return the step that it came to: fewer than `last` where time was over or SIGTERM came.
+
+        Raises ValueError for a folder that holds another run, or nothing to resume.
+        """
+        ends_at = math.inf if self.minutes is None else time.monotonic() + 60 * self.minutes
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        start = self._start(checkpoints)
+        with ExitStack() as stack:
+            asked = stack.enter_context(_noting_sigterm())
+            training = Training(self.recipe, self.arm, self.seed, url=self.url, corpus=self.corpus, ranks=self.ranks)
+            stack.callback(training.agent.close, "failed")  # one that trained to its end is closed by then
+            warned = [] if start is None else _take_up(training, start, same_arm=self.resume)
+            if training.step >= self.last:
+                raise ValueError(f"{start} is of step {training.step} already; give more --steps than that")
+            writer = stack.enter_context(self._trace(training)) if self.ranks.rank == 0 else None
+            record = _Record(self, training, checkpoints, writer, warned)
+            training.agent.subscribe(record.hear)
+
+            def stepped(step: int, loss: SupportsFloat) -> None:
+                training.wants_to_end = bool(asked) or time.monotonic() > ends_at
+                record.step(whole=step % self.every_steps == 0 or step == self.last or training.ends)
+                self.on_step(step, loss)
+
+            train(training, self.last, on_step=stepped)
+        return training.step
+
+    def _start(self, checkpoints: Checkpoints) -> Path | None:
+        newest = checkpoints.newest()
+        if self.resume and newest is None:
+            raise ValueError(f"{self.folder} holds no checkpoint to resume from; leave --resume out for a first start")
+        if not self.resume and newest is not None:
+            raise ValueError(f"{self.folder} holds a run with {newest.name}; give --resume, or another folder")
+        if self.resume and self.branch_from is not None:
+            raise ValueError("a run that resumes is branched already; give --branch-from at its first start alone")
+        return newest or self.branch_from
+
+    @contextmanager
+    def _trace(self, training: Training) -> Iterator[TraceWriter]:
+        """Writes the trace, after what it held up to the step that the run goes on from."""
+        path, header = self.folder / "trace.jsonl.gz", self.recipe.header(self.arm, self.seed, training.agent.run)
+        earlier = list(lines_until(path, training.step)) if self.resume and path.exists() else []
+        part = path.with_suffix(".part")
+        with TraceWriter(part, header) as writer:
+            writer.copy(earlier)
+            writer.flush()
+            part.replace(path)
+            yield writer
+
+
+class _Record:
+    """Keeps what a run comes to: losses and events in the trace, and now and then all of it in a checkpoint."""
+
+    def __init__(
+        self,
+        run: LongRun,
+        training: Training,
+        checkpoints: Checkpoints,
+        writer: TraceWriter | None,
+        warned: list[int],
+    ) -> None:
+        self._run, self._training, self._checkpoints, self._writer = run, training, checkpoints, writer
+        self._recorder = Recorder(training, writer) if writer is not None else None
+        self._warned = warned
+        self._since, self._began = training.step, time.monotonic()
+        self._progress = run.folder / "progress.jsonl"
+        if writer is not None:
+            _cut(self._progress, training.step if run.resume else -1)
+        self._held_out = training.corpus.held_out_windows(HELD_OUT_WINDOWS, training.recipe.model.context)
+
+    def hear(self, event: wire.Event) -> None:
+        """Note the first warning."""
+        if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
+            self._warned.append(event.step)
+
+    def step(self, *, whole: bool) -> None:
+        """A step is done; `whole`: keep a checkpoint of it."""
+        if self._recorder is not None:
+            self._recorder.step()
+        if not whole:
+            return
+        training, writer = self._training, self._writer
+        steps = training.step - self._since
+        loss = float(training.history(min(steps, HISTORY_STEPS))[0].mean())
+        held_out = None if self._held_out is None else held_out_loss(training, self._held_out)
+        mine: dict[str, Any] = training.checkpoint() if writer is not None else {"agent": training.agent.state_dict()}
+        told = training.ranks.gather((mine["agent"], self._warned))
+        if writer is None or self._recorder is None:
+            return
+        warned = min((step for _, steps in told for step in steps), default=None)
+        self._recorder.flush()
+        writer.flush()  # first: what the trace lacks nobody can make again
+        all_of_it = mine | {"agents": [agent for agent, _ in told], "warned": [] if warned is None else [warned]}
+        path = self._checkpoints.write(all_of_it, warned_at=warned)
+        tokens = training.step * training.recipe.batch * training.recipe.model.context
+        passes, seconds = tokens / len(training.corpus.tokens), time.monotonic() - self._began
+        line = {"step": training.step, "loss": loss, "held_out_loss": held_out, "tokens": tokens, "passes": passes}
+        with self._progress.open("a") as file:
+            print(json.dumps(line | {"seconds_per_step": seconds / steps}), file=file)
+        aside = "" if held_out is None else f", {held_out:.4f} of held-out text"
+        self._run.say(
+            f"step {training.step}: loss {loss:.4f}{aside}, {passes:.2f} passes over the text, "
+            f"{seconds / steps:.3f} s a step; {path}"
+        )
+
+
+@torch.no_grad()
+def held_out_loss(training: Training, windows: Tensor) -> float:
+    """Mean loss of `windows` [N, context + 1], in nats; the processes share them out. Nothing is counted."""
+    own = windows[training.ranks.rank :: training.ranks.world]
+    with training.on_stream():
+        total = torch.zeros((), device=training.device)
+        for part in torch.split(own, training.rows_at_once):
+            total += training.loss_of(part.to(training.device)) * len(part)
+        return float(training.ranks.mean(total)) * training.ranks.world / len(windows)
+
+
+def _take_up(training: Training, path: Path, *, same_arm: bool) -> list[int]:
+    """Go on from a checkpoint; the steps of warnings before it. Raises ValueError for one of another run."""
+    saved = torch.load(path, map_location=training.device, weights_only=True)
+    known = {"recipe": training.recipe.name, "seed": training.seed, "text": training.corpus.sha256}
+    told = {"recipe": saved["recipe"]["name"], "seed": saved["seed"], "text": saved["text"]}
+    if same_arm:
+        known, told = known | {"variant": variant(training.arm.name)}, told | {"variant": variant(saved["arm"]["name"])}
+    for what, value in known.items():
+        if told[what] != value:
+            raise ValueError(
+                f"{path} is of the {what} {told[what]}, this run of {value}; give the same, or another folder"
+            )
+    agents = saved["agents"]
+    training.restore(saved | {"agent": agents[training.ranks.rank % len(agents)]})
+    return list(saved["warned"]) if same_arm else []
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leave out of the lines of `path` those after a step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    part = path.with_suffix(".part")
+    part.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+    part.replace(path)
+
+
+@contextmanager
+def _noting_sigterm() -> Iterator[list[int]]:
+    """While the block runs, SIGTERM ends nothing: what comes is noted in the list."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

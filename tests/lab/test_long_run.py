@@ -1,0 +1,265 @@
+"""A run in a folder: it ends when told to, goes on as if it had not, and says what held-out text loses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.lab.ranks_of_a_run import TINY
+from tests.monitor.doubles import ScriptedDetectors, verdict
+
+from foreshock.lab.recording.trace import read_trace
+from foreshock.lab.training import long_run as module
+from foreshock.lab.training.arm import CONTROL, find_arm
+from foreshock.lab.training.checkpoints import Checkpoints
+from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.long_run import LongRun, held_out_loss
+from foreshock.lab.training.run import Training
+
+ARM = find_arm("flash-untreated")
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    whole = standard_library()
+    return replace(whole, tokens=whole.tokens[5000:], held_out=whole.tokens[:5000])
+
+
+Begin = Callable[..., LongRun]
+
+
+@pytest.fixture
+def begin(corpus: Corpus, tmp_path: Path) -> Begin:
+    """Describes a run of the tiny recipe in a folder of this test, with a checkpoint every ten steps."""
+
+    def described(folder: str = "run", **options: Any) -> LongRun:
+        settings: dict[str, Any] = {"recipe": TINY, "arm": ARM, "seed": 3, "every_steps": 10, "corpus": corpus}
+        return LongRun(**settings | {"folder": tmp_path / folder} | options)
+
+    return described
+
+
+def newest(run: LongRun) -> dict[str, Any]:
+    path = Checkpoints(run.folder / "checkpoints").newest()
+    assert path is not None
+    saved: dict[str, Any] = torch.load(path, weights_only=True)
+    return saved
+
+
+def progress(run: LongRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "progress.jsonl").read_text().splitlines()]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two checkpoints, or parts of them, are equal to the last bit."""
+    leaves, others = (torch.utils._pytree.tree_leaves(each) for each in (one, other))
+    return len(leaves) == len(others) and all(
+        torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(leaves, others, strict=True)
+    )
+
+
+CARRIED = ("model", "optimizers", "batches", "random")
+
+
+def losses_into(seen: list[float]) -> Callable[[int, Any], None]:
+    return lambda step, loss: seen.append(float(loss))
+
+
+def test_a_run_that_resumes_is_the_one_that_was_never_interrupted(begin: Begin) -> None:
+    expected: list[float] = []
+    seen: list[float] = []
+    whole = begin("whole", steps=34, on_step=losses_into(expected))
+    assert whole.train() == 34
+    assert begin(steps=17, on_step=losses_into(seen)).train() == 17
+    resumed = begin(steps=34, resume=True, on_step=losses_into(seen))
+    assert resumed.train() == 34
+    assert seen == expected
+    one, other = newest(whole), newest(resumed)
+    assert all(same(one[part], other[part]) for part in CARRIED)
+    traces = [read_trace(run.folder / "trace.jsonl.gz") for run in (whole, resumed)]
+    assert [trace.steps.step.tolist() for trace in traces] == [list(range(1, 35))] * 2
+    assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
+    assert traces[1].samples[-1].step == 34
+    assert [line["step"] for line in progress(resumed)] == [10, 17, 20, 30, 34]
+
+
+def test_the_agent_goes_on_with_what_it_knew(begin: Begin) -> None:
+    begin(steps=20).train()
+    saved = newest(begin())
+    told: list[dict[str, Any]] = []
+
+    def stepped(step: int, loss: Any) -> None:
+        told.append(newest(begin()))
+
+    begin(steps=21, resume=True, on_step=stepped).train()
+    assert told[0]["agents"][0]["step"] == 21
+    training = Training(TINY, ARM, 3, corpus=begin().corpus)
+    module._take_up(training, Checkpoints(begin().folder / "checkpoints").all()[-2], same_arm=True)
+    with training.agent:
+        assert training.agent.state_dict() == saved["agents"][0]
+        assert same(training.checkpoint()["optimizers"], saved["optimizers"])
+
+
+def test_what_a_dead_process_made_after_its_last_checkpoint_is_made_again(begin: Begin) -> None:
+    def dies(step: int, loss: Any) -> None:
+        if step == 27:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(steps=40, on_step=dies).train()
+    trace = begin().folder / "trace.jsonl.gz"
+    trace.write_bytes(trace.read_bytes()[:-20])  # torn
+    begin(steps=40, resume=True).train()
+    whole = begin("whole", steps=40)
+    whole.train()
+    assert same(newest(begin())["model"], newest(whole)["model"])
+    assert read_trace(trace).steps.loss.tolist() == read_trace(whole.folder / "trace.jsonl.gz").steps.loss.tolist()
+    assert [line["step"] for line in progress(begin())] == [10, 20, 30, 40]
+
+
+def test_time_that_is_over_ends_a_run_with_a_checkpoint(begin: Begin) -> None:
+    came_to = begin(steps=10**6, minutes=1 / 60).train()
+    assert 1 < came_to < 10**6
+    assert newest(begin())["step"] == came_to
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint_and_is_as_before_afterwards(begin: Begin) -> None:
+    def told(step: int, loss: Any) -> None:
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert begin(steps=40, on_step=told).train() == 15
+    assert newest(begin())["step"] == 15
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_another_variant_starts_from_the_checkpoint_before_the_warning(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Training.__init__
+
+    def scripted(self: Training, *given: Any, **options: Any) -> None:
+        run(self, *given, **options)
+        self.agent.detectors = ScriptedDetectors(4, {15: [verdict(1, 0, step=15)]})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "__init__", scripted)
+        begin(steps=80).train()
+    checkpoints = Checkpoints(begin().folder / "checkpoints").all()
+    assert [path.name for path in checkpoints] == [f"step-{step:07d}.pt" for step in (10, 60, 70, 80)]
+    assert newest(begin())["warned"] == [15]
+    seen: list[float] = []
+    twin = begin("twin", arm=CONTROL, branch_from=checkpoints[0], steps=20, on_step=losses_into(seen))
+    assert twin.train() == 20
+    assert len(seen) == 10
+    assert newest(twin)["warned"] == []
+    assert read_trace(twin.folder / "trace.jsonl.gz").steps.step.tolist() == list(range(11, 21))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "holds a run with step-0000010.pt; give --resume, or another folder"),
+        ({"resume": True, "seed": 4}, "is of the seed 3, this run of 4"),
+        ({"resume": True, "arm": CONTROL}, "is of the variant flash-untreated, this run of control"),
+        ({"resume": True, "steps": 10}, "is of step 10 already; give more --steps"),
+        ({"resume": True, "branch_from": Path("x.pt")}, "give --branch-from at its first start alone"),
+        ({"resume": True, "folder": "another"}, "holds no checkpoint to resume from; leave --resume out"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_with_what_to_do(begin: Begin, options: dict[str, Any], sentence: str) -> None:
+    begin(steps=10).train()
+    asked = dict(options)
+    folder = asked.pop("folder", "run")
+    with pytest.raises(ValueError, match=sentence):
+        begin(folder, **{"steps": 20} | asked).train()
+
+
+def test_another_text_is_refused(begin: Begin, corpus: Corpus) -> None:
+    begin(steps=10).train()
+    with pytest.raises(ValueError, match="is of the text"):
+        begin(steps=20, resume=True, corpus=replace(corpus, sha256="0" * 64)).train()
+
+
+def test_held_out_text_is_read_at_checkpoints_and_changes_nothing(begin: Begin, corpus: Corpus) -> None:
+    said: list[str] = []
+    read, unread = (
+        begin("read", steps=20, say=said.append),
+        begin("unread", steps=20, corpus=replace(corpus, held_out=None)),
+    )
+    read.train()
+    unread.train()
+    one, other = newest(read), newest(unread)
+    assert all(same(one[part], other[part]) for part in (*CARRIED, "agents"))
+    assert [line["held_out_loss"] for line in progress(unread)] == [None, None]
+    told = progress(read)[-1]
+    assert told["passes"] == pytest.approx(20 * 8 * 16 / len(corpus.tokens))
+    training = Training(TINY, ARM, 3, corpus=corpus)
+    module._take_up(training, Checkpoints(read.folder / "checkpoints").all()[-1], same_arm=True)
+    windows = corpus.held_out_windows(module.HELD_OUT_WINDOWS, 16)
+    assert windows is not None
+    assert corpus.held_out is not None
+    assert torch.equal(windows[-1], corpus.held_out[-17:])
+    with training.agent:
+        assert held_out_loss(training, windows) == told["held_out_loss"]
+        assert float(training.loss_of(windows).detach()) == pytest.approx(told["held_out_loss"], rel=1e-5)
+    assert f"{told['held_out_loss']:.4f} of held-out text" in said[-1]
+
+
+COMMAND = ("lab", "run", "key-bias-small", "--arm", "flash-untreated", "--seed", "5")
+
+
+def _torchrun(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    launch = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    command = [sys.executable, "-P", "-m", *launch, "-m", "foreshock", *COMMAND, "--folder", str(folder), *words]
+    alone = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    return subprocess.Popen(
+        command, env=os.environ | alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _done(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    try:
+        out, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, out
+
+
+@pytest.mark.full
+def test_two_processes_that_torchrun_ends_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    """The real command under the real torchrun, three times; each process imports PyTorch."""
+    folder = tmp_path / "run"
+    process = _torchrun(folder)
+    trace = folder / "trace.jsonl.gz"
+    deadline = time.monotonic() + 120
+    while not trace.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    process.terminate()
+    _, out = _done(process)
+    [stopped] = Checkpoints(folder / "checkpoints").all()
+    step = int(torch.load(stopped, weights_only=True)["step"])
+    assert step < 6500
+    assert f"ended at step {step} of 6500; the same command with --resume goes on" in out, out[-3000:]
+    status, out = _done(_torchrun(folder, "--resume", "--steps", str(step + 20)))
+    assert status == 0, out[-3000:]
+    status, out = _done(_torchrun(tmp_path / "whole", "--steps", str(step + 20)))
+    assert status == 0, out[-3000:]
+    one, other = (
+        torch.load(tmp_path / name / "checkpoints" / f"step-{step + 20:07d}.pt", weights_only=True)
+        for name in ("run", "whole")
+    )
+    assert len(one["agents"]) == 2
+    assert all(same(one[part], other[part]) for part in CARRIED)
+    traces = [read_trace(tmp_path / name / "trace.jsonl.gz") for name in ("run", "whole")]
+    assert traces[0].steps.loss.tolist() == traces[1].steps.loss.tolist()
