@@ -168,14 +168,21 @@ def lab_matrix(
 def lab_corpus(
     text: Annotated[
         str,
-        typer.Argument(help="bytes, or byte-pairs. Byte pairs are made from installed packages and kept in a file."),
+        typer.Argument(
+            help="bytes, byte-pairs or folders. Byte pairs are made from installed packages, or from the source files "
+            "of folders, and kept in a file."
+        ),
     ] = "bytes",
+    folder: Annotated[
+        list[Path] | None, typer.Option(help="Folder to make the text of folders from; may be repeated.")
+    ] = None,
+    characters: Annotated[int, typer.Option(help="Of its text, at most.", min=1)] = 1_000_000_000,
 ) -> None:
     """Show the text that runs on this machine are trained on, and its hash."""
     from foreshock.cli.output import console
     from foreshock.cli.research import laboratory
 
-    laboratory.show_corpus(text, console())
+    laboratory.show_corpus(text, console(), folders=folder or (), characters=characters)
 
 
 @lab.command("score")

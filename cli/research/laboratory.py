@@ -48,16 +48,26 @@ def list_recipes(console: Console) -> None:
     console.print(f"variants (--arm): {', '.join(ARMS)}; {UNTREATED.name} is the baseline")
 
 
-def show_corpus(name: str, console: Console) -> None:
-    """What runs on this machine are trained on: the bytes at hand, or byte pairs, which are made where there are none.
+def show_corpus(name: str, console: Console, *, folders: Sequence[Path], characters: int) -> None:
+    """What runs on this machine are trained on: the bytes at hand, or byte pairs, which are made; of folders where some
+    are given, else those that were made are shown.
 
-    Raises ValueError for an unknown text.
+    Raises ValueError for an unknown text, and for folders of another than theirs.
     """
     from foreshock.lab.training.byte_pairs import MADE_FROM, SHA256, byte_pairs_file, make_byte_pairs
     from foreshock.lab.training.corpus import standard_library
+    from foreshock.lab.training.folder_text import folder_text, folder_text_file, make_folder_text
 
-    if name not in ("bytes", "byte-pairs"):
-        raise ValueError(f"text {name!r} does not exist; allowed are bytes and byte-pairs")
+    if name not in ("bytes", "byte-pairs", "folders"):
+        raise ValueError(f"text {name!r} does not exist; allowed are bytes, byte-pairs and folders")
+    if name == "folders":
+        corpus = make_folder_text(folders, characters) if folders else folder_text()
+        held_out = 0 if corpus.held_out is None else len(corpus.held_out)
+        told = f"{corpus.source}: {len(corpus.tokens):,} tokens, {held_out:,} held out, SHA-256"
+        console.print(f"{told} {corpus.sha256}\nIt lies at {folder_text_file()}", soft_wrap=True, highlight=False)
+        return
+    if folders:
+        raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {name}")
     corpus = standard_library() if name == "bytes" else make_byte_pairs()
     console.print(f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}", soft_wrap=True)
     if name == "byte-pairs":

@@ -12,14 +12,17 @@ import os
 import platform
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
 from foreshock.lab.training.corpus import Corpus
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCABULARY: Final = 8192
 CHARACTERS: Final = 150_000_000
@@ -31,7 +34,7 @@ MADE_FROM: Final = (
 )
 SHA256: Final = "1cf3760fbc00f6fe9ae38df275fcc14be92e6afcb38bc6e0fb09c09d23d8b764"
 """Of the tokens, little-endian uint16, that MADE_FROM gives."""
-_SUFFIXES: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
+SUFFIXES: Final = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 _LENGTHS: Final = range(400, 400_001)
 """Characters of a file: shorter ones say little, longer ones are tables."""
 _TRAINING_SHARE: Final = 8
@@ -39,10 +42,15 @@ _TRAINING_SHARE: Final = 8
 _FILES_AT_ONCE: Final = 512
 
 
-def byte_pairs_file() -> Path:
-    """Where the text lies: byte-pairs.xz in FORESHOCK_TEXTS, or under the user's cache."""
+def texts_folder() -> Path:
+    """Where texts lie: FORESHOCK_TEXTS, or under the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts")) / "byte-pairs.xz"
+    return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts"))
+
+
+def byte_pairs_file() -> Path:
+    """Where the text lies: byte-pairs.xz in the folder of texts."""
+    return texts_folder() / "byte-pairs.xz"
 
 
 def byte_pairs(path: Path | None = None) -> Corpus:
@@ -78,8 +86,8 @@ def make_byte_pairs(path: Path | None = None) -> Corpus:
     """
     path = path or byte_pairs_file()
     made_from = installed()
-    texts = list(_texts(_files()))
-    data = _encoded(texts).tobytes()
+    texts = list(texts_of(_files(), CHARACTERS))
+    data = encoded(tokenizer_of(texts, VOCABULARY), texts).tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_bytes(lzma.compress(made_from.encode() + b"\n" + data, preset=6))
@@ -93,18 +101,19 @@ def _files() -> list[Path]:
     named = {
         f"python/{path.relative_to(root).as_posix()}": path
         for path in root.rglob("*")
-        if path.suffix in _SUFFIXES and not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+        if path.suffix in SUFFIXES and not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
     }
     for package in PACKAGES:
         for file in importlib.metadata.files(package) or ():
-            if file.suffix in _SUFFIXES:
+            if file.suffix in SUFFIXES:
                 named[f"{package}/{file.as_posix()}"] = Path(str(file.locate()))
     paths = [named[name] for name in sorted(named)]
     random.Random(0).shuffle(paths)  # noqa: S311
     return paths
 
 
-def _texts(paths: list[Path]) -> Iterator[str]:
+def texts_of(paths: Iterable[Path], most: int) -> Iterator[str]:
+    """The text of each file of a usual length, the same content once, until there are `most` characters."""
     seen: set[bytes] = set()
     characters = 0
     for path in paths:
@@ -117,19 +126,25 @@ def _texts(paths: list[Path]) -> Iterator[str]:
             continue
         seen.add(digest)
         characters += len(text)
-        if characters > CHARACTERS:
+        if characters > most:
             return
         yield text
 
 
-def _encoded(texts: list[str]) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":
+def tokenizer_of(texts: Sequence[str], vocabulary: int) -> "Tokenizer":
+    """Byte pairs as some of the texts have them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
+    return tokenizer
+
+
+def encoded(tokenizer: "Tokenizer", texts: Sequence[str]) -> "np.ndarray[tuple[int], np.dtype[np.uint16]]":
+    """The tokens of all texts, one after another, little-endian."""
     parts = [
         np.asarray(encoding.ids, dtype="<u2")
         for start in range(0, len(texts), _FILES_AT_ONCE)

@@ -8,8 +8,9 @@ from foreshock.lab.training.arm import Arm
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.real_text_split import assigned
 
-Text = Literal["bytes", "byte pairs"]
-"""The source of the standard library as bytes (corpus.py), or what is installed as byte pairs (byte_pairs.py)."""
+Text = Literal["bytes", "byte pairs", "folders"]
+"""The source of the standard library as bytes (corpus.py), what is installed as byte pairs (byte_pairs.py), or the
+source files of folders as byte pairs of a larger vocabulary (folder_text.py)."""
 Truth = Literal["healthy", "rounding", "score growth", "other"]
 
 

@@ -17,6 +17,7 @@ from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.arm import Arm, Backend, variant
 from foreshock.lab.training.byte_pairs import byte_pairs
 from foreshock.lab.training.corpus import Corpus, standard_library
+from foreshock.lab.training.folder_text import folder_text
 from foreshock.lab.training.model import GPT
 from foreshock.lab.training.optimizers import optimizers
 from foreshock.lab.training.ranks import Ranks
@@ -44,7 +45,8 @@ _OURS = ("attention", "numerics", "sample_every_steps")
 
 def text_of(name: Text) -> Corpus:
     """The text of that name. Raises FileNotFoundError where it is not on this machine."""
-    return byte_pairs() if name == "byte pairs" else standard_library()
+    makers: dict[Text, Callable[[], Corpus]] = {"bytes": standard_library, "byte pairs": byte_pairs}
+    return makers.get(name, folder_text)()
 
 
 @torch.no_grad()

@@ -1,0 +1,105 @@
+"""Text from the source files of folders: the same wherever they lie, and some of it held out."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.typed import foreshock
+
+from foreshock.lab.training import byte_pairs
+from foreshock.lab.training.folder_text import VOCABULARY, folder_text, folder_text_file, make_folder_text
+from foreshock.lab.training.run import text_of
+
+FILES = 250
+
+
+@pytest.fixture(autouse=True)
+def texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORESHOCK_TEXTS", str(tmp_path / "texts"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Source files of 600 characters each, and what is left out: one twice, a short one and one of another kind."""
+    made = random.Random(1)
+    folder = tmp_path / "packages"
+    for number in range(FILES):
+        path = folder / f"part{number % 7}" / f"module{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"name_{made.randrange(1000):03} = {number:03}\n" for _ in range(40))[:600])
+    shutil.copy(folder / "part0" / "module0.py", folder / "copy.py")
+    (folder / "short.py").write_text("x = 1\n")
+    (folder / "picture.png").write_text("y" * 600)
+    return folder
+
+
+def test_every_file_is_taken_once_and_one_in_a_hundred_is_held_out(folder: Path) -> None:
+    corpus = make_folder_text([folder], 10**9)
+    assert corpus.source == (
+        f"byte pairs of {FILES - 3} files with {600 * (FILES - 3):,} characters, and of 3 held-out files with 1,800"
+    )
+    assert corpus.held_out is not None
+    assert 0 < len(corpus.held_out) < len(corpus.tokens) / 50
+    assert int(corpus.tokens.max()) < VOCABULARY
+    read = text_of("folders")
+    assert torch.equal(read.tokens, corpus.tokens)
+    assert read.sha256 == corpus.sha256
+
+
+def test_a_held_out_file_is_not_in_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Sequence[str]] = []
+
+    def keeping(tokenizer: Any, texts: Sequence[str]) -> Any:
+        kept.append(texts)
+        return byte_pairs.encoded(tokenizer, texts)
+
+    monkeypatch.setattr("foreshock.lab.training.folder_text.encoded", keeping)
+    make_folder_text([folder], 10**9)
+    trained, held_out = map(set, kept)
+    assert not trained & held_out
+    assert len(trained | held_out) == FILES
+
+
+def test_the_same_files_give_the_same_text_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
+    first = make_folder_text([folder], 10**9)
+    elsewhere = shutil.copytree(folder, tmp_path / "elsewhere" / "deep")
+    assert make_folder_text([elsewhere], 10**9).sha256 == first.sha256
+    (elsewhere / "part1" / "module1.py").write_text("z = 1\n" * 100)
+    assert make_folder_text([elsewhere], 10**9).sha256 != first.sha256
+
+
+def test_no_more_characters_are_taken_than_were_asked_for(folder: Path) -> None:
+    whole, some = (len(make_folder_text([folder], characters).tokens) for characters in (10**9, 60_000))
+    assert 0.2 * whole < some < 0.5 * whole
+
+
+def test_several_folders_make_one_text(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.md").write_text("A word of its own. " * 40)
+    assert f"of {FILES - 2} files" in make_folder_text([folder, other], 10**9).source
+
+
+def test_what_is_missing_is_named_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus folders --folder DIR"):
+        folder_text()
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder; give --folder one that is there"):
+        make_folder_text([folder, tmp_path / "nowhere"], 10**9)
+    with pytest.raises(ValueError, match="1 files of source of a usual length were found within 700 characters"):
+        make_folder_text([folder], 700)
+
+
+def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
+    done = foreshock("lab", "corpus", "folders", "--folder", str(folder), "--characters", "1000000")
+    assert done.exit_code == 0, done.output + done.stderr
+    assert f"{FILES - 3} files with 148,200 characters, and of 3 held-out files with 1,800:" in done.output
+    corpus = folder_text()
+    assert f"SHA-256 {corpus.sha256}\nIt lies at {folder_text_file()}\n" in done.output
+    assert foreshock("lab", "corpus", "folders").output == done.output
+    refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
+    assert refused.exit_code == 1
+    assert "--folder is for the text of folders" in refused.stderr
