@@ -56,13 +56,13 @@ class LatentProof(LayoutProof):
     def start(self) -> None:
         """Put hooks on the projections."""
         for name, projection in _projections(self._owner):
-            other = vars(projection).get(LAYOUT_ATTRIBUTE)
-            if other is not None:
+            other: LayoutProof | None = vars(projection).get(LAYOUT_ATTRIBUTE)
+            if other is not None and any(each is projection for each in other.holders):  # else it is a copy's
                 self._refuse(f"another layer computes with its {name} as well")
                 if isinstance(other, LatentProof):
                     other._refuse(f"another layer computes with its {name} as well")
                 return
-        for _, projection in _projections(self._owner):
+        for projection in self.holders:
             self._watch(projection, _note)
 
     def _refuse(self, because: str) -> None:
@@ -87,6 +87,11 @@ class LatentProof(LayoutProof):
     def waits(self) -> bool:
         """Whether a call has shown something that `scalable` has not looked at."""
         return self._call is not None
+
+    @property
+    def holders(self) -> list[nn.Module]:
+        """The projections of the layer."""
+        return [projection for _, projection in _projections(self._owner)]
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 

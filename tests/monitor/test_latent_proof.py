@@ -378,6 +378,19 @@ def test_projections_carry_nothing_of_ours_once_their_rows_are_known_nor_do_copi
     assert [sorted(vars(module)) for module in model.modules()] == bare
 
 
+def test_projections_that_were_copied_with_what_is_ours_are_not_taken_for_shared_ones() -> None:
+    model, other = two_latent_layers(), two_latent_layers()
+    with attach(model, **CLIPS | {"qk_clip_threshold": 1e-6}) as agent:
+        for one, copied in zip(model.modules(), other.modules(), strict=True):
+            if isinstance(copied, nn.Linear):
+                vars(copied)["_foreshock_layout"] = vars(one).get("_foreshock_layout")
+        with attach(other, **CLIPS | {"qk_clip_threshold": 1e-6}) as of_copy:
+            for each, watched in ((model, agent), (other, of_copy)):
+                step(each)
+                watched.step()
+                assert left_out(watched) == ""
+
+
 def test_its_norms_stay_unknown() -> None:
     with attach(two_latent_layers(), **CLIPS | {"norms_every_steps": 1}) as agent:
         assert "norms are not measured: W_Q and W_K were not found" in agent._attached.report
