@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from foreshock.monitor.config import make_config
 from foreshock.monitor.model.discovery import Found, find_attention
-from foreshock.monitor.model.layers import HeadRows, normalises_heads
+from foreshock.monitor.model.layers import normalises_heads
 from foreshock.monitor.model.weights import base_of, device_of, stored
 
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
@@ -28,6 +28,9 @@ _BACKENDS: Final = {
     "EFFICIENT_ATTENTION": "efficient",
     "MATH": "math",
 }
+_OF_LATENT: Final = ("kv_b_proj", "wkv_b")
+"""What makes the keys of latent attention, but for their rotary part, of the latent that all heads share. What biases
+the latent itself is none of the keys': the latent is normalised before."""
 _ROTARY: Final = re.compile(r"rotary|(?<![a-z])rope(?![a-z])|freqs_cis|rotate_half", re.IGNORECASE)
 
 
@@ -78,14 +81,23 @@ def assess(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 def key_bias_of(watched: Iterable[Found]) -> KeyBias:
     """Whether the keys of any layer have a bias: one that is trained goes before one that is frozen, before none."""
-    kinds: list[KeyBias] = ["unknown" if f.projection is None else _bias(f.projection.key) for f in watched]
+    holders = [_of_keys(found) for found in watched]
+    kinds: list[KeyBias] = ["unknown" if holder is None else _bias(holder) for holder in holders]
     ranked: tuple[KeyBias, ...] = ("trained", "unknown", "frozen", "none")
     return next((kind for kind in ranked if kind in kinds), "unknown")
 
 
-def _bias(rows: HeadRows) -> KeyBias:
-    name = "in_proj_bias" if isinstance(rows.holder, nn.MultiheadAttention) else "bias"
-    holder = base_of(rows.holder)
+def _of_keys(found: Found) -> nn.Module | None:
+    """The projection that makes the keys; None where names do not tell it."""
+    if found.projection is not None:
+        return found.projection.key.holder
+    children = (getattr(found.module, name, None) for name in _OF_LATENT)
+    return next((child for child in children if isinstance(child, nn.Module)), None)
+
+
+def _bias(projection: nn.Module) -> KeyBias:
+    name = "in_proj_bias" if isinstance(projection, nn.MultiheadAttention) else "bias"
+    holder = base_of(projection)
     bias = stored(holder, name)
     if bias is None:
         return "none" if getattr(holder, name, None) is None else "unknown"

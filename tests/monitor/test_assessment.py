@@ -1,10 +1,12 @@
 """`assess`: what it reads from a model, against models whose build is known."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from tests.monitor.test_foreign_models import DECODER, LATENT, tiny
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, tiny_gpt
 from torch import nn
 
@@ -62,6 +64,25 @@ def test_key_bias_rotary_positions_and_qk_norm_are_read_from_the_model(name: str
     make, expected = BUILDS[name]
     seen = assess(make())
     assert (seen.key_bias, seen.rotary, seen.qk_norm) == expected
+
+
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_keys_that_are_made_of_a_latent_are_told_as_keys_without_a_bias_whatever_biases_the_latent(
+    attention_bias: bool,
+) -> None:
+    sizes = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"], "attention_bias": attention_bias}
+    model: Any = tiny("DeepseekV3", **sizes)
+    seen = assess(model)
+    assert (seen.watched, seen.key_bias, seen.rotary) == (2, "none", True)
+    assert "no run of ours without a trained bias of the keys failed" in str(seen)
+    for block in model.model.layers:
+        made = block.self_attn.kv_b_proj
+        made.bias = nn.Parameter(torch.zeros(made.out_features))
+    assert assess(model).key_bias == "trained"
+    for block in model.model.layers:
+        block.self_attn.keys_in_another_way = block.self_attn.kv_b_proj
+        del block.self_attn.kv_b_proj
+    assert "not known, because the projection of the keys was not found" in str(assess(model))
 
 
 def sentences(seen: Assessment) -> list[str]:
