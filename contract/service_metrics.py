@@ -152,8 +152,8 @@ INCIDENT_METRICS: Final = (
     Metric(
         key="incident.active",
         title="Incidents",
-        help="1 for every incident that is not closed: all warnings of a run of one cause; of score growth beside "
-        "rounding under that. act: what machines do about it under the run's policy.",
+        help="1 for every incident that is not closed: all warnings of a run of one cause. Score growth beside "
+        "rounding is told under rounding. act: what machines do about it under the run's policy.",
         bad="Any of severity warning or critical.",
         board="overview",
         labels=("run", "cause", "state", "severity", "act"),

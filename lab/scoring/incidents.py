@@ -2,7 +2,7 @@
 
 Heads are many and warnings latch by the head; what calls somebody at night is an incident
 (foreshock.contract.incident). One opens when a cause that nothing stands of is warned about, and closes when all of it
-is quiet.
+is quiet. Rounding and score growth that stand at one time are one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from foreshock.contract.decision import IncidentCause, cause_of
-from foreshock.contract.incident import Warned, incidents
+from foreshock.contract.incident import Warned, incidents, mates
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.slots import Floats
 from foreshock.contract.wire import HeadRef, Verdict
@@ -40,31 +40,37 @@ def opened(verdicts: Iterable[Verdict]) -> list[Opened]:
     A warning whose cause is corrected moves to the incident of that cause. Where that is not open, and nothing else of
     the old one stands, the old one goes on under the new cause.
     """
-    standing: dict[IncidentCause, set[str]] = {}
-    newest: dict[IncidentCause, int] = {}
-    """the place of each cause's newest incident"""
+    standing: dict[frozenset[IncidentCause], dict[str, IncidentCause]] = {}
+    """the warnings that stand and their causes, by the causes that are one incident"""
+    newest: dict[frozenset[IncidentCause], int] = {}
+    """the place of each one's newest incident"""
     found: list[Opened] = []
     for verdict in verdicts:
         if verdict.severity == "info":
             continue
         cause = cause_of(verdict)
+        causes = mates(cause)
         left = None
         for other, ids in standing.items():
-            if verdict.id in ids and (other != cause or verdict.state == "cleared"):
-                ids.discard(verdict.id)
+            if verdict.id in ids and (other != causes or verdict.state == "cleared"):
+                del ids[verdict.id]
                 left = other
         if verdict.state == "cleared":
             continue
-        if not standing.setdefault(cause, set()):
+        own = standing.setdefault(causes, {})
+        corrected = own.get(verdict.id, cause) != cause
+        if not own:
             if left is not None and not standing[left]:
-                place = newest[cause] = newest.pop(left)
-                found[place] = replace(found[place], cause=cause, corrected_from=left)
+                newest[causes], corrected = newest.pop(left), True
             else:
-                newest[cause] = len(found)
+                newest[causes] = len(found)
                 ahead = verdict.forecast_steps
                 expected = None if ahead is None else verdict.step + round(min(ahead, 1e9))
                 found.append(Opened(verdict.step, cause, expected))
-        standing[cause].add(verdict.id)
+        own[verdict.id] = cause
+        told = found[newest[causes]]
+        if corrected and told.cause != cause and set(own.values()) == {cause}:
+            found[newest[causes]] = replace(told, cause=cause, corrected_from=told.cause)
     return found
 
 

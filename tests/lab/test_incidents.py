@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.lab.made_up import HEADS, record
 
 from foreshock.contract import wire
@@ -24,7 +25,7 @@ def test_heads_of_one_cause_are_one_incident_until_all_of_them_are_quiet() -> No
     story = [
         said("a", 100, forecast_steps=400.0),
         said("b", 150),
-        said("c", 200, cause="score growth"),
+        said("c", 200, cause="other"),
         said("a", 300, "cleared"),
         said("d", 350),
         said("b", 400, "cleared"),
@@ -34,28 +35,35 @@ def test_heads_of_one_cause_are_one_incident_until_all_of_them_are_quiet() -> No
     ]
     assert opened(story) == [
         Opened(100, "rounding", 500),
-        Opened(200, "score growth", None),
+        Opened(200, "other", None),
         Opened(700, "rounding", 1_000_000_700),
     ]
     assert opened([]) == []
 
 
-def test_a_cause_that_is_corrected_opens_no_second_incident() -> None:
-    story = [said("a", 100, cause="score growth"), said("a", 200, "updated"), said("b", 300, cause="score growth")]
+def test_rounding_and_score_growth_that_stand_at_one_time_are_one_incident_and_one_after_the_other_are_two() -> None:
+    both = [said("a", 100, cause="score growth"), said("b", 150), said("a", 200, "cleared"), said("b", 300, "cleared")]
+    assert opened(both) == [Opened(100, "score growth", None)]
+    assert opened([*both[::2], said("b", 250)]) == [Opened(100, "score growth", None), Opened(250, "rounding", None)]
+
+
+@pytest.mark.parametrize("was", ["score growth", "other"])
+def test_a_cause_that_is_corrected_opens_no_second_incident(was: str) -> None:
+    story = [said("a", 100, cause=was), said("a", 200, "updated"), said("b", 300, cause="other")]
     assert opened(story) == [
-        Opened(100, "rounding", None, corrected_from="score growth"),
-        Opened(300, "score growth", None),
+        Opened(100, "rounding", None, corrected_from=was),  # type: ignore[arg-type]
+        Opened(300, "other", None),
     ]
 
 
 def test_a_correction_of_one_head_of_several_leaves_the_others_where_they_were() -> None:
-    both = [said("a", 100, cause="score growth"), said("b", 150, cause="score growth")]
-    assert opened([*both, said("a", 200, "updated")]) == [
-        Opened(100, "score growth", None),
-        Opened(200, "rounding", None),
-    ]
+    both = [said("a", 100, cause="other"), said("b", 150, cause="other")]
+    assert opened([*both, said("a", 200, "updated")]) == [Opened(100, "other", None), Opened(200, "rounding", None)]
+    grew = [said("a", 100, cause="score growth"), said("b", 150, cause="score growth"), said("a", 200, "updated")]
+    assert opened(grew) == [Opened(100, "score growth", None)]
+    assert opened([*grew, said("b", 250, "updated")]) == [Opened(100, "rounding", None, corrected_from="score growth")]
     into = [said("c", 50), *both, said("a", 200, "updated"), said("b", 250, "updated")]
-    assert opened(into) == [Opened(50, "rounding", None), Opened(100, "score growth", None)]
+    assert opened(into) == [Opened(50, "rounding", None), Opened(100, "other", None)]
 
 
 def test_what_was_told_at_a_step_names_the_heads_that_come_to_harm_first() -> None:
