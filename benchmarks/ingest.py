@@ -101,13 +101,21 @@ def main(
 
 def device(database_url: str | None) -> dict[str, Any]:
     """Where and with what is measured."""
+    return here("foreshock bench ingest --json FILE") | {
+        "store": "SQLite, WAL, synchronous=FULL" if database_url is None else "PostgreSQL",
+        "batch": {"layers": LAYERS, "heads": HEADS, "bytes": len(template())},
+    }
+
+
+def here(command: str) -> dict[str, Any]:
+    """How a result of this machine's processors begins: the command, the day, the processor and the versions."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = models[0] if models else cpu
     packages = ("fastapi", "uvicorn", "uvloop", "httptools", "sqlalchemy", "pydantic")
     return {
-        "command": "foreshock bench ingest --json FILE",
+        "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": {"cpu": cpu, "cores": os.cpu_count(), "load_at_start": round(os.getloadavg()[0], 2)},
         "versions": {
@@ -116,8 +124,6 @@ def device(database_url: str | None) -> dict[str, Any]:
             "foreshock": foreshock.__version__,
             **{name: version(name) for name in packages},
         },
-        "store": "SQLite, WAL, synchronous=FULL" if database_url is None else "PostgreSQL",
-        "batch": {"layers": LAYERS, "heads": HEADS, "bytes": len(template())},
     }
 
 

@@ -5,13 +5,9 @@ chromium and chromium-driver, and selenium.
 """
 
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from shutil import which
 from statistics import median
@@ -22,6 +18,7 @@ import numpy as np
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service as Chromedriver
 
+from foreshock.benchmarks.ingest import here
 from foreshock.contract.wire import Array, Event, Finished
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -57,7 +54,7 @@ def main(json_path: Path | None = None) -> dict[str, Any]:
         chromium() as browser,
     ):
         fill(client)
-        about = _device("foreshock bench page --json FILE") | {"chromium": browser.capabilities["browserVersion"]}
+        about = here("foreshock bench page --json FILE") | {"chromium": browser.capabilities["browserVersion"]}
         found = about | measure(browser, service.url)
     took = (f"{what} in {found[f'{what}_seconds']['median']:.2f} s" for what in ("listed", "searched"))
     print(f"{found['runs']:,} runs: {', '.join(took)}")
@@ -66,20 +63,6 @@ def main(json_path: Path | None = None) -> dict[str, Any]:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(kept | {"fleet": found}, indent=2) + "\n")
     return found
-
-
-def _device(command: str) -> dict[str, Any]:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": {
-            "cpu": models[0].partition(": ")[2] if models else platform.machine(),
-            "cores": os.cpu_count(),
-            "load_at_start": round(os.getloadavg()[0], 2),
-        },
-        "versions": {"foreshock": version("foreshock"), "python": platform.python_version()},
-    }
 
 
 def fill(client: httpx.Client, runs: int = RUNS) -> None:
