@@ -33,7 +33,9 @@ class Recipe:
     warmup_steps: int
     """Of a rate that rises linearly."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """What follows; the cosine ends at a tenth of the rate, at the last step."""
+    """What follows; the cosine ends at the last step."""
+    last_rate_share: float = 0.1
+    """Of the rate, where the cosine ends."""
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
@@ -60,7 +62,8 @@ class Recipe:
         if step < self.warmup_steps or self.schedule == "constant":
             return min(1.0, step / self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
-        return 0.55 + 0.45 * math.cos(math.pi * done)
+        middle, swing = (1 + self.last_rate_share) / 2, (1 - self.last_rate_share) / 2
+        return middle + swing * math.cos(math.pi * done)
 
     def truth_of(self, arm: Arm) -> Truth:
         """What an arm was made to show: a failure of rounding does not happen where nothing rounds that way."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from foreshock.lab.training.model import ModelConfig
+from foreshock.lab.training.paper_recipes import PAPER_RECIPES
 from foreshock.lab.training.recipe import Recipe as Recipe
 from foreshock.lab.training.recipe import Text as Text
 from foreshock.lab.training.text_recipes import TEXT_RECIPES
@@ -70,7 +71,7 @@ _ALL = (
     _SHARED_VALUES,
     _PAPER_VALUES,
 )
-RECIPES = {recipe.name: recipe for recipe in (*_ALL, *TEXT_RECIPES)}
+RECIPES = {recipe.name: recipe for recipe in (*_ALL, *TEXT_RECIPES, *PAPER_RECIPES)}
 
 
 def find_recipe(name: str) -> Recipe:
