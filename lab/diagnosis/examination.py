@@ -8,7 +8,7 @@ or any model with its loss.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -63,10 +63,11 @@ def checkpoint_run(path: Path) -> tuple[Recipe, Arm, int]:
 def lab_patient(path: Path) -> Iterator[Patient]:
     """The model of a laboratory checkpoint (`foreshock lab run --checkpoint`) on the batches that came next.
 
-    Raises ValueError for a file that is none.
+    Our kernels compute its attention, whose tensors are looked at, where the run kept PyTorch's own. Raises ValueError
+    for a file that is none.
     """
     saved, (recipe, arm, seed) = read(path), checkpoint_run(path)
-    training = Training(recipe, arm, seed)
+    training = Training(replace(recipe, compiled=False), replace(arm, backend=None), seed)
     with training.agent, training.on_stream():
         # What trained it plays no part: a diagnosis takes no step.
         training.restore(training.checkpoint() | {key: saved[key] for key in ("model", "batches", "step")})

@@ -270,8 +270,8 @@ class Training:
         return kept[:, 0], kept[:, 1]
 
     def next_loss(self) -> Tensor:
-        """The loss of the run's next batch, [] in nats, with its graph."""
-        return self.loss_of(self._next_windows().to(self.device))
+        """The loss of the run's next batch, or of its first part, [] in nats, with its graph."""
+        return self.loss_of(self._next_windows()[: self.rows_at_once].to(self.device))
 
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied, and what was run; `torch.save` takes it."""

@@ -17,7 +17,7 @@ from foreshock.cli.main import app
 from foreshock.lab.diagnosis.anatomy import Examined, examine
 from foreshock.lab.diagnosis.examination import diagnose, examine_patient, lab_patient, own_patient
 from foreshock.lab.recording.history import live, recorded
-from foreshock.lab.training.arm import CONTROL, UNTREATED
+from foreshock.lab.training.arm import CONTROL, UNTREATED, find_arm
 from foreshock.lab.training.run import lab_run
 from foreshock.server.testing import FakeRank, LiveService
 
@@ -48,6 +48,15 @@ def test_a_checkpoint_of_the_laboratory_is_examined_in_every_layer(examined: dic
     assert anatomy.weight_error_plain is not None
     with pytest.raises(ValueError, match="layer 7 was not examined; the model has layers 0, 1"):
         diagnose([], examined, heads=[(7, 0)])
+
+
+def test_a_checkpoint_of_a_run_on_pytorchs_own_attention_is_examined_by_our_kernels(tmp_path: Path) -> None:
+    path, recipe = tmp_path / "kept.pt", replace(TINY, micro_batch=2, compiled=True)
+    trace = tmp_path / "kept.jsonl.gz"
+    lab_run(recipe, find_arm("flash-untreated"), seed=1, trace=trace, steps=3, checkpoint=path)
+    with lab_patient(path) as patient:
+        _, examined = examine_patient(patient, 1, None)
+    assert sorted(examined) == [0, 1]
 
 
 def own_model() -> tuple[nn.Module, Callable[[], Tensor]]:
