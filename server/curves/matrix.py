@@ -30,7 +30,7 @@ def matrix(
     max_steps: int,
     from_layer: int = 0,
 ) -> Matrix:
-    """One per-head metric of every head at the newest step that is not after `step`; see models.Matrix."""
+    """One per-head metric of every head at the newest step that is not after `step`; see answers.Matrix."""
     axis = axis_of(connection, run_id)
     query = LIVE_SAMPLES.with_only_columns(samples.c.step).where(samples.c.run_id == run_id).order_by(None)
     if step is not None:
