@@ -85,8 +85,9 @@ class LatentProof(LayoutProof):
 
     @property
     def waits(self) -> bool:
-        """Whether a call has shown something that `scalable` has not looked at."""
-        return self._call is not None
+        """Whether a call has shown something that `scalable` has not looked at, or projections have changed since."""
+        changed = self._latent is not None and not self.gone and self._stands() != self._standing
+        return changed or self._call is not None
 
     @property
     def holders(self) -> list[nn.Module]:

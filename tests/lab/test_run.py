@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from tests.monitor.doubles import ScriptedDetectors, verdict
+from torch import nn
 
 from foreshock.contract import wire
 from foreshock.contract.slots import Words
@@ -100,7 +101,8 @@ def test_runs_of_one_process_that_share_a_compiled_graph_are_each_counted_by_the
         for run, samples in zip(runs, counted, strict=True):
             run.agent.subscribe(partial(_keep, samples))
             if compiled:
-                run._whole = torch.compile(run.model, backend="aot_eager", dynamic=False, fullgraph=True)
+                whole = torch.compile(run.model, backend="aot_eager", dynamic=False, fullgraph=True)
+                run._whole = cast(nn.Module, whole)
         for _ in range(12):
             for run in runs:
                 run.advance()

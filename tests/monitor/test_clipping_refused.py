@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.test_clipping import EVERY, TAU, two_layers
-from tests.monitor.test_foreign_models import DECODER, EXPERTS, logits_and_gradients, tiny
+from tests.monitor.test_foreign_models import DECODER, EXPERTS, LATENT, logits_and_gradients, tiny
 from tests.monitor.tiny_models import CausalSelfAttention, batch, train_step
 from torch import Tensor, nn
 
@@ -71,10 +71,14 @@ def test_what_cannot_be_scaled_rightly_is_left_as_it_is_and_named_with_the_reaso
 
 
 @pytest.mark.parametrize("norms_every_steps", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "projection"),
+    [("Llama", {}, "q_proj"), ("DeepseekV3", LATENT | {"head_dim": LATENT["qk_rope_head_dim"]}, "kv_b_proj")],
+)
 def test_adapters_that_are_put_on_after_a_call_showed_the_layout_end_the_scaling_also_where_no_norms_are_read(
-    norms_every_steps: int, caplog: pytest.LogCaptureFixture
+    kind: str, sizes: dict[str, Any], projection: str, norms_every_steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model: Any = tiny("Llama", **DECODER)
+    model: Any = tiny(kind, **DECODER | sizes)
     settings = EVERY | {"qk_clip": "always", "qk_clip_threshold": 1e-6, "norms_every_steps": norms_every_steps}
 
     def scalings(agent: Any) -> int:
@@ -87,9 +91,9 @@ def test_adapters_that_are_put_on_after_a_call_showed_the_layout_end_the_scaling
         before = [scalings(agent) for _ in range(3)][-1]
         assert before > 0
         for block in model.model.layers:
-            block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+            setattr(block.self_attn, projection, Adapted(getattr(block.self_attn, projection)))
         assert [scalings(agent) for _ in range(2)] == [before] * 2
-        assert "q_proj is tests's Adapted, which has adapters" in agent.report().partition("left out: ")[2]
+        assert f"{projection} is tests's Adapted, which has adapters" in agent.report().partition("left out: ")[2]
         assert agent.faults == {}
     assert "QK-Clip leaves out" in caplog.text
 
