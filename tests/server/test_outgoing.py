@@ -234,7 +234,7 @@ def test_a_warning_a_switch_and_a_waiting_command_are_told_in_words(play: Any, c
             )
             notifier = Notifier(service.app.state.store, settings, hook.out())
             first, second = FakeRank(rank=0), FakeRank(rank=1)
-            await service.store(first, first.started(policy="approve"), first.verdict(3, name="old"))
+            await service.store(first, first.started(policy="approve"), first.verdict(3, name="old", cause="other"))
             await notifier.turn()
             assert hook.requests == []  # what happened before the first start is not told
             new: dict[str, Any] = {"name": "new", "cause": "score growth"}
