@@ -11,10 +11,11 @@ acknowledged can be read by everybody afterwards.
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     FailFast,
     Field,
     ValidationError,
@@ -81,6 +82,9 @@ ToldModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
 """The name of a mode as another process tells it, which may be newer than its reader."""
 Severity = Literal["info", "warning", "critical"]
 Cause = Literal["rounding", "score growth", "other"]
+_NEWER: Final = re.compile(rf"(?!({'|'.join(get_args(Cause))})$)[a-z]+( [a-z]+){{0,3}}")
+ReadCause = Annotated[Cause, BeforeValidator(lambda name: "other" if _NEWER.fullmatch(str(name)) else name)]
+"""The cause of a verdict; one of a newer process that this reader does not know is `other`."""
 ClipState = Literal["never", "warned", "on"]
 """Of QK-Clip: off, off until scores grow, on."""
 Policy = Literal["observe", "approve", "auto"]
@@ -218,7 +222,7 @@ class Verdict(Message):
     severity: Severity
     layer: LayerNumber | None = None
     head: HeadNumber | None = None
-    cause: Cause
+    cause: ReadCause
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
     evidence: Annotated[dict[Identifier, float], at_most(32)] = Field(default_factory=dict, max_length=32)
     corrected_from: Literal["rounding", "score growth", "not finite", "other"] | None = Field(

@@ -91,7 +91,9 @@ def _place(metric: Metric) -> str:
         steps = _steps_from(f"foreshock_run_step{{run=%q}} - {STEPS_BEFORE}", "run")
         if metric.head is None:
             return (f"&metric={metric.key}" if metric.has_series else "") + steps
-        worst = f"topk(1, {metric.name}{{run=%q,layer=%q}} > 0)"
+        own = f"{metric.name}{{run=%q,layer=%q}}"
+        below = metric.levels is not None and metric.levels.below
+        worst = f"bottomk(1, {own})" if below else f"topk(1, {own} > 0)"
         return _head_of(worst, "run", "layer") + f"&metric={metric.key}" + steps
     soonest = (
         "bottomk(1, foreshock_warning_forecast_steps{run=%q} "

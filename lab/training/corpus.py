@@ -32,11 +32,6 @@ class Corpus:
         starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
         return self.tokens[starts[:, None] + torch.arange(length + 1)]
 
-    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Such windows as tokens and the tokens that follow them, int64 [size, length] each."""
-        windows = self.windows(size, length, generator).long()
-        return windows[:, :-1], windows[:, 1:]
-
     def held_out_windows(self, size: int, length: int) -> Tensor | None:
         """`size` windows [size, length + 1] spread evenly over the held-out text; None where there is too little."""
         if self.held_out is None or len(self.held_out) <= length:

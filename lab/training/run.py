@@ -313,31 +313,23 @@ def train(
     *,
     sinks: tuple[Sink, ...] = (),
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None,
-    on_warning: Callable[[wire.Verdict, dict[str, Any]], None] | None = None,
     deadline: float | None = None,
     writer: TraceWriter | None = None,
 ) -> wire.Finished:
     """Run `training` up to step `steps`, until the monotonic clock passes `deadline`, but one step at least, or until a
     process of it wants to end; closes its agent.
 
-    on_warning gets the first warning and the checkpoint of the last sample before it. writer gets all that is recorded.
+    writer gets all that is recorded.
     """
-    warned: list[wire.Verdict] = []
     finished: list[wire.Finished] = []
-    sampled: list[int] = []
 
     def listen(event: wire.Event) -> None:
-        if isinstance(event, wire.Sample):
-            sampled.append(event.step)
-        if isinstance(event, wire.Verdict) and event.state == "raised" and event.severity != "info":
-            warned.append(event)
         if isinstance(event, wire.Finished):
             finished.append(event)
 
     for sink in (*sinks, listen):
         training.agent.subscribe(sink)
     recorder = Recorder(training, writer) if writer is not None else None
-    before = training.checkpoint() if on_warning else {}
     with training.on_stream(), training.agent:
         began = training.step
         while training.step < steps and (deadline is None or training.step == began or time.monotonic() < deadline):
@@ -345,12 +337,6 @@ def train(
             if recorder is not None:
                 recorder.step()
             on_step(training.step, loss)
-            if on_warning and warned:
-                on_warning(warned[0], before)
-                on_warning = None
-            elif on_warning and sampled and sampled[-1] > before["step"]:  # it is judged a step after it is taken
-                made = training.checkpoint()
-                before = before if warned else made  # to make one is to sample the rest, which may warn
             if training.ends:
                 break
         if recorder is not None:

@@ -12,7 +12,18 @@ from hypothesis.extra import numpy as hnp
 from pydantic import ValidationError
 
 from foreshock.contract.slots import MOST_SLOTS, identity_row
-from foreshock.contract.wire import Array, Batch, Command, Layer, Sample, Switched, Unknown, head_refs, read_batch
+from foreshock.contract.wire import (
+    Array,
+    Batch,
+    Command,
+    Layer,
+    Sample,
+    Switched,
+    Unknown,
+    Verdict,
+    head_refs,
+    read_batch,
+)
 
 
 def sample(**fields: object) -> Sample:
@@ -103,6 +114,23 @@ def test_fields_and_kinds_of_events_that_are_unknown_are_skipped_each_event_in_i
     assert [event.kind for event in batch.events] == ["unknown", "sample", "unknown"]
     assert batch.events[0] == Unknown(name="moon_phase")
     assert batch.events[1] == sample()
+
+
+def test_a_cause_that_only_a_newer_agent_knows_reads_as_other_and_what_is_no_cause_is_refused() -> None:
+    fields: dict[str, Any] = {
+        "id": "v",
+        "step": 1,
+        "state": "raised",
+        "severity": "warning",
+        "signal": "s",
+        "sentence": ".",
+    }
+    for name, read in (("entropy collapse", "other"), ("rounding", "rounding"), ("score growth", "score growth")):
+        assert Verdict(**fields | {"cause": name}).cause == read
+    none: tuple[Any, ...] = (None, 5, "", "Rounding", "a\nb", ["rounding"])
+    for cause in none:
+        with pytest.raises(ValidationError, match="cause"):
+            Verdict(**fields | {"cause": cause})
 
 
 @pytest.mark.parametrize("events", ['[{"kind": 5}]', "[{}]", '[{"kind": "moon_phase"}, {"kind": "sample"}]', "[5]"])

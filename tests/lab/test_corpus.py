@@ -20,12 +20,6 @@ def test_the_corpus_is_the_same_text_every_time(corpus: Corpus) -> None:
     assert len(corpus.tokens) > 2**20
 
 
-def test_targets_are_the_tokens_that_follow(corpus: Corpus) -> None:
-    tokens, targets = corpus.batch(3, 8, torch.Generator().manual_seed(0))
-    assert tokens.shape == targets.shape == (3, 8)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
 def test_a_python_without_its_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
         standard_library(tmp_path)

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from tests.monitor.doubles import ScriptedDetectors, verdict
 from torch import nn
 
 from foreshock.contract import wire
@@ -19,7 +18,7 @@ from foreshock.lab.training.arm import CONTROL, RESCUED, UNTREATED, Arm, find_ar
 from foreshock.lab.training.corpus import Corpus, standard_library
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import RECIPES, find_recipe
-from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run, train
+from foreshock.lab.training.run import FAST_CONTROL, Training, lab_run
 
 TINY = replace(
     find_recipe("key-bias-small"),
@@ -144,16 +143,6 @@ def test_a_checkpoint_does_not_move_with_the_run(begin: Begin) -> None:
     again = begin(UNTREATED, 0)
     again.restore(checkpoint)
     assert losses(again, 4) == expected
-
-
-@pytest.mark.parametrize("warns_at", range(6, 12))
-def test_the_branch_that_is_handed_over_with_a_warning_is_older_than_it(begin: Begin, warns_at: int) -> None:
-    trunk = begin(UNTREATED, 3)  # a sample in five steps, and one for every branch that is kept
-    trunk.agent.detectors = ScriptedDetectors(4, {warns_at: [verdict(1, 0)]})
-    heard: list[dict[str, Any]] = []
-    train(trunk, 20, on_warning=lambda _, branch: heard.append(branch))
-    [branch] = heard
-    assert 0 < branch["step"] < warns_at
 
 
 def test_a_run_writes_a_trace_of_every_head_and_sample(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_a_reason_names_the_file_that_tests_the_module(tree: Path, reason: str) 
     assert sentence.startswith("server/testing.py: the module, or the file that is said to test it, is not there")
 
 
-def test_a_test_file_of_more_than_400_lines_is_named_with_its_length(tree: Path) -> None:
+def test_a_file_of_more_than_400_lines_is_named_with_its_length_be_it_a_module_or_a_test(tree: Path) -> None:
     (tree / "tests/kernels/test_triton_ties.py").write_text("y = 1\n" * 401)
     assert found(tree) == ["tests/kernels/test_triton_ties.py has 401 lines; at most 400"]
+    (tree / "server/testing.py").write_text("y = 1\n" * 401)
+    assert "server/testing.py has 401 lines; at most 400" in found(tree)
